@@ -1,0 +1,55 @@
+# Targets for people and for CI. `make run` and `make test` are the two commands of the README.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+DATA   ?= .data
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: setup run test demo check lint types imports unit proto bench clean acceptance-manager
+
+setup: $(VENV)/.dev
+
+# The server alone: small and quick, for `make run`.
+$(VENV)/.server: pyproject.toml .ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server]'
+	touch $@
+
+# Everything that tests, demo and benchmarks need. torch goes first and pinned: other packages asking for
+# it would bring a build for GPUs.
+$(VENV)/.dev: $(VENV)/.server
+	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,dev]'
+	touch $@
+
+run: $(VENV)/.server
+	$(BIN)/kvcm serve --data-dir $(DATA)
+
+test: check unit
+
+check: lint types imports
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/python -m pytest
+
+demo: setup
+	$(BIN)/python docs/examples/demo/run.py $(DEMO_ARGS)
+
+proto: setup
+	$(BIN)/python proto/generate.py
+
+bench: setup
+	$(BIN)/python benchmarks/match.py --json benchmarks/results/match.json
+
+clean:
+	rm -rf $(VENV) $(DATA) build *.egg-info

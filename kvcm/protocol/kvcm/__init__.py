@@ -1,0 +1,1 @@
+"""Package kvcm of the wire contract, generated; never edited."""

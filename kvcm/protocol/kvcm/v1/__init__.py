@@ -1,0 +1,1 @@
+"""Our own additions to the wire contract, generated; never edited."""

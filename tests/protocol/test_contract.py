@@ -1,0 +1,148 @@
+"""The generated code has exactly the services, messages, fields and enums of the contract, with their numbers."""
+
+from typing import Any, NamedTuple
+
+import contract_admin
+import contract_debug
+import contract_kv_meta
+import contract_meta
+import contract_v1
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor, MethodDescriptor
+
+from kvcm.protocol import admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, meta_service_pb2
+from kvcm.protocol.kvcm.v1 import group_service_pb2, lease_service_pb2
+
+
+class Contract(NamedTuple):
+    """What one .proto file must declare."""
+
+    name: str
+    file: FileDescriptor
+    package: str
+    services: dict[str, dict[str, tuple[str, str]]]
+    enums: dict[str, dict[str, int]]
+    messages: dict[str, dict[str, str]]
+
+
+def of(module: Any, data: Any, name: str) -> Contract:
+    return Contract(name, module.DESCRIPTOR, data.PACKAGE, data.SERVICES, data.ENUMS, data.MESSAGES)
+
+
+V1 = contract_v1
+CONTRACTS = [
+    of(meta_service_pb2, contract_meta, "meta_service.proto"),
+    of(admin_service_pb2, contract_admin, "admin_service.proto"),
+    of(debug_service_pb2, contract_debug, "debug_service.proto"),
+    of(kv_meta_service_pb2, contract_kv_meta, "kv_meta_service.proto"),
+    Contract(
+        "kvcm/v1/lease_service.proto",
+        lease_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.LEASE_SERVICES,
+        {},
+        V1.LEASE_MESSAGES,
+    ),
+    Contract(
+        "kvcm/v1/group_service.proto",
+        group_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.GROUP_SERVICES,
+        {},
+        V1.GROUP_MESSAGES,
+    ),
+]
+
+KINDS = {
+    FieldDescriptor.TYPE_BOOL: "bool",
+    FieldDescriptor.TYPE_DOUBLE: "double",
+    FieldDescriptor.TYPE_INT32: "int32",
+    FieldDescriptor.TYPE_INT64: "int64",
+    FieldDescriptor.TYPE_STRING: "string",
+}
+
+
+def in_package(kind: Any, package: str) -> str:
+    """The name of a message or enum as a .proto file of that package writes it."""
+    return str(kind.full_name).removeprefix(f"{package}.")
+
+
+def modifier(field: FieldDescriptor) -> str:
+    if field.is_repeated:
+        return "repeated "
+    if field.containing_oneof is None:
+        return ""
+    # The compiler wraps an optional field into a oneof of its own, whose name begins with an underscore.
+    if field.containing_oneof.name == f"_{field.name}":
+        return "optional "
+    return f"oneof {field.containing_oneof.name}: "
+
+
+def written(field: FieldDescriptor, package: str) -> str:
+    named = field.message_type or field.enum_type
+    kind = in_package(named, package) if named else KINDS[field.type]
+    return f"{field.number} {modifier(field)}{kind}"
+
+
+def fields(message: Descriptor, package: str) -> dict[str, str]:
+    return {field.name: written(field, package) for field in message.fields}
+
+
+def call(method: MethodDescriptor, package: str) -> tuple[str, str]:
+    assert not method.client_streaming
+    assert not method.server_streaming
+    return in_package(method.input_type, package), in_package(method.output_type, package)
+
+
+@pytest.fixture(params=CONTRACTS, ids=lambda contract: contract.name)
+def contract(request: pytest.FixtureRequest) -> Contract:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_file_and_package(contract: Contract) -> None:
+    assert contract.file.name == contract.name
+    assert contract.file.package == contract.package
+
+
+def test_services(contract: Contract) -> None:
+    found = {
+        name: {method.name: call(method, contract.package) for method in service.methods}
+        for name, service in contract.file.services_by_name.items()
+    }
+    assert found == contract.services
+
+
+def test_enums(contract: Contract) -> None:
+    found = {
+        name: {value.name: value.number for value in enum.values}
+        for name, enum in contract.file.enum_types_by_name.items()
+    }
+    assert found == contract.enums
+
+
+def test_messages_are_exactly_those_of_the_contract(contract: Contract) -> None:
+    assert set(contract.file.message_types_by_name) == set(contract.messages)
+
+
+def test_fields(contract: Contract) -> None:
+    found = {name: fields(message, contract.package) for name, message in contract.file.message_types_by_name.items()}
+    assert found == contract.messages
+
+
+def test_our_own_fields_are_numbered_from_1000() -> None:
+    """Numbers below belong to the original, which goes on adding fields."""
+    ours = {
+        f"{contract.package}.{message.name}.{field.name}"
+        for contract in CONTRACTS
+        for message in contract.file.message_types_by_name.values()
+        for field in message.fields
+        if field.number >= 1000
+    }
+    assert ours == {
+        "kv_cache_manager.proto.meta.StartWriteCacheRequest.parent_block_key",
+        "kv_cache_manager.proto.meta.GetCacheLocationRequest.read_lease_ms",
+        "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_id",
+        "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_deadline_ms",
+        "kv_cache_manager.proto.meta.LocationSpecInfo.kind",
+        "kv_cache_manager.proto.admin.LocationSpecInfo.kind",
+    }
