@@ -1,0 +1,1 @@
+"""CacheManager: match, write sessions, read leases, location selection, removal."""

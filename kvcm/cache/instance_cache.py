@@ -1,0 +1,71 @@
+"""What the manager keeps in memory for one instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import Instance, LocationSpecInfo
+from kvcm.model.locations import SpecUri, encode_chunk
+from kvcm.model.storages import StorageType
+
+__all__ = ["InstanceCache"]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceCache:
+    """An instance, its index, and what is derived from its registration once.
+
+    Attributes:
+        instance: the registration.
+        index: records of its blocks, shared with nobody.
+        placeholder: encoded answer for a miss in batch and window matches: every spec with an empty uri.
+        specs_of_group: spec infos by spec group, in the order of registration.
+        linear_specs: names of specs that hold linear-attention state.
+        full_specs: names of the other specs.
+    """
+
+    instance: Instance
+    index: MetaIndex
+    placeholder: bytes = field(init=False)
+    specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)
+    linear_specs: frozenset[str] = field(init=False)
+    full_specs: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = self.instance.spec_names
+        placeholder = encode_chunk(StorageType.ST_UNSPECIFIED, len(names), [SpecUri(name, "") for name in names])
+        groups = {
+            group.name: tuple(info for info in self.instance.location_spec_infos if info.name in group.spec_names)
+            for group in self.instance.location_spec_groups
+        }
+        linear = self.instance.linear_spec_names
+        object.__setattr__(self, "placeholder", placeholder)
+        object.__setattr__(self, "specs_of_group", groups)
+        object.__setattr__(self, "linear_specs", linear)
+        object.__setattr__(self, "full_specs", frozenset(names) - linear)
+
+    def specs_per_key(self, group_names: Sequence[str], count: int) -> list[tuple[LocationSpecInfo, ...]]:
+        """Return which specs each of `count` blocks is to be stored with.
+
+        Args:
+            group_names: empty for all specs, or one spec group per block.
+            count: number of blocks.
+
+        Raises:
+            InvalidArgumentError: the number of names differs from the number of blocks, or a group is unknown.
+        """
+        if not group_names:
+            return [self.instance.location_spec_infos] * count
+        if len(group_names) != count:
+            raise InvalidArgumentError(
+                f"location_spec_group_names has {len(group_names)} entries for {count} blocks, must have one per block"
+            )
+        unknown = sorted(set(group_names) - set(self.specs_of_group))
+        if unknown:
+            raise InvalidArgumentError(
+                f"location_spec_group_names holds {unknown}, registered are {sorted(self.specs_of_group)}"
+            )
+        return [self.specs_of_group[name] for name in group_names]

@@ -1,0 +1,149 @@
+"""The match modes: which blocks of a request can be read, and where (wire.md 5.3, 14).
+
+The path of a plain prefix match is: keys → answers of the index → the answers before the first miss. No per-block
+object, no per-block await. Masks are honoured by every mode (design.md decision 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvcm.cache.instance_cache import InstanceCache
+from kvcm.index.answers import filter_specs
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.locations import decode_chunk
+from kvcm.model.masks import NO_MASK, BlockMask
+
+__all__ = ["Match", "MatchMode", "MatchQuery", "match"]
+
+
+class MatchMode(IntEnum):
+    """Query types of the wire protocol."""
+
+    BATCH_GET = 1
+    PREFIX_MATCH = 2
+    REVERSE_ROLL_SW_MATCH = 3
+    PREFIX_MATCH_WITH_MAMBA = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MatchQuery:
+    """What a reader asks for.
+
+    Attributes:
+        mode: how keys are matched.
+        keys: block keys in request order.
+        mask: positions to leave out.
+        window: keys per window of the sliding-window match.
+        spec_names: specs to return; empty for all.
+    """
+
+    mode: MatchMode
+    keys: Sequence[int]
+    mask: BlockMask = NO_MASK
+    window: int = 0
+    spec_names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What was found.
+
+    Attributes:
+        chunks: encoded locations, as field 2 of an answer.
+        keys: keys that were hit, in request order.
+    """
+
+    chunks: Sequence[bytes]
+    keys: Sequence[int]
+
+
+async def match(cache: InstanceCache, query: MatchQuery) -> Match:
+    """Answer a query.
+
+    Raises:
+        InvalidArgumentError: the window does not fit the keys.
+    """
+    found = await _MODES[query.mode](cache, query)
+    if not query.spec_names:
+        return found
+    return Match([filter_specs(chunk, query.spec_names) for chunk in found.chunks], found.keys)
+
+
+async def _prefix(cache: InstanceCache, query: MatchQuery) -> Match:
+    keys = _unmasked_keys(query)
+    answers = await cache.index.answers(keys, stop_at_miss=True)
+    return Match([answer for answer in answers if answer is not None], keys[: len(answers)])
+
+
+async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery) -> Match:
+    """The longest prefix with all full-attention specs whose last block has the linear-attention state too."""
+    prefix = await _prefix(cache, query)
+    if not cache.linear_specs:
+        return prefix
+    length = 0
+    for position, chunk in enumerate(prefix.chunks, start=1):
+        present = {spec.name for spec in decode_chunk(chunk).specs}
+        if not cache.full_specs <= present:
+            break
+        if cache.linear_specs <= present:
+            length = position
+    return Match(prefix.chunks[:length], prefix.keys[:length])
+
+
+async def _batch(cache: InstanceCache, query: MatchQuery) -> Match:
+    answers = await _answers_in_place(cache, query)
+    hits = [key for key, answer in zip(query.keys, answers, strict=True) if answer is not None]
+    return Match([cache.placeholder if answer is None else answer for answer in answers], hits)
+
+
+async def _window(cache: InstanceCache, query: MatchQuery) -> Match:
+    """The right-most window of consecutive hits; every other position is a placeholder."""
+    count, window = len(query.keys), query.window
+    if not 1 <= window <= count:
+        raise InvalidArgumentError(f"sw_size is {window}, must be from 1 to the number of keys, {count}")
+    answers = await _answers_in_place(cache, query)
+    start = _rightmost_run(answers, window)
+    chunks: list[bytes] = [cache.placeholder] * count
+    if start is None:
+        return Match(chunks, ())
+    chunks[start : start + window] = [answer for answer in answers[start : start + window] if answer is not None]
+    return Match(chunks, query.keys[start : start + window])
+
+
+def _rightmost_run(answers: Sequence[bytes | None], length: int) -> int | None:
+    run = 0
+    for position in range(len(answers) - 1, -1, -1):
+        run = run + 1 if answers[position] is not None else 0
+        if run == length:
+            return position
+    return None
+
+
+_MODES = {
+    MatchMode.BATCH_GET: _batch,
+    MatchMode.PREFIX_MATCH: _prefix,
+    MatchMode.REVERSE_ROLL_SW_MATCH: _window,
+    MatchMode.PREFIX_MATCH_WITH_MAMBA: _prefix_with_mamba,
+}
+
+
+def _unmasked_keys(query: MatchQuery) -> Sequence[int]:
+    positions = query.mask.unmasked(len(query.keys))
+    if len(positions) == len(query.keys):
+        return query.keys
+    return [query.keys[i] for i in positions]
+
+
+async def _answers_in_place(cache: InstanceCache, query: MatchQuery) -> list[bytes | None]:
+    """Answers at the positions of the request; None where the key is missing or masked."""
+    positions = query.mask.unmasked(len(query.keys))
+    if len(positions) == len(query.keys):
+        return await cache.index.answers(query.keys)
+    answers: list[bytes | None] = [None] * len(query.keys)
+    found = await cache.index.answers([query.keys[i] for i in positions])
+    for position, answer in zip(positions, found, strict=True):
+        answers[position] = answer
+    return answers

@@ -1,0 +1,47 @@
+"""Which storages a group's writes may go to, best first (wire.md 5.6)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from kvcm.index.answers import StorageView
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.storages import StorageType
+from kvcm.storage.backend import StorageBackend
+
+__all__ = ["Candidate", "Storages", "candidates"]
+
+
+class Storages(StorageView, Protocol):
+    """The open storages."""
+
+    def type_of(self, storage: str) -> StorageType | None:
+        """Return the type of an open storage, None when there is none of that name."""
+
+    def backend(self, storage: str) -> StorageBackend | None:
+        """Return an open storage, enabled or not; None when there is none of that name."""
+
+
+class Candidate(NamedTuple):
+    """An available storage of a group."""
+
+    storage: str
+    storage_type: StorageType
+
+
+def candidates(group: InstanceGroup, storages: Storages) -> list[Candidate]:
+    """Return the group's available storages in order of preference.
+
+    Candidates that are not registered count as absent. A strategy that names a type puts that type first, or allows
+    nothing else; within equals the group's own order holds.
+    """
+    available = [
+        Candidate(name, storage_type)
+        for name in group.storage_candidates
+        if storages.rank(name) is not None and (storage_type := storages.type_of(name)) is not None
+    ]
+    strategy = group.cache_config.data_storage_strategy
+    preferred = [candidate for candidate in available if candidate.storage_type is strategy.preferred_type]
+    if strategy.is_exclusive:
+        return preferred
+    return preferred + [candidate for candidate in available if candidate.storage_type is not strategy.preferred_type]

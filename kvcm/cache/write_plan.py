@@ -1,0 +1,145 @@
+"""What a StartWriteCache will write: pure planning, no side effects (design.md decision 17).
+
+* A block is masked when its serving or writing locations on available storages cover every spec asked for.
+* A key repeated in one request is masked at its later positions.
+* A block that fits no limit is refused, and so is everything behind it: a suffix without its prefix is useless.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvcm.cache.selection import Candidate
+from kvcm.cache.usage import Room
+from kvcm.index.answers import StorageView
+from kvcm.model.instances import LocationSpecInfo
+from kvcm.model.locations import BlockRecord, LocationStatus
+
+__all__ = ["PlannedBlock", "WritePlan", "missing_specs", "plan_write"]
+
+Specs = tuple[LocationSpecInfo, ...]
+
+
+class PlannedBlock(NamedTuple):
+    """A block to be written: the specs it lacks and the storage they go to."""
+
+    position: int
+    key: int
+    parent: int | None
+    depth: int
+    specs: Specs
+    candidate: Candidate
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class WritePlan:
+    """The blocks to write, in request order.
+
+    Attributes:
+        blocks: what is to be written.
+        refused: number of blocks that should be written and do not fit.
+        refusal: why the first of them does not fit; "" when all do.
+    """
+
+    blocks: list[PlannedBlock] = field(default_factory=list)
+    refused: int = 0
+    refusal: str = ""
+
+
+def missing_specs(record: BlockRecord | None, wanted: Specs, view: StorageView, min_replica_count: int) -> Specs:
+    """Return the specs that a block still lacks: not being written, and on fewer available storages than asked for."""
+    if record is None:
+        return wanted
+    writing: set[str] = set()
+    replicas: Counter[str] = Counter()
+    for location in record.locations:
+        if view.rank(location.storage) is None:
+            continue
+        if location.status is LocationStatus.WRITING:
+            writing.update(location.spec_names)
+        elif location.status is LocationStatus.SERVING:
+            replicas.update(location.spec_names)
+    return tuple(info for info in wanted if info.name not in writing and replicas[info.name] < min_replica_count)
+
+
+@dataclass(slots=True)
+class Planner:
+    """Plans one request block by block, taking room as it goes.
+
+    Attributes:
+        candidates: storages in order of preference.
+        room: what the group may still take.
+        free_keys: blocks that the index still accepts.
+        key_limit: the index's limit, for the message.
+    """
+
+    candidates: Sequence[Candidate]
+    room: Room
+    free_keys: int
+    key_limit: int
+    plan: WritePlan = field(default_factory=WritePlan)
+
+    def add(
+        self, position: int, key: int, chain: tuple[int | None, int], specs: Specs, record: BlockRecord | None
+    ) -> None:
+        """Plan one block that lacks `specs`, or refuse it and everything after it."""
+        if not self.plan.refusal:
+            size_bytes = sum(info.size for info in specs)
+            candidate, refusal = self._place(size_bytes, record)
+            if candidate is not None:
+                self.free_keys -= record is None
+                self.room.take(candidate.storage_type, size_bytes)
+                self.plan.blocks.append(PlannedBlock(position, key, *chain, specs, candidate, size_bytes))
+                return
+            self.plan.refusal = refusal
+        self.plan.refused += 1
+
+    def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[Candidate | None, str]:
+        if record is None and self.free_keys <= 0:
+            return None, f"the instance has its max_key_count of {self.key_limit} blocks"
+        refusal = ""
+        for candidate in self._preferring_type_of(record):
+            limit = self.room.limit(candidate.storage_type, size_bytes)
+            if limit is None:
+                return candidate, ""
+            refusal = refusal or limit
+        return None, refusal
+
+    def _preferring_type_of(self, record: BlockRecord | None) -> Sequence[Candidate]:
+        """Missing specs of a block go to the type that its other specs are on, where that is available."""
+        types = {location.storage_type for location in record.locations} if record is not None else ()
+        if not types:
+            return self.candidates
+        return sorted(self.candidates, key=lambda candidate: candidate.storage_type not in types)
+
+
+def plan_write(
+    planner: Planner,
+    keys: Sequence[int],
+    missing: Sequence[Specs],
+    records: Sequence[BlockRecord | None],
+    head: tuple[int | None, int],
+) -> WritePlan:
+    """Plan a request.
+
+    Args:
+        planner: limits and storages.
+        keys: block keys of one prefix chain, in order.
+        missing: specs that each block lacks; none for a masked one.
+        records: what the index knows of each block.
+        head: parent and depth of the first key.
+    """
+    parent, depth = head
+    seen: set[int] = set()
+    for position, (key, specs, record) in enumerate(zip(keys, missing, records, strict=True)):
+        if record is not None:
+            depth = record.depth
+        if specs and key not in seen:
+            planner.add(position, key, (parent, depth), specs, record)
+        seen.add(key)
+        parent, depth = key, depth + 1
+    return planner.plan

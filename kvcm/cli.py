@@ -1,0 +1,120 @@
+"""The `kvcm` command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from kvcm import __version__
+
+__all__ = ["main"]
+
+try:
+    import structlog
+    import typer
+    import uvloop
+
+    from kvcm.app import Manager
+    from kvcm.config import ConfigError, Settings, load_settings
+    from kvcm.model.errors import KvcmError
+    from kvcm.telemetry.logs import LEVELS, configure_logs
+except ModuleNotFoundError as missing:
+    sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
+
+_app = typer.Typer(
+    name="kvcm",
+    help="KV-cache manager for LLM inference.",
+    no_args_is_help=True,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcm {__version__}")
+        raise typer.Exit
+
+
+@_app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", "-v", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """KV-cache manager for LLM inference: every engine of a cluster reuses the KV that any of them computed."""
+
+
+@_app.command()
+def serve(
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config_file", "--config-file", "-c", help="Settings as key=value lines; # begins a comment."),
+    ] = None,
+    log_config_file: Annotated[
+        Path | None,
+        typer.Option("--log_config_file", "-l", help="Accepted for the original's scripts; logs go to stderr."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", "-e", metavar="KEY=VALUE", help="One setting; repeatable, the first of a key wins."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option("--data-dir", help="Directory for the cluster id and, below nfs/, the built-in file storage."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other hosts although nobody is authenticated.")
+    ] = False,
+    daemon: Annotated[
+        bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")
+    ] = False,
+) -> None:
+    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0.
+
+    Settings take effect in this order, later ones win: defaults, the config file, -e, environment variables of the same
+    dotted name. Ports: kvcm.service.rpc_port (6381), http_port (6382), admin_rpc_port (6491), admin_http_port (6492).
+    """
+    if daemon:
+        _detach()
+        return
+    overrides = list(env or ())
+    if data_dir is not None:
+        overrides.append(f"kvcm.data_dir={data_dir.absolute()}")
+    if insecure:
+        overrides.append("kvcm.service.insecure=true")
+    configure_logs(LEVELS["INFO"])
+    log = structlog.get_logger("kvcm")
+    if log_config_file is not None:
+        log.warning("ignored", option="--log_config_file", reason="logs go to stderr; set kvcm.logger.log_level")
+    try:
+        settings = load_settings(config_file, overrides, os.environ, lambda text: log.warning("settings", reason=text))
+        configure_logs(LEVELS[settings.log_level_name])
+        log.info("settings", **_changed(settings))
+        uvloop.run(Manager(settings).serve())
+    except (ConfigError, KvcmError) as error:
+        typer.echo(f"kvcm: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _changed(settings: Settings) -> dict[str, str]:
+    """Settings that differ from the defaults, with secrets left out."""
+    defaults = Settings().described()
+    return {key: value for key, value in settings.described().items() if value != defaults[key]}
+
+
+def _detach() -> None:
+    arguments = [argument for argument in sys.argv[1:] if argument not in {"-d", "--daemon"}]
+    process = subprocess.Popen(  # noqa: S603 - our own command line, less the flag
+        [sys.executable, "-m", "kvcm", *arguments], stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    typer.echo(process.pid)
+
+
+def main() -> None:
+    """Run the command line."""
+    _app()

@@ -1,0 +1,222 @@
+"""Settings: one typed tree, read once at start.
+
+Precedence, lowest to highest: default, config file, `-e key=value`, environment variable of the same dotted name
+(wire.md 3). Keys of the original's format that we do not know are reported with the nearest known one; unknown keys in
+the sections that are ours alone are errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+__all__ = ["ConfigError", "Settings", "load_settings"]
+
+_OWN_SECTIONS = ("kvcm.auth.", "kvcm.storage.", "kvcm.limits.", "kvcm.cluster_id", "kvcm.data_dir")
+_LEVELS = {"error": 2, "warn": 3, "info": 4, "debug": 5}
+
+
+class ConfigError(Exception):
+    """The settings cannot be used; the message names the key, the value and what is allowed."""
+
+
+def _text(value: str) -> str:
+    return value
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        if not value.lstrip("-").isdigit() or not least <= int(value) <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return int(value)
+
+    return parse
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(" or ".join(allowed))
+        return value
+
+    return parse
+
+
+def _flag(value: str) -> bool:
+    if value not in {"true", "false"}:
+        raise ValueError("true or false")
+    return value == "true"
+
+
+def _log_level(value: str) -> int:
+    level = _LEVELS.get(value.lower()) or (int(value) if value in {"0", "2", "3", "4", "5"} else None)
+    if level is None:
+        raise ValueError("DEBUG, INFO, WARN, ERROR or 0, 2, 3, 4, 5")
+    return level
+
+
+def _paths(value: str) -> tuple[Path, ...]:
+    paths = tuple(Path(part.strip()) for part in value.split(",") if part.strip())
+    if not all(path.is_absolute() for path in paths):
+        raise ValueError("absolute directories separated by commas")
+    return paths
+
+
+def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text) -> Any:
+    return field(default=default, metadata={"key": key, "parse": parse})
+
+
+_PORT = _number(0, 65535)
+_COUNT = _number(0, 1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that can be set. Fields that the original knows keep its keys."""
+
+    registry_storage_uri: str = _setting("kvcm.registry_storage.uri", "")
+    distributed_lock_uri: str = _setting("kvcm.distributed_lock.uri", "memory://")
+    node_id: str = _setting("kvcm.leader_elector.node_id", "")
+    lease_ms: int = _setting("kvcm.leader_elector.lease_ms", 10000, _number(1, 1 << 31))
+    loop_interval_ms: int = _setting("kvcm.leader_elector.loop_interval_ms", 100, _number(1, 1 << 31))
+    rpc_port: int = _setting("kvcm.service.rpc_port", 6381, _PORT)
+    http_port: int = _setting("kvcm.service.http_port", 6382, _PORT)
+    admin_rpc_port: int = _setting("kvcm.service.admin_rpc_port", 6491, _PORT)
+    admin_http_port: int = _setting("kvcm.service.admin_http_port", 6492, _PORT)
+    io_thread_num: int = _setting("kvcm.service.io_thread_num", 0, _COUNT)
+    enable_debug_service: bool = _setting("kvcm.service.enable_debug_service", False, lambda value: value == "true")
+    host: str = _setting("kvcm.service.host", "127.0.0.1")
+    insecure: bool = _setting("kvcm.service.insecure", False, _flag)
+    require_leader: bool = _setting("kvcm.service.require_leader", False, _flag)
+    log_level: int = _setting("kvcm.logger.log_level", 0, _log_level)
+    startup_config: str = _setting("kvcm.startup_config", "")
+    deletion_threads: int = _setting("kvcm.schedule_plan_executor_thread_count", 0, _COUNT)
+    reporter_type: str = _setting("kvcm.metrics.reporter_type", "")
+    reporter_config: str = _setting("kvcm.metrics.reporter_config", "")
+    report_interval_ms: int = _setting("kvcm.metrics.report_interval_ms", 20000, _COUNT)
+    event_publishers_configs: str = _setting("kvcm.event.event_publishers_configs", "")
+    auth_mode: str = _setting("kvcm.auth.mode", "off", _one_of("off"))
+    cluster_id: str = _setting("kvcm.cluster_id", "")
+    data_dir: str = _setting("kvcm.data_dir", "")
+    allowed_roots: tuple[Path, ...] | None = _setting("kvcm.storage.allowed_roots", None, _paths)
+    max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24))
+    max_tokens_per_request: int = _setting("kvcm.limits.max_tokens_per_request", 1 << 20, _number(1, 1 << 28))
+    max_body_bytes: int = _setting("kvcm.limits.max_body_bytes", 64 << 20, _number(1 << 10, 1 << 30))
+
+    @property
+    def log_level_name(self) -> str:
+        """DEBUG, INFO, WARN or ERROR."""
+        return {2: "ERROR", 3: "WARN", 5: "DEBUG"}.get(self.log_level, "INFO")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server can be reached from this host only."""
+        return self.host == "localhost" or ip_address(self.host).is_loopback
+
+    def described(self) -> dict[str, str]:
+        """Return every setting by its key, with passwords in uris left out."""
+        values = ((f.metadata["key"], getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {key: _redacted(str(value)) for key, value in values}
+
+
+_FIELDS = {f.metadata["key"]: f for f in dataclasses.fields(Settings)}
+_ALIASES = {"KVCM_LOG_LEVEL": "kvcm.logger.log_level"}
+
+
+def load_settings(
+    config_file: Path | None,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    warn: Callable[[str], None],
+) -> Settings:
+    """Read the settings.
+
+    Args:
+        config_file: `key=value` lines, None for none.
+        overrides: `key=value` texts of the command line; the first of a key wins.
+        environment: environment variables; non-empty ones named like a key win over everything.
+        warn: told of keys that are ignored.
+
+    Raises:
+        ConfigError: naming the key, the value and what is allowed.
+    """
+    values: dict[str, str] = {}
+    if config_file is not None:
+        values.update(_known(_file_pairs(config_file), warn))
+    values.update(_known(reversed([_pair(text, "-e") for text in overrides]), warn))
+    for key in (*_FIELDS, *_ALIASES):
+        if environment.get(key):
+            values[_ALIASES.get(key, key)] = environment[key]
+    return _checked(Settings(**{_FIELDS[key].name: _parsed(key, value) for key, value in values.items()}))
+
+
+def _file_pairs(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    stripped = ((number, line.partition("#")[0].strip()) for number, line in enumerate(lines, start=1))
+    return [_pair(line, f"{path}:{number}") for number, line in stripped if line]
+
+
+def _pair(text: str, where: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"{where}: {text!r} is not key=value")
+    return key.strip(), value.strip()
+
+
+def _known(pairs: Iterable[tuple[str, str]], warn: Callable[[str], None]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for key, value in pairs:
+        if key in _FIELDS:
+            values[key] = value
+            continue
+        message = f"unknown setting {key!r}{_nearest(key)}"
+        if key.startswith(_OWN_SECTIONS):
+            raise ConfigError(message)
+        warn(f"{message}; ignored")
+    return values
+
+
+def _nearest(key: str) -> str:
+    nearest = difflib.get_close_matches(key, _FIELDS, n=1)
+    return f", did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _parsed(key: str, value: str) -> Any:
+    try:
+        return _FIELDS[key].metadata["parse"](value)
+    except ValueError as error:
+        raise ConfigError(f"{key} is {value!r}, must be {error}") from None
+
+
+def _checked(settings: Settings) -> Settings:
+    """Refuse combinations that would not do what they say."""
+    try:
+        loopback = settings.is_loopback
+    except ValueError:
+        raise ConfigError(f"kvcm.service.host is {settings.host!r}, must be an ip address or localhost") from None
+    if not loopback and not settings.insecure:
+        raise ConfigError(
+            f"kvcm.service.host is {settings.host!r} and nobody is authenticated: "
+            "give --insecure to serve other hosts, or leave the host at 127.0.0.1"
+        )
+    if settings.registry_storage_uri:
+        raise ConfigError("kvcm.registry_storage.uri is set, but this release keeps its metadata in memory only")
+    if not settings.distributed_lock_uri.startswith("memory:"):
+        raise ConfigError("kvcm.distributed_lock.uri must be memory:// while the metadata is in memory")
+    return settings
+
+
+def _redacted(value: str) -> str:
+    if "://" not in value:
+        return value
+    password = urlsplit(value).password
+    return value.replace(f":{password}@", ":***@") if password else value

@@ -1,0 +1,1 @@
+"""Where records live. Every backend passes the same contract suite."""

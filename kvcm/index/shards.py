@@ -1,0 +1,74 @@
+"""Lock shards: which keys share a lock, and in which batches a call takes them.
+
+Invariant 8: a batch takes its lock shards in ascending order; sub-batches of one call hold disjoint shards; reads take
+none. A batch is made of whole shards, so two batches of one call never wait for the same lock, and ascending order
+within a batch makes deadlock between calls impossible.
+
+Rejected: one lock per key (a million locks, or a table that itself needs a lock); one lock per index (a slow store
+would let one writer hold up all).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+__all__ = ["ShardLocks", "SubBatch", "plan_sub_batches", "shard_of"]
+
+_FIBONACCI = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class SubBatch(NamedTuple):
+    """Keys that are changed together, and the shards they lie in, ascending."""
+
+    shards: tuple[int, ...]
+    keys: list[int]
+
+
+def shard_of(key: int, shard_count: int) -> int:
+    """Return the shard of a key: the top bits of a multiplicative hash, since keys need not be well mixed.
+
+    Args:
+        key: block key.
+        shard_count: a power of two.
+    """
+    return ((key * _FIBONACCI & _MASK) * shard_count) >> 64
+
+
+def plan_sub_batches(keys: Iterable[int], shard_count: int, batch_key_size: int) -> list[SubBatch]:
+    """Cut `keys` into sub-batches of whole shards, each of at least `batch_key_size` keys except the last."""
+    by_shard: dict[int, list[int]] = {}
+    for key in keys:
+        by_shard.setdefault(shard_of(key, shard_count), []).append(key)
+    batches: list[SubBatch] = []
+    shards: list[int] = []
+    batch: list[int] = []
+    for shard in sorted(by_shard):
+        shards.append(shard)
+        batch.extend(by_shard[shard])
+        if len(batch) >= batch_key_size:
+            batches.append(SubBatch(tuple(shards), batch))
+            shards, batch = [], []
+    if batch:
+        batches.append(SubBatch(tuple(shards), batch))
+    return batches
+
+
+class ShardLocks:
+    """The locks of one index."""
+
+    def __init__(self, shard_count: int) -> None:
+        self._locks = [asyncio.Lock() for _ in range(shard_count)]
+
+    @asynccontextmanager
+    async def hold(self, shards: tuple[int, ...]) -> AsyncIterator[None]:
+        """Hold the locks of `shards`, which must be ascending; released in any case, also on cancellation."""
+        assert all(a < b for a, b in pairwise(shards)), shards
+        async with AsyncExitStack() as stack:
+            for shard in shards:
+                await stack.enter_async_context(self._locks[shard])
+            yield

@@ -1,0 +1,193 @@
+"""Locations and block records: what the index stores for a block.
+
+A location keeps its `CacheLocation` message *already encoded* as the repeated field 2 of an answer (tag, length,
+message). An answer to a match is then a join of such chunks, with no per-block object (design.md 6); uris are decoded
+from the chunk only where somebody needs them (deletion, metadata queries). The few lines of encoding below are proven
+equal to protobuf's by a property test.
+
+Named tuples instead of dataclasses: a start and a finish build several per block, and a tuple costs a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvcm.model.storages import StorageType
+
+__all__ = [
+    "BlockRecord",
+    "DecodedLocation",
+    "Location",
+    "LocationStatus",
+    "SpecUri",
+    "decode_chunk",
+    "encode_chunk",
+    "retag",
+]
+
+_ANSWER_TAG = 0x12  # field 2, length-delimited: GetCacheLocationResponse.locations, GetCacheMetaResponse.locations
+_WIRE_VARINT, _WIRE_LEN = 0, 2
+
+
+class LocationStatus(IntEnum):
+    """Life of a location: writing → serving → deleting. Numbers and names (with CLS_) are those of the original."""
+
+    WRITING = 2
+    SERVING = 3
+    DELETING = 4
+
+
+class SpecUri(NamedTuple):
+    """One spec of a location: its registered name and where it lies; an empty uri means not there."""
+
+    name: str
+    uri: str
+
+
+class Location(NamedTuple):
+    """One place where (parts of) a block lie.
+
+    Attributes:
+        id: unique within the block; all locations made by one write session share it.
+        storage: name of the storage.
+        storage_type: its type.
+        status: writing, serving or deleting.
+        spec_names: names of the specs it holds; a tuple shared by all locations of the same selection.
+        chunk: the encoded `CacheLocation`, as field 2 of an answer.
+        size_bytes: bytes of all its specs.
+        written_at: unix seconds of StartWriteCache.
+        session_id: write session that owns it while writing, "" afterwards.
+        deadline: unix seconds when that session expires, 0 afterwards.
+    """
+
+    id: str
+    storage: str
+    storage_type: StorageType
+    status: LocationStatus
+    spec_names: tuple[str, ...]
+    chunk: bytes
+    size_bytes: int
+    written_at: float
+    session_id: str = ""
+    deadline: float = 0.0
+
+
+class BlockRecord(NamedTuple):
+    """Everything the index knows of one block.
+
+    Attributes:
+        parent: key of the block before it in its prefix chain, None at the head (or where no writer told).
+        depth: position in the chain, counted from 0.
+        locations: oldest first; never empty in a stored record.
+    """
+
+    parent: int | None
+    depth: int
+    locations: tuple[Location, ...]
+
+
+class DecodedLocation(NamedTuple):
+    """The fields of an encoded `CacheLocation`."""
+
+    storage_type: StorageType
+    spec_size: int
+    specs: tuple[SpecUri, ...]
+
+
+def encode_chunk(storage_type: StorageType, spec_size: int, specs: Iterable[SpecUri]) -> bytes:
+    """Encode a `CacheLocation` as field 2 of an answer.
+
+    Args:
+        storage_type: kind of storage that the uris belong to.
+        spec_size: number of specs the location has, also when `specs` is filtered.
+        specs: the parts to list.
+    """
+    message = bytearray()
+    if storage_type:
+        message += b"\x08" + _varint(storage_type)
+    if spec_size:
+        message += b"\x10" + _varint(spec_size)
+    for name, uri in specs:
+        name_field = _text_field(b"\x0a", name)
+        uri_field = _text_field(b"\x12", uri)
+        message += b"\x1a" + _varint(len(name_field) + len(uri_field)) + name_field + uri_field
+    return b"\x12" + _varint(len(message)) + message
+
+
+def decode_chunk(chunk: bytes) -> DecodedLocation:
+    """Read what `encode_chunk` wrote."""
+    _, position = _read_varint(chunk, 1)
+    storage_type, spec_size, specs = 0, 0, []
+    for number, value in _fields(chunk, position, len(chunk)):
+        if number == 1:
+            storage_type = _as_number(value)
+        elif number == 2:
+            spec_size = _as_number(value)
+        elif number == 3:
+            specs.append(_decode_spec(_as_bytes(value)))
+    return DecodedLocation(StorageType(storage_type), spec_size, tuple(specs))
+
+
+def retag(chunk: bytes, field_number: int) -> bytes:
+    """Return the chunk as another repeated field (1 to 15) of a message."""
+    return bytes(((field_number << 3) | _WIRE_LEN,)) + chunk[1:]
+
+
+def _decode_spec(encoded: bytes) -> SpecUri:
+    texts = {number: _as_bytes(value).decode() for number, value in _fields(encoded, 0, len(encoded))}
+    return SpecUri(texts.get(1, ""), texts.get(2, ""))
+
+
+def _text_field(tag: bytes, text: str) -> bytes:
+    encoded = text.encode()
+    return tag + _varint(len(encoded)) + encoded if encoded else b""
+
+
+_ONE_BYTE = tuple(bytes((value,)) for value in range(128))
+
+
+def _varint(value: int) -> bytes:
+    if value < 128:
+        return _ONE_BYTE[value]
+    encoded = bytearray()
+    while value >= 128:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+
+
+def _fields(data: bytes, position: int, end: int) -> Sequence[tuple[int, int | bytes]]:
+    fields: list[tuple[int, int | bytes]] = []
+    while position < end:
+        tag, position = _read_varint(data, position)
+        value, position = _read_varint(data, position)
+        if tag & 7 == _WIRE_VARINT:
+            fields.append((tag >> 3, value))
+        else:
+            fields.append((tag >> 3, data[position : position + value]))
+            position += value
+    return fields
+
+
+def _as_number(value: int | bytes) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _as_bytes(value: int | bytes) -> bytes:
+    assert isinstance(value, bytes)
+    return value

@@ -1,0 +1,169 @@
+"""Storages: one configured storage system each, with a globally unique name and a type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = [
+    "DummyStorageSpec",
+    "LocalStorageSpec",
+    "MooncakeStorageSpec",
+    "NfsStorageSpec",
+    "StorageConfig",
+    "StorageSpec",
+    "StorageType",
+    "TairMemPoolStorageSpec",
+    "ThreeFSStorageSpec",
+    "VcnsThreeFSStorageSpec",
+]
+
+
+class StorageType(IntEnum):
+    """Kinds of storage; numbers are those of the wire protocol."""
+
+    ST_UNSPECIFIED = 0
+    ST_3FS = 1
+    ST_MOONCAKE = 2
+    ST_TAIRMEMPOOL = 3
+    ST_NFS = 4
+    ST_VCNS_3FS = 5
+    ST_DUMMY = 6
+
+    @property
+    def kind(self) -> str:
+        """Name of the type in JSON documents (wire.md 4)."""
+        return _KINDS[self]
+
+    @classmethod
+    def of_kind(cls, kind: str) -> StorageType:
+        """Return the type that JSON documents call `kind`.
+
+        Raises:
+            KeyError: no such kind.
+        """
+        return _TYPES[kind]
+
+
+_KINDS = {
+    StorageType.ST_UNSPECIFIED: "unspecified",
+    StorageType.ST_3FS: "hf3fs",
+    StorageType.ST_MOONCAKE: "mooncake",
+    StorageType.ST_TAIRMEMPOOL: "pace",
+    StorageType.ST_NFS: "file",
+    StorageType.ST_VCNS_3FS: "vcns_hf3fs",
+    StorageType.ST_DUMMY: "dummy",
+}
+_TYPES = {kind: storage_type for storage_type, kind in _KINDS.items()}
+
+
+# Field names below are those of the wire messages, so that one generic translation serves all of them.
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStorageSpec:
+    """Placeholder of the protocol; no storage of this kind can be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreeFSStorageSpec:
+    """3FS through its FUSE mount."""
+
+    cluster_name: str = ""
+    mountpoint: str = ""
+    root_dir: str = ""
+    key_count_per_file: int = 1
+    touch_file_when_create: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VcnsThreeFSStorageSpec:
+    """3FS with a remote metadata service."""
+
+    cluster_name: str = ""
+    mountpoint: str = ""
+    root_dir: str = ""
+    key_count_per_file: int = 1
+    touch_file_when_create: bool = False
+    remote_host: str = ""
+    remote_port: int = 0
+    meta_storage_uri: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeStorageSpec:
+    """A Mooncake store."""
+
+    local_hostname: str = ""
+    metadata_connstring: str = ""
+    protocol: str = ""
+    rdma_device: str = ""
+    master_service_entry: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TairMemPoolStorageSpec:
+    """A pool of host memory."""
+
+    domain: str = ""
+    timeout: int = 0
+    enable_vipserver: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NfsStorageSpec:
+    """A directory that all engines have mounted at the same path."""
+
+    root_path: str = ""
+    key_count_per_file: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DummyStorageSpec:
+    """A storage that moves no bytes, for tests and benchmarks."""
+
+    root_path: str = ""
+    key_count_per_file: int = 1
+
+
+StorageSpec = (
+    LocalStorageSpec
+    | ThreeFSStorageSpec
+    | VcnsThreeFSStorageSpec
+    | MooncakeStorageSpec
+    | TairMemPoolStorageSpec
+    | NfsStorageSpec
+    | DummyStorageSpec
+)
+
+_TYPE_OF_SPEC: dict[type[object], StorageType] = {
+    LocalStorageSpec: StorageType.ST_UNSPECIFIED,
+    ThreeFSStorageSpec: StorageType.ST_3FS,
+    VcnsThreeFSStorageSpec: StorageType.ST_VCNS_3FS,
+    MooncakeStorageSpec: StorageType.ST_MOONCAKE,
+    TairMemPoolStorageSpec: StorageType.ST_TAIRMEMPOOL,
+    NfsStorageSpec: StorageType.ST_NFS,
+    DummyStorageSpec: StorageType.ST_DUMMY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """One storage as the operator configured it.
+
+    Attributes:
+        global_unique_name: unique over the deployment; the host of every uri on it.
+        spec: what its type needs; decides the type.
+        check_storage_available_when_open: for 3FS: check mount and root when opening.
+        is_available: false while the operator has it disabled.
+    """
+
+    global_unique_name: str
+    spec: StorageSpec
+    check_storage_available_when_open: bool = False
+    is_available: bool = True
+
+    @property
+    def storage_type(self) -> StorageType:
+        """Type of the storage, as its spec says."""
+        return _TYPE_OF_SPEC[type(self.spec)]

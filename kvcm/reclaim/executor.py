@@ -1,0 +1,151 @@
+"""Deletion executor: bytes first, then metadata, then the space is free.
+
+What is submitted waits for its due time, and longer while a read lease pins it. A storage that fails is asked again
+with growing pauses, so nothing is forgotten; storages are served side by side, so a slow one holds up only itself.
+Metadata goes only if the location is still the one that was marked (compare-and-delete), so deleting twice harms
+nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.clock import Clock
+from kvcm.model.deletion import DeletionItem
+from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.storage.backend import StorageBackend
+
+__all__ = ["DeletionExecutor", "StorageFinder"]
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+
+_log = structlog.get_logger("kvcm.reclaim")
+
+
+class StorageFinder(Protocol):
+    """Finds open storages."""
+
+    def backend(self, storage: str) -> StorageBackend | None:
+        """Return an open storage, None when there is none of that name."""
+
+
+class _Batch(NamedTuple):
+    due: float
+    number: int  # breaks ties, so that the heap never compares what follows
+    meta_index: MetaIndex
+    items: Sequence[DeletionItem]
+    attempt: int
+
+
+class DeletionExecutor:
+    """Deletes locations that are marked as deleting.
+
+    Args:
+        storages: the open storages; items on a storage that is gone lose their metadata only.
+        clock: time source.
+        held_until: unix time until which an item's bytes must stay, 0 when they need not.
+    """
+
+    def __init__(
+        self, storages: StorageFinder, clock: Clock, held_until: Callable[[DeletionItem], float] = lambda _item: 0.0
+    ) -> None:
+        self._storages = storages
+        self._clock = clock
+        self._held_until = held_until
+        self._heap: list[_Batch] = []
+        self._numbers = count()
+        self._wake = asyncio.Event()
+
+    @property
+    def waiting_count(self) -> int:
+        """Locations that wait for deletion."""
+        return sum(len(batch.items) for batch in self._heap)
+
+    def hold_while(self, held_until: Callable[[DeletionItem], float]) -> None:
+        """Set what keeps bytes beyond their due time."""
+        self._held_until = held_until
+
+    def submit(self, index: MetaIndex, items: Sequence[DeletionItem], due: float) -> None:
+        """Delete `items`, which are marked as deleting in `index`, at unix time `due` or soon after."""
+        self._push(index, items, due, attempt=0)
+        self._wake.set()
+
+    def _push(self, index: MetaIndex, items: Sequence[DeletionItem], due: float, attempt: int) -> None:
+        heapq.heappush(self._heap, _Batch(due, next(self._numbers), index, items, attempt))
+
+    async def run(self) -> None:
+        """Delete what becomes due, until cancelled."""
+        while True:
+            self._wake.clear()
+            await self.run_due()
+            pause = self._heap[0].due - self._clock.now() if self._heap else None
+            try:
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def run_due(self) -> None:
+        """Delete everything that is due now, once."""
+        now = self._clock.now()
+        due: list[_Batch] = []
+        while self._heap and self._heap[0].due <= now:
+            due.append(heapq.heappop(self._heap))
+        await asyncio.gather(*(self._run_batch(batch, now) for batch in due))
+
+    async def _run_batch(self, batch: _Batch, now: float) -> None:
+        by_storage: defaultdict[str, list[DeletionItem]] = defaultdict(list)
+        for item in batch.items:
+            held_until = self._held_until(item)
+            if held_until > now:
+                self._push(batch.meta_index, [item], held_until, batch.attempt)
+            else:
+                by_storage[item.storage].append(item)
+        await asyncio.gather(*(self._delete(batch, storage, items) for storage, items in by_storage.items()))
+
+    async def _delete(self, batch: _Batch, storage: str, items: Sequence[DeletionItem]) -> None:
+        reasons = await self._delete_bytes(storage, items)
+        gone = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
+        failed = [item for item, reason in zip(items, reasons, strict=True) if reason is not None]
+        if failed:
+            pause = min(_FIRST_PAUSE_SECONDS * 2**batch.attempt, _LONGEST_PAUSE_SECONDS)
+            reason = next(reason for reason in reasons if reason is not None)
+            _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
+            self._push(batch.meta_index, failed, self._clock.now() + pause, batch.attempt + 1)
+        ids: defaultdict[int, set[str]] = defaultdict(set)
+        for item in gone:
+            ids[item.key].add(item.location_id)
+        await batch.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
+
+    async def _delete_bytes(self, storage: str, items: Sequence[DeletionItem]) -> list[str | None]:
+        """Return per item why its bytes are still there, None when they are gone."""
+        backend = self._storages.backend(storage)
+        if backend is None:
+            return [None] * len(items)
+        try:
+            results = iter(await backend.delete([uri for item in items for uri in item.uris]))
+        except Exception as error:  # whatever a storage raises, its items are tried again
+            return [f"{type(error).__name__}: {error}"] * len(items)
+        return [next(filter(None, [next(results) for _ in item.uris]), None) for item in items]
+
+
+def _without(old: BlockRecord | None, location_ids: set[str]) -> BlockRecord | None:
+    if old is None:
+        return None
+    kept = tuple(
+        location
+        for location in old.locations
+        if location.id not in location_ids or location.status is not LocationStatus.DELETING
+    )
+    if len(kept) == len(old.locations):
+        return old
+    return old._replace(locations=kept) if kept else None

@@ -1,0 +1,1 @@
+"""What operators configure: storages, instance groups, instances, accounts; and who leads."""

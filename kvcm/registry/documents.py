@@ -1,0 +1,270 @@
+"""JSON documents: the startup document and the storage configs that transfer layers read (wire.md 4).
+
+Missing keys keep their default, unknown keys are ignored, a wrong type refuses the whole document. Enums are numbers
+here and storage kinds are strings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.groups import (
+    CacheConfig,
+    CachePreferStrategy,
+    CacheReclaimStrategy,
+    InstanceGroup,
+    InstanceGroupQuota,
+    MetaCachePolicyConfig,
+    MetaIndexerConfig,
+    MetaStorageBackendConfig,
+    QuotaConfig,
+    ReclaimPolicy,
+    TriggerStrategy,
+)
+from kvcm.model.storages import (
+    DummyStorageSpec,
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    StorageSpec,
+    StorageType,
+    TairMemPoolStorageSpec,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
+
+__all__ = ["StartupDocument", "builtin_document", "parse_startup_document", "storage_configs_json"]
+
+
+class StartupDocument(NamedTuple):
+    """What a fresh deployment begins with."""
+
+    storage: StorageConfig
+    group: InstanceGroup
+
+
+# Per spec class: (attribute, key in JSON), in the order of printing.
+_SPEC_KEYS: dict[type[Any], tuple[tuple[str, str], ...]] = {
+    NfsStorageSpec: (("root_path", "root_path"), ("key_count_per_file", "key_count_per_file")),
+    DummyStorageSpec: (("root_path", "root_path"), ("key_count_per_file", "key_count_per_file")),
+    ThreeFSStorageSpec: tuple((key, key) for key in ("cluster_name", "mountpoint", "root_dir", "key_count_per_file")),
+    VcnsThreeFSStorageSpec: tuple(
+        (key, key)
+        for key in (
+            "cluster_name",
+            "mountpoint",
+            "root_dir",
+            "key_count_per_file",
+            "remote_host",
+            "remote_port",
+            "meta_storage_uri",
+        )
+    ),
+    MooncakeStorageSpec: (
+        ("local_hostname", "local_hostname"),
+        ("metadata_connstring", "metadata_connstring"),
+        ("protocol", "protocol"),
+        ("rdma_device", "rdma_device"),
+        ("master_service_entry", "master_server_entry"),
+    ),
+    TairMemPoolStorageSpec: (("enable_vipserver", "enable_vipserver"), ("domain", "domain"), ("timeout", "timeout")),
+}
+_SPEC_OF_KIND: dict[str, type[Any]] = {
+    "file": NfsStorageSpec,
+    "dummy": DummyStorageSpec,
+    "hf3fs": ThreeFSStorageSpec,
+    "vcns_hf3fs": VcnsThreeFSStorageSpec,
+    "mooncake": MooncakeStorageSpec,
+    "pace": TairMemPoolStorageSpec,
+}
+
+
+def storage_configs_json(configs: Iterable[StorageConfig]) -> str:
+    """Print storages for the transfer layer of a client (wire.md 4.4): fixed key order, no spaces."""
+    documents = [
+        {
+            "type": config.storage_type.kind,
+            "is_available": config.is_available,
+            "global_unique_name": config.global_unique_name,
+            "storage_spec": _spec_document(config.spec),
+        }
+        for config in configs
+    ]
+    return json.dumps(documents, separators=(",", ":"), ensure_ascii=False)
+
+
+def _spec_document(spec: StorageSpec) -> dict[str, Any]:
+    return {key: getattr(spec, attribute) for attribute, key in _SPEC_KEYS[type(spec)]}
+
+
+def builtin_document(root_path: Path) -> StartupDocument:
+    """Return the storage and the group of a deployment that configures nothing: files below `root_path`."""
+    quota = tuple(
+        QuotaConfig(storage_type, 10_000_000_000)
+        for storage_type in (StorageType.ST_NFS, StorageType.ST_3FS, StorageType.ST_TAIRMEMPOOL)
+    )
+    reclaim = CacheReclaimStrategy(
+        reclaim_policy=ReclaimPolicy.POLICY_LRU,
+        trigger_strategy=TriggerStrategy(used_percentage=0.8),
+        delay_before_delete_ms=1000,
+    )
+    indexer = MetaIndexerConfig(
+        max_key_count=1_000_000,
+        mutex_shard_num=16,
+        batch_key_size=16,
+        meta_cache_policy_config=MetaCachePolicyConfig(capacity=10000, type="LRU", cache_shard_bits=0),
+    )
+    group = InstanceGroup(
+        name="default",
+        storage_candidates=("nfs_01",),
+        global_quota_group_name="default_quota_group",
+        max_instance_count=100,
+        quota=InstanceGroupQuota(30_000_000_000, quota),
+        cache_config=CacheConfig(reclaim, CachePreferStrategy.CPS_PREFER_3FS, indexer),
+        user_data='{"description":"built-in group"}',
+        version=1,
+    )
+    return StartupDocument(StorageConfig("nfs_01", NfsStorageSpec(f"{root_path}/", 8)), group)
+
+
+def parse_startup_document(text: str) -> StartupDocument:
+    """Read `{"storage_config": …, "instance_group": …}`.
+
+    Raises:
+        InvalidArgumentError: naming the key that is missing or has a wrong type.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"startup document is not JSON: {error}") from error
+    reader = _Reader(document, "startup document")
+    return StartupDocument(_storage(reader.inner("storage_config")), _group(reader.inner("instance_group")))
+
+
+class _Reader:
+    """Reads typed values out of a JSON object; a missing key gives the default, a wrong type is an error."""
+
+    def __init__(self, document: object, path: str) -> None:
+        if not isinstance(document, dict):
+            raise InvalidArgumentError(f"{path} is {type(document).__name__}, must be an object")
+        self._document = document
+        self._path = path
+
+    def _value(self, key: str, expected: type[Any], default: Any) -> Any:
+        value = self._document.get(key, default)
+        wrong = not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)
+        if wrong and not (expected is float and type(value) is int):
+            raise InvalidArgumentError(f"{self._path}.{key} is {type(value).__name__}, must be {expected.__name__}")
+        return value
+
+    def text(self, key: str, default: str = "") -> str:
+        return str(self._value(key, str, default))
+
+    def number(self, key: str, default: int = 0) -> int:
+        return int(self._value(key, int, default))
+
+    def ratio(self, key: str) -> float:
+        return float(self._value(key, float, 0.0))
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        return bool(self._value(key, bool, default))
+
+    def inner(self, key: str) -> _Reader:
+        return _Reader(self._document.get(key, {}), f"{self._path}.{key}")
+
+    def items(self, key: str) -> list[Any]:
+        return list(self._value(key, list, []))
+
+    def objects(self, key: str) -> list[_Reader]:
+        return [_Reader(item, f"{self._path}.{key}[{i}]") for i, item in enumerate(self.items(key))]
+
+    def any(self, key: str, like: object) -> object:
+        """Return a value of the type of `like`, which is also its default."""
+        return self._value(key, type(like), like)
+
+    def fail(self, key: str, value: object, allowed: object) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{self._path}.{key} is {value!r}, allowed are {allowed}")
+
+
+def _storage(reader: _Reader) -> StorageConfig:
+    kind = reader.text("type")
+    spec_class = _SPEC_OF_KIND.get(kind)
+    if spec_class is None:
+        raise reader.fail("type", kind, sorted(_SPEC_OF_KIND))
+    spec_reader = reader.inner("storage_spec")
+    defaults = spec_class()
+    spec = spec_class(**{name: spec_reader.any(key, getattr(defaults, name)) for name, key in _SPEC_KEYS[spec_class]})
+    return StorageConfig(
+        reader.text("global_unique_name"), spec, is_available=reader.flag("is_available", default=True)
+    )
+
+
+def _group(reader: _Reader) -> InstanceGroup:
+    names = reader.items("storage_candidates")
+    if not all(isinstance(name, str) for name in names):
+        raise reader.fail("storage_candidates", names, "storage names")
+    quota = reader.inner("quota")
+    return InstanceGroup(
+        name=reader.text("name"),
+        storage_candidates=tuple(names),
+        global_quota_group_name=reader.text("global_quota_group_name"),
+        max_instance_count=reader.number("max_instance_count"),
+        quota=InstanceGroupQuota(quota.number("capacity"), tuple(map(_quota, quota.objects("quota_config")))),
+        cache_config=_cache_config(reader.inner("cache_config")),
+        user_data=reader.text("user_data"),
+        version=reader.number("version"),
+    )
+
+
+def _quota(reader: _Reader) -> QuotaConfig:
+    kind = reader.text("storage_type")
+    if kind not in _SPEC_OF_KIND:
+        raise reader.fail("storage_type", kind, sorted(_SPEC_OF_KIND))
+    return QuotaConfig(StorageType.of_kind(kind), reader.number("capacity"))
+
+
+def _cache_config(reader: _Reader) -> CacheConfig:
+    reclaim = reader.inner("reclaim_strategy")
+    trigger = reclaim.inner("trigger_strategy")
+    strategy = CacheReclaimStrategy(
+        storage_unique_name=reclaim.text("storage_unique_name"),
+        reclaim_policy=_enum(reclaim, "reclaim_policy", ReclaimPolicy),
+        trigger_strategy=TriggerStrategy(trigger.number("used_size"), trigger.ratio("used_percentage")),
+        trigger_period_seconds=reclaim.number("trigger_period_seconds"),
+        reclaim_step_size=reclaim.number("reclaim_step_size"),
+        reclaim_step_percentage=reclaim.number("reclaim_step_percentage"),
+        delay_before_delete_ms=reclaim.number("delay_before_delete_ms"),
+    )
+    prefer = _enum(reader, "cache_prefer_strategy", CachePreferStrategy)
+    return CacheConfig(strategy, prefer, _indexer(reader.inner("meta_indexer_config")))
+
+
+def _indexer(reader: _Reader) -> MetaIndexerConfig:
+    backend = reader.inner("meta_storage_backend_config")
+    policy = reader.inner("meta_cache_policy_config")
+    return MetaIndexerConfig(
+        max_key_count=reader.number("max_key_count"),
+        mutex_shard_num=reader.number("mutex_shard_num", 16),
+        batch_key_size=reader.number("batch_key_size", 16),
+        meta_storage_backend_config=MetaStorageBackendConfig(
+            backend.text("storage_type", "local"), backend.text("storage_uri")
+        ),
+        meta_cache_policy_config=MetaCachePolicyConfig(
+            policy.number("capacity", 1024),
+            policy.text("type", "lru"),
+            policy.number("cache_shard_bits", 6),
+            policy.ratio("high_pri_pool_ratio"),
+        ),
+    )
+
+
+def _enum(reader: _Reader, key: str, enum: type[Any]) -> Any:
+    value = reader.number(key)
+    try:
+        return enum(value)
+    except ValueError:
+        raise reader.fail(key, value, [member.value for member in enum]) from None

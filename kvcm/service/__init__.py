@@ -1,0 +1,1 @@
+"""gRPC, REST, auth, limits, access log: thin translation, no decisions."""

@@ -1,0 +1,332 @@
+"""AdminService and GroupService: what operators call. Thin translation; decisions are made in the registry."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvcm.cache.manager import CacheManager
+from kvcm.model.accounts import AccountRole
+from kvcm.model.errors import InvalidArgumentError, UnsupportedError
+from kvcm.model.groups import InstanceGroup
+from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
+from kvcm.registry.leadership import Leadership
+from kvcm.registry.registry import Registry
+from kvcm.registry.validation import require
+from kvcm.service.block_calls import BlockCalls
+from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.limits import RequestLimits
+from kvcm.service.node import Endpoint
+from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
+from kvcm.telemetry.logs import LEVELS, set_level
+from kvcm.telemetry.metrics import ApiMetrics
+
+__all__ = ["AdminApi"]
+
+_ADMIN = "kv_cache_manager.proto.admin.AdminService"
+_GROUP = "kvcm.v1.GroupService"
+# Answered by every manager, whether it leads or not.
+_ANY_NODE = {
+    "GetMetrics",
+    "CheckHealth",
+    "GetManagerClusterInfo",
+    "LeaderDemote",
+    "GetLeaderElectorConfig",
+    "UpdateLeaderElectorConfig",
+    "UpdateLogger",
+}
+_ANSWERS = {
+    "ListStorage": pb.ListStorageResponse,
+    "GetInstanceGroup": pb.GetInstanceGroupResponse,
+    "GetCacheMeta": pb.GetCacheMetaResponse,
+    "GetInstanceInfo": pb.GetInstanceInfoResponse,
+    "ListInstanceInfo": pb.ListInstanceInfoResponse,
+    "ListAccount": pb.ListAccountResponse,
+    "GenConfigSnapshot": pb.ConfigSnapShotResponse,
+    "GetMetrics": pb.GetMetricsResponse,
+    "CheckHealth": pb.CheckHealthResponse,
+    "GetManagerClusterInfo": pb.GetManagerClusterInfoResponse,
+    "GetLeaderElectorConfig": pb.GetLeaderElectorConfigResponse,
+}
+
+
+class AdminApi:
+    """Handlers of the admin plane.
+
+    Args:
+        cache: blocks and instances.
+        registry: what is configured.
+        leadership: who leads.
+        endpoint: this manager.
+        metrics: counters of the calls.
+        limits: sizes of requests.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        registry: Registry,
+        leadership: Leadership,
+        endpoint: Endpoint,
+        metrics: ApiMetrics,
+        limits: RequestLimits,
+    ) -> None:
+        self._cache = cache
+        self._registry = registry
+        self._leadership = leadership
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
+
+    def calls(self) -> list[Call]:
+        """Return every call of the admin plane."""
+        handlers = {
+            "AddStorage": self.add_storage,
+            "EnableStorage": self.enable_storage,
+            "DisableStorage": self.disable_storage,
+            "RemoveStorage": self.remove_storage,
+            "UpdateStorage": self.update_storage,
+            "ListStorage": self.list_storage,
+            "CreateInstanceGroup": self.create_group,
+            "UpdateInstanceGroup": self.update_group,
+            "RemoveInstanceGroup": self.remove_group,
+            "GetInstanceGroup": self.get_group,
+            "GetCacheMeta": self._blocks.get_cache_meta,
+            "RemoveCache": self._blocks.remove_cache,
+            "RegisterInstance": self.register_instance,
+            "RemoveInstance": self.remove_instance,
+            "GetInstanceInfo": self.get_instance_info,
+            "ListInstanceInfo": self.list_instance_info,
+            "AddAccount": self.add_account,
+            "DeleteAccount": self.delete_account,
+            "ListAccount": self.list_account,
+            "GenConfigSnapshot": self.no_snapshot,
+            "LoadConfigSnapshot": self.no_snapshot,
+            "GetMetrics": self.get_metrics,
+            "CheckHealth": self.check_health,
+            "GetManagerClusterInfo": self.cluster_info,
+            "LeaderDemote": self.demote,
+            "GetLeaderElectorConfig": self.get_elector_config,
+            "UpdateLeaderElectorConfig": self.update_elector_config,
+            "UpdateLogger": self.update_logger,
+        }
+        calls = [
+            Call(
+                _ADMIN,
+                name,
+                Plane.ADMIN,
+                getattr(pb, f"{name}Request"),
+                _ANSWERS.get(name, pb.CommonResponse),
+                handler,
+                leader_only=name not in _ANY_NODE,
+                per_instance=name in {"GetCacheMeta", "RemoveCache"},
+            )
+            for name, handler in handlers.items()
+        ]
+        list_group = (group_pb.ListInstanceGroupRequest, group_pb.ListInstanceGroupResponse, self.list_groups)
+        return [*calls, Call(_GROUP, "ListInstanceGroup", Plane.ADMIN, *list_group)]
+
+    async def add_storage(self, request: Any) -> Reply:
+        """Add and open a storage."""
+        self._registry.storages.add(read_storage("AddStorage", request))
+        return _done()
+
+    async def enable_storage(self, request: Any) -> Reply:
+        """Make a storage available."""
+        require(request.storage_unique_name, "EnableStorage.storage_unique_name")
+        self._registry.storages.set_enabled(request.storage_unique_name, enabled=True)
+        return _done()
+
+    async def disable_storage(self, request: Any) -> Reply:
+        """Make a storage unavailable for reads and writes."""
+        require(request.storage_unique_name, "DisableStorage.storage_unique_name")
+        self._registry.storages.set_enabled(request.storage_unique_name, enabled=False)
+        return _done()
+
+    async def remove_storage(self, request: Any) -> Reply:
+        """Forget a storage."""
+        require(request.storage_unique_name, "RemoveStorage.storage_unique_name")
+        self._registry.storages.remove(request.storage_unique_name)
+        return _done()
+
+    async def update_storage(self, request: Any) -> Reply:
+        """Replace a storage's config."""
+        self._registry.storages.update(read_storage("UpdateStorage", request))
+        return _done()
+
+    async def list_storage(self, _request: Any) -> Reply:
+        """List all storages by name."""
+        message = pb.ListStorageResponse()
+        for config in self._registry.storages.all():
+            write_storage(message.storage.add(), config)
+        return Reply(message)
+
+    async def create_group(self, request: Any) -> Reply:
+        """Add an instance group; candidates that do not exist are named in the answer."""
+        return self._stored(_read_group("CreateInstanceGroup", request), self._registry.groups.create)
+
+    async def update_group(self, request: Any) -> Reply:
+        """Replace an instance group."""
+        group = _read_group("UpdateInstanceGroup", request)
+        return self._stored(group, lambda group: self._registry.groups.update(group, request.current_version))
+
+    def _stored(self, group: InstanceGroup, store: Any) -> Reply:
+        store(group)
+        known = {config.global_unique_name for config in self._registry.storages.existing(group.storage_candidates)}
+        unknown = [name for name in group.storage_candidates if name not in known]
+        reply = _done()
+        if unknown:
+            warning = f"warning: storage_candidates {unknown} do not exist and count as absent until they are added"
+            reply.message.header.status.message = warning
+        return reply
+
+    async def remove_group(self, request: Any) -> Reply:
+        """Forget an instance group."""
+        require(request.name, "RemoveInstanceGroup.name")
+        self._registry.groups.remove(request.name)
+        return _done()
+
+    async def get_group(self, request: Any) -> Reply:
+        """Return an instance group."""
+        require(request.name, "GetInstanceGroup.name")
+        message = pb.GetInstanceGroupResponse()
+        fill(message.instance_group, self._registry.groups.get(request.name))
+        return Reply(message)
+
+    async def list_groups(self, _request: Any) -> Reply:
+        """List all instance groups by name."""
+        message = group_pb.ListInstanceGroupResponse()
+        for group in self._registry.groups.all():
+            fill(message.instance_groups.add(), group)
+        return Reply(message)
+
+    async def register_instance(self, request: Any) -> Reply:
+        """Register an instance."""
+        self._cache.register_instance(instance_of(request))
+        return _done()
+
+    async def remove_instance(self, request: Any) -> Reply:
+        """Forget an instance and delete its blocks."""
+        require(request.instance_id, "RemoveInstance.instance_id")
+        await self._cache.remove_instance(request.instance_id)
+        return _done()
+
+    async def get_instance_info(self, request: Any) -> Reply:
+        """Return a registration."""
+        message = pb.GetInstanceInfoResponse()
+        fill(message.instance_info, self._registry.instances.get(request.instance_id))
+        return Reply(message)
+
+    async def list_instance_info(self, request: Any) -> Reply:
+        """List the instances of a group; of all groups when no name is given."""
+        message = pb.ListInstanceInfoResponse()
+        for instance in self._registry.instances.all(request.instance_group_name):
+            fill(message.instance_info.add(), instance)
+        return Reply(message)
+
+    async def add_account(self, request: Any) -> Reply:
+        """Add an account."""
+        if request.role not in set(AccountRole):
+            raise InvalidArgumentError(f"role is {request.role}, must be ROLE_USER=0 or ROLE_ADMIN=1")
+        await self._registry.accounts.add(request.user_name, request.password, AccountRole(request.role))
+        return _done()
+
+    async def delete_account(self, request: Any) -> Reply:
+        """Remove an account."""
+        require(request.user_name, "DeleteAccount.user_name")
+        self._registry.accounts.remove(request.user_name)
+        return _done()
+
+    async def list_account(self, _request: Any) -> Reply:
+        """List accounts with their roles."""
+        message = pb.ListAccountResponse()
+        for account in self._registry.accounts.all():
+            message.accounts.add(user_name=account.user_name, role=pb.AccountRole.Name(account.role))
+        return Reply(message)
+
+    async def no_snapshot(self, _request: Any) -> Reply:
+        """Refuse snapshots, which this release does not have."""
+        raise UnsupportedError("config snapshots are not available in this release")
+
+    async def get_metrics(self, _request: Any) -> Reply:
+        """Return all counters and gauges."""
+        message = pb.GetMetricsResponse(timestamp=time.time_ns() // 1_000_000)
+        for series in self._metrics.series():
+            data = message.metrics.add(metric_name=series.name)
+            if isinstance(series.value, int):
+                data.metric_value.int_value = series.value
+            else:
+                data.metric_value.float_value = series.value
+            for key, value in series.tags:
+                data.metric_tags.add(tag_key=key, tag_value=value)
+        return Reply(message)
+
+    async def check_health(self, _request: Any) -> Reply:
+        """Answer CheckHealth."""
+        return Reply(
+            pb.CheckHealthResponse(
+                is_leader=self._leadership.is_leader,
+                is_health=True,
+                elector_last_loop_time_ms=int(self._leadership.last_tick * 1000),
+            )
+        )
+
+    async def cluster_info(self, _request: Any) -> Reply:
+        """Answer GetManagerClusterInfo."""
+        expires = self._leadership.expires
+        message = pb.GetManagerClusterInfoResponse(
+            info_updated_time=int(self._leadership.last_tick * 1000),
+            self_leader_expiration_time=-1 if expires is None else int(expires * 1_000_000),
+            self_node_id=self._leadership.node_id,
+            leader_node_id=self._leadership.leader_node_id,
+        )
+        if expires is not None:
+            fill(message.leader_endpoint, self._endpoint)
+        return Reply(message)
+
+    async def demote(self, _request: Any) -> Reply:
+        """Give up leadership."""
+        self._leadership.demote()
+        return _done()
+
+    async def get_elector_config(self, _request: Any) -> Reply:
+        """Return the campaign delay."""
+        return Reply(pb.GetLeaderElectorConfigResponse(campaign_delay_time_ms=self._leadership.campaign_delay_ms))
+
+    async def update_elector_config(self, request: Any) -> Reply:
+        """Set the campaign delay."""
+        self._leadership.campaign_delay_ms = request.campaign_delay_time_ms
+        return _done()
+
+    async def update_logger(self, request: Any) -> Reply:
+        """Set the log level."""
+        level = LEVELS.get(request.log_level.upper())
+        if level is None:
+            raise InvalidArgumentError(f"log_level is {request.log_level!r}, must be one of {', '.join(LEVELS)}")
+        set_level(level)
+        return _done()
+
+
+def _done() -> Reply:
+    return Reply(pb.CommonResponse())
+
+
+def _read_group(api: str, request: Any) -> InstanceGroup:
+    require(request.HasField("instance_group"), f"{api}.instance_group")
+    message = request.instance_group
+    require(message.name, "InstanceGroup.name")
+    require(message.storage_candidates, "InstanceGroup.storage_candidates")
+    require(message.global_quota_group_name, "InstanceGroup.global_quota_group_name")
+    require(message.HasField("cache_config"), "InstanceGroup.cache_config")
+    config = message.cache_config
+    require(config.HasField("reclaim_strategy"), "InstanceGroup.CacheConfig.reclaim_strategy")
+    path = "InstanceGroup.CacheConfig"
+    require(config.reclaim_strategy.storage_unique_name, f"{path}.CacheReclaimStrategy.storage_unique_name")
+    indexer = config.meta_indexer_config
+    require(
+        indexer.meta_storage_backend_config.storage_type,
+        f"{path}.MetaIndexerConfig.MetaStorageBackendConfig.storage_type",
+    )
+    require(indexer.meta_cache_policy_config.type, f"{path}.MetaIndexerConfig.MetaCachePolicyConfig.type")
+    return read(InstanceGroup, message)

@@ -1,0 +1,77 @@
+"""The calls on gRPC. Bytes in, bytes out: messages are parsed and joined by hand, since answers are mostly encoded
+already."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from kvcm.model.errors import StorageIOError
+from kvcm.service.calls import Call, Caller
+
+__all__ = ["GrpcServer"]
+
+# Clients of the original ping every 10 s on idle channels (wire.md 2.3): without these they are thrown out.
+_KEEPALIVE = (
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class GrpcServer:
+    """One gRPC listener, bound at once. To be made inside the event loop.
+
+    Args:
+        address: `host:port` to bind; port 0 takes a free one.
+        max_body_bytes: largest request; answers have no limit.
+
+    Raises:
+        StorageIOError: the address cannot be bound.
+    """
+
+    def __init__(self, address: str, max_body_bytes: int) -> None:
+        options = (
+            *_KEEPALIVE,
+            ("grpc.max_receive_message_length", max_body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),  # a second manager on the same port has to fail, not to share its requests
+        )
+        self._server = grpc.aio.server(options=options)
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StorageIOError(f"gRPC address {address} cannot be bound: is another server running there?") from error
+
+    async def start(self, calls: Iterable[Call], caller: Caller) -> None:
+        """Begin to serve."""
+        by_service: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for call in calls:
+            by_service[call.service][call.name] = grpc.unary_unary_rpc_method_handler(_method(call, caller))
+        self._server.add_generic_rpc_handlers(
+            tuple(grpc.method_handlers_generic_handler(service, methods) for service, methods in by_service.items())
+        )
+        await self._server.start()
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Stop accepting, let requests in flight finish for so long, close."""
+        await self._server.stop(drain_seconds)
+
+
+def _method(call: Call, caller: Caller) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    parse = call.request_type.FromString
+
+    async def serve(body: bytes, context: Any) -> bytes:
+        try:
+            request = parse(body)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
+        return (await caller.answer(call, request)).encoded()
+
+    return serve

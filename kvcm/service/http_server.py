@@ -1,0 +1,64 @@
+"""uvicorn beside gRPC in one event loop: it must not touch signals (design.md decision 21)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from kvcm.model.errors import StorageIOError
+from kvcm.service.http_app import HttpApp
+
+__all__ = ["HttpServer"]
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One HTTP listener, bound at once.
+
+    Args:
+        host: address to bind.
+        port: port to bind; 0 takes a free one.
+
+    Raises:
+        StorageIOError: the address cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise StorageIOError(f"HTTP address {host}:{port} cannot be bound: {error.strerror}") from error
+        self.port: int = self._socket.getsockname()[1]
+        self._server: _QuietServer | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, app: HttpApp) -> None:
+        """Begin to serve; returns when requests are accepted."""
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
+        self._server = _QuietServer(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                return await self._task
+            await asyncio.sleep(0.005)
+        return None
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Stop accepting, let requests in flight finish for so long, close."""
+        if self._server is not None and self._task is not None:
+            self._server.config.timeout_graceful_shutdown = max(1, round(drain_seconds))
+            self._server.should_exit = True
+            await self._task
+        self._socket.close()

@@ -1,0 +1,229 @@
+"""MetaService and LeaseService: what engines call. Thin translation; decisions are made in the cache and the
+registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcm.cache.leases import MAX_LEASE_MS
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.match import Match, MatchMode, MatchQuery
+from kvcm.cache.sessions import WriteRequest
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.locations import retag
+from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
+from kvcm.registry.documents import storage_configs_json
+from kvcm.registry.leadership import Leadership
+from kvcm.registry.registry import Registry
+from kvcm.registry.validation import require
+from kvcm.service.block_calls import BlockCalls
+from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.limits import RequestLimits
+from kvcm.service.node import Endpoint
+from kvcm.service.translate import fill, instance_of, mask_of, write_mask
+
+__all__ = ["MetaApi"]
+
+_META = "kv_cache_manager.proto.meta.MetaService"
+_LEASE = "kvcm.v1.LeaseService"
+_START_WRITE_LOCATIONS_FIELD = 4
+
+
+class MetaApi:
+    """Handlers of the data plane.
+
+    Args:
+        cache: blocks.
+        registry: groups and storages.
+        leadership: who leads.
+        endpoint: this manager.
+        limits: sizes of requests.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        registry: Registry,
+        leadership: Leadership,
+        endpoint: Endpoint,
+        limits: RequestLimits,
+    ) -> None:
+        self._cache = cache
+        self._registry = registry
+        self._leadership = leadership
+        self._endpoint = endpoint
+        self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
+
+    def calls(self) -> list[Call]:
+        """Return every call of the data plane."""
+
+        def meta(name: str, request: type[Any], response: type[Any], handler: Any, **options: bool) -> Call:
+            return Call(_META, name, Plane.DATA, request, response, handler, **options)
+
+        def lease(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
+            return Call(_LEASE, name, Plane.DATA, request, response, handler, per_instance=True)
+
+        common = pb.CommonResponse
+        blocks = self._blocks
+        per = {"per_instance": True}
+        return [
+            meta("RegisterInstance", pb.RegisterInstanceRequest, pb.RegisterInstanceResponse, self.register_instance),
+            meta("GetInstanceInfo", pb.GetInstanceInfoRequest, pb.GetInstanceInfoResponse, self.get_instance_info),
+            meta("GetCacheMeta", pb.GetCacheMetaRequest, pb.GetCacheMetaResponse, blocks.get_cache_meta, **per),
+            meta("GetCacheLocation", pb.GetCacheLocationRequest, pb.GetCacheLocationResponse, self.match, **per),
+            meta(
+                "GetCacheLocationLen",
+                pb.GetCacheLocationLenRequest,
+                pb.GetCacheLocationLenResponse,
+                self.match_length,
+                **per,
+            ),
+            meta("StartWriteCache", pb.StartWriteCacheRequest, pb.StartWriteCacheResponse, self.start_write, **per),
+            meta("FinishWriteCache", pb.FinishWriteCacheRequest, common, self.finish_write, **per),
+            meta("RemoveCache", pb.RemoveCacheRequest, common, blocks.remove_cache, **per),
+            meta("TrimCache", pb.TrimCacheRequest, common, self.trim, **per),
+            meta(
+                "GetClusterInfo",
+                pb.GetClusterInfoRequest,
+                pb.GetClusterInfoResponse,
+                self.cluster_info,
+                leader_only=False,
+            ),
+            lease("RenewReadLease", lease_pb.RenewReadLeaseRequest, lease_pb.RenewReadLeaseResponse, self.renew_lease),
+            lease("ReleaseReadLease", lease_pb.ReleaseReadLeaseRequest, common, self.release_lease),
+            lease(
+                "RenewWriteSession",
+                lease_pb.RenewWriteSessionRequest,
+                lease_pb.RenewWriteSessionResponse,
+                self.renew_write,
+            ),
+        ]
+
+    async def register_instance(self, request: Any) -> Reply:
+        """Register an instance; the answer tells the transfer layer of its group's storages."""
+        instance = self._cache.register_instance(instance_of(request))
+        group = self._registry.groups.find(instance.instance_group_name)
+        storages = self._registry.storages.existing(group.storage_candidates if group is not None else ())
+        return Reply(pb.RegisterInstanceResponse(storage_configs=storage_configs_json(storages)))
+
+    async def get_instance_info(self, request: Any) -> Reply:
+        """Return a registration."""
+        instance = self._registry.instances.get(request.instance_id)
+        message = pb.GetInstanceInfoResponse(instance_group=instance.instance_group_name)
+        fill(message.instance_info, instance)
+        return Reply(message)
+
+    async def match(self, request: Any) -> Reply:
+        """Answer GetCacheLocation, with a read lease when one is asked for."""
+        self._cache.cache(request.instance_id)
+        lease_ms = request.read_lease_ms
+        if not 0 <= lease_ms <= MAX_LEASE_MS:
+            raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 0 (none) to {MAX_LEASE_MS}")
+        mask = mask_of(request, "block_mask")
+        query = MatchQuery(
+            _match_mode(request),
+            self._blocks.keys("GetCacheLocation", request),
+            mask,
+            request.sw_size,
+            frozenset(request.location_spec_names),
+        )
+        found = await self._cache.match(request.instance_id, query)
+        message = pb.GetCacheLocationResponse()
+        if lease_ms and found.keys:
+            await self._pin(message, request, found)
+        return Reply(message, found.chunks)
+
+    async def _pin(self, message: Any, request: Any, found: Match) -> None:
+        lease = await self._cache.lease(request.instance_id, found, request.read_lease_ms)
+        message.read_lease_id = lease.id
+        message.read_lease_deadline_ms = int(lease.deadline * 1000)
+
+    async def match_length(self, request: Any) -> Reply:
+        """Answer GetCacheLocationLen: the number of hits."""
+        self._cache.cache(request.instance_id)
+        mode = _match_mode(request)
+        keys = self._blocks.keys("GetCacheLocationLen", request)
+        found = await self._cache.match(request.instance_id, MatchQuery(mode, keys, window=request.sw_size))
+        return Reply(pb.GetCacheLocationLenResponse(cache_location_len=len(found.keys)))
+
+    async def start_write(self, request: Any) -> Reply:
+        """Answer StartWriteCache. Blocks that do not fit are masked, and the header's message says why."""
+        write = WriteRequest(
+            self._blocks.keys("StartWriteCache", request),
+            list(request.location_spec_group_names),
+            request.write_timeout_seconds,
+            request.min_replica_count,
+            request.parent_block_key if request.HasField("parent_block_key") else None,
+        )
+        started = await self._cache.start_write(request.instance_id, write)
+        message = pb.StartWriteCacheResponse(write_session_id=started.session.id)
+        write_mask(message.block_mask, started.mask)
+        if started.refused:
+            message.header.status.message = f"{started.refused} blocks were refused: {started.refusal}"
+        return Reply(message, [retag(chunk, _START_WRITE_LOCATIONS_FIELD) for chunk in started.chunks])
+
+    async def finish_write(self, request: Any) -> Reply:
+        """Answer FinishWriteCache."""
+        self._cache.cache(request.instance_id)
+        require(request.write_session_id, "FinishWriteCache.write_session_id")
+        require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
+        success = mask_of(request, "success_blocks")
+        finished = await self._cache.finish_write(request.instance_id, request.write_session_id, success)
+        message = pb.CommonResponse()
+        if finished.vanished:
+            message.header.status.message = f"{finished.vanished} blocks were removed while they were being written"
+        return Reply(message)
+
+    async def trim(self, request: Any) -> Reply:
+        """Answer TrimCache."""
+        self._cache.cache(request.instance_id)
+        if request.strategy == pb.TS_REMOVE_ALL_CACHE:
+            await self._cache.trim(request.instance_id)
+        elif request.strategy == pb.TS_REMOVE_ALL_META:
+            await self._cache.trim_meta(request.instance_id)
+        elif request.strategy == pb.TS_TIMESTAMP:
+            await self._cache.trim_written_between(request.instance_id, request.begin_timestamp, request.end_timestamp)
+        else:
+            raise InvalidArgumentError(
+                f"strategy is {request.strategy}, must be TS_REMOVE_ALL_CACHE, TS_REMOVE_ALL_META or TS_TIMESTAMP"
+            )
+        return Reply(pb.CommonResponse())
+
+    async def cluster_info(self, _request: Any) -> Reply:
+        """Answer GetClusterInfo: this node, and the one that leads."""
+        message = pb.GetClusterInfoResponse(
+            self_node_id=self._leadership.node_id, leader_node_id=self._leadership.leader_node_id
+        )
+        if self._leadership.is_leader:
+            for field in message.leader_endpoint.DESCRIPTOR.fields_by_name:
+                if hasattr(self._endpoint, field):
+                    setattr(message.leader_endpoint, field, getattr(self._endpoint, field))
+        return Reply(message)
+
+    async def renew_lease(self, request: Any) -> Reply:
+        """Move a read lease's deadline."""
+        self._cache.cache(request.instance_id)
+        lease = self._cache.leases.renew(request.instance_id, request.read_lease_id, request.read_lease_ms)
+        return Reply(lease_pb.RenewReadLeaseResponse(read_lease_deadline_ms=int(lease.deadline * 1000)))
+
+    async def release_lease(self, request: Any) -> Reply:
+        """End a read lease."""
+        self._cache.cache(request.instance_id)
+        self._cache.leases.release(request.instance_id, request.read_lease_id)
+        return Reply(pb.CommonResponse())
+
+    async def renew_write(self, request: Any) -> Reply:
+        """Move a write session's deadline."""
+        session = await self._cache.renew_write(
+            request.instance_id, request.write_session_id, request.write_timeout_seconds
+        )
+        return Reply(lease_pb.RenewWriteSessionResponse(write_session_deadline_ms=int(session.deadline * 1000)))
+
+
+def _match_mode(request: Any) -> MatchMode:
+    try:
+        return MatchMode(request.query_type)
+    except ValueError:
+        allowed = ", ".join(f"QT_{mode.name}" for mode in MatchMode)
+        raise InvalidArgumentError(f"query_type is {request.query_type}, must be one of {allowed}") from None

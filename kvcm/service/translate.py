@@ -1,0 +1,167 @@
+"""Between wire messages and model values. Field names agree, so one generic translation serves nearly all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
+
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import Instance
+from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.storages import (
+    DummyStorageSpec,
+    LocalStorageSpec,
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    TairMemPoolStorageSpec,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
+from kvcm.registry.validation import require
+
+__all__ = ["fill", "instance_of", "mask_of", "read", "read_storage", "write_mask", "write_storage"]
+
+Value = TypeVar("Value")
+
+_SPEC_OF_FIELD: dict[str, type[Any]] = {
+    "local": LocalStorageSpec,
+    "threefs": ThreeFSStorageSpec,
+    "mooncake": MooncakeStorageSpec,
+    "tair_mem_pool": TairMemPoolStorageSpec,
+    "nfs": NfsStorageSpec,
+    "vcnsthreefs": VcnsThreeFSStorageSpec,
+    "dummy": DummyStorageSpec,
+}
+_FIELD_OF_SPEC = {spec: field for field, spec in _SPEC_OF_FIELD.items()}
+
+
+def read(value_type: type[Value], message: Message) -> Value:
+    """Return the model value with the fields of a message of the same field names.
+
+    Raises:
+        InvalidArgumentError: an enum has a number that is not one of its values.
+    """
+    kind: Any = value_type
+    return value_type(**{name: convert(name, getattr(message, name)) for name, convert in _readers(kind)})
+
+
+@cache
+def _readers(value_type: Any) -> tuple[tuple[str, Callable[[str, Any], Any]], ...]:
+    hints = get_type_hints(value_type)
+    return tuple((field.name, _reader(hints[field.name])) for field in dataclasses.fields(value_type))
+
+
+def _reader(hint: Any) -> Callable[[str, Any], Any]:
+    if get_origin(hint) is tuple:
+        inner = _reader(get_args(hint)[0])
+        return lambda name, items: tuple(inner(name, item) for item in items)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return lambda _name, message: read(hint, message)
+    if issubclass(hint, IntEnum):
+        return lambda name, number: _enum(hint, name, number)
+    return lambda _name, value: value
+
+
+def _enum(enum: type[IntEnum], name: str, number: int) -> IntEnum:
+    try:
+        return enum(number)
+    except ValueError:
+        allowed = ", ".join(f"{member.name}={member.value}" for member in enum)
+        raise InvalidArgumentError(f"{name} is {number}, allowed are {allowed}") from None
+
+
+def fill(message: Any, value: Any) -> None:
+    """Set the fields of a message from a model value of the same field names."""
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, tuple):
+            _extend(getattr(message, field.name), item)
+        elif dataclasses.is_dataclass(item):
+            inner = getattr(message, field.name)
+            inner.SetInParent()
+            fill(inner, item)
+        else:
+            setattr(message, field.name, item)
+
+
+def _extend(repeated: Any, items: tuple[Any, ...]) -> None:
+    for item in items:
+        if dataclasses.is_dataclass(item):
+            fill(repeated.add(), item)
+        else:
+            repeated.append(item)
+
+
+def read_storage(api: str, message: Any) -> StorageConfig:
+    """Return the storage of an AddStorage or UpdateStorage request.
+
+    Raises:
+        InvalidArgumentError: no storage, or no storage spec is set.
+    """
+    require(message.HasField("storage"), f"{api}.storage")
+    config = message.storage
+    field = config.WhichOneof("storage_spec")
+    require(field, "StorageConfig.storage_spec", f"is required, one of {sorted(_SPEC_OF_FIELD)}")
+    return StorageConfig(
+        config.global_unique_name,
+        read(_SPEC_OF_FIELD[field], getattr(config, field)),
+        config.check_storage_available_when_open,
+    )
+
+
+def write_storage(message: Any, config: StorageConfig) -> None:
+    """Fill a StorageConfig message."""
+    message.global_unique_name = config.global_unique_name
+    message.check_storage_available_when_open = config.check_storage_available_when_open
+    spec = getattr(message, _FIELD_OF_SPEC[type(config.spec)])
+    spec.SetInParent()
+    fill(spec, config.spec)
+
+
+def instance_of(request: Any) -> Instance:
+    """Return the instance that a RegisterInstance request of either package describes.
+
+    Raises:
+        InvalidArgumentError: instance_group, instance_id or model_deployment is missing, or an enum is unknown.
+    """
+    require(request.instance_group, "RegisterInstance.instance_group")
+    require(request.instance_id, "RegisterInstance.instance_id")
+    require(request.HasField("model_deployment"), "RegisterInstance.model_deployment")
+    hints = get_type_hints(Instance)
+    parts = {
+        name: _reader(hints[name])(name, getattr(request, name))
+        for name in ("block_size", "location_spec_infos", "model_deployment", "location_spec_groups")
+    }
+    return Instance(
+        quota_group_name="",
+        instance_group_name=request.instance_group,
+        instance_id=request.instance_id,
+        **parts,
+    )
+
+
+def mask_of(message: Any, field: str) -> BlockMask:
+    """Return the block mask in a field of a request."""
+    if not message.HasField(field):
+        return NO_MASK
+    mask = getattr(message, field)
+    member = mask.WhichOneof("info")
+    if member == "offset":
+        return BlockMask(offset=mask.offset)
+    if member == "bool_masks":
+        return BlockMask(flags=tuple(mask.bool_masks.values))
+    return NO_MASK
+
+
+def write_mask(message: Any, mask: BlockMask) -> None:
+    """Fill a BlockMask message."""
+    if mask.flags is not None:
+        message.bool_masks.values.extend(mask.flags)
+    else:
+        message.offset = mask.offset or 0

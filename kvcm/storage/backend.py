@@ -1,0 +1,68 @@
+"""What the manager asks of a storage type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+__all__ = ["Allocation", "Part", "StorageBackend", "StorageSpace"]
+
+
+class Part(NamedTuple):
+    """One spec of one block that needs a place."""
+
+    spec_name: str
+    key: int
+    size_bytes: int
+
+
+class Allocation(NamedTuple):
+    """Parts that are placed together.
+
+    Attributes:
+        instance_id: owner of the blocks.
+        location_id: ends the name of every object, so that no two locations ever share one (design.md decision 1).
+        parts: what needs a place, in the order of packing.
+    """
+
+    instance_id: str
+    location_id: str
+    parts: Sequence[Part]
+
+
+class StorageSpace(NamedTuple):
+    """Space of the medium in bytes."""
+
+    capacity_bytes: int
+    free_bytes: int
+
+
+class StorageBackend(Protocol):
+    """An open storage. Deletions and queries may block the caller's task, never the event loop."""
+
+    def allocate(self, allocation: Allocation) -> list[str]:
+        """Return one uri per part, in order. Moves no bytes and does not block.
+
+        Raises:
+            StorageIOError: there is no room; nothing is allocated then.
+        """
+
+    async def delete(self, uris: Sequence[str]) -> list[str | None]:
+        """Free the places of `uris` for good; what is already gone counts as deleted. Neighbours in a packed object
+        stay.
+
+        Returns:
+            Per uri None, or the reason why it could not be deleted.
+        """
+
+    async def exists(self, uris: Sequence[str]) -> list[bool]:
+        """Return per uri whether all its bytes are there."""
+
+    async def space(self) -> StorageSpace:
+        """Return the space of the medium."""
+
+    def inherit(self, previous: StorageBackend) -> None:
+        """Take over what must be remembered of the storage that this one replaces under the same name."""
+
+    def close(self) -> None:
+        """Release what the storage holds open."""

@@ -1,0 +1,109 @@
+"""The open storages of this manager: opened, closed, enabled and disabled here, and seen by reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvcm.model.errors import InvalidArgumentError, UnsupportedError
+from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageType
+from kvcm.storage.backend import StorageBackend
+from kvcm.storage.dummy import DummyStorage
+from kvcm.storage.file import FileStorage
+
+__all__ = ["OPENERS", "StorageDirectory"]
+
+Opener = Callable[[StorageConfig, str], StorageBackend]
+"""From (config, cluster id) to an open storage; raises KvcmError when it cannot be opened."""
+
+OPENERS: dict[StorageType, Opener] = {
+    StorageType.ST_NFS: FileStorage.open,
+    StorageType.ST_DUMMY: DummyStorage.open,
+}
+
+# Lower is faster: host memory, remote memory, parallel file system, network file system.
+_SPEED_RANK = {
+    StorageType.ST_TAIRMEMPOOL: 0,
+    StorageType.ST_MOONCAKE: 1,
+    StorageType.ST_3FS: 2,
+    StorageType.ST_VCNS_3FS: 2,
+    StorageType.ST_NFS: 3,
+    StorageType.ST_DUMMY: 3,
+}
+
+
+class StorageDirectory:
+    """Open storages by name.
+
+    Args:
+        cluster_id: first directory of every object, so that two deployments can share a storage.
+        allowed_roots: directories that `file` storages must lie in; None allows any.
+    """
+
+    def __init__(self, cluster_id: str, allowed_roots: Sequence[Path] | None = None) -> None:
+        self._cluster_id = cluster_id
+        self._allowed_roots = allowed_roots
+        self._backends: dict[str, StorageBackend] = {}
+        self._ranks: dict[str, int] = {}
+        self._types: dict[str, StorageType] = {}
+        self.generation = 0
+
+    def open(self, config: StorageConfig) -> None:
+        """Open a storage, in place of an open one of the same name.
+
+        Raises:
+            KvcmError: it cannot be opened; an open one of that name stays as it was.
+        """
+        opener = OPENERS.get(config.storage_type)
+        if opener is None:
+            known = ", ".join(sorted(storage_type.kind for storage_type in OPENERS))
+            raise UnsupportedError(f"storage type {config.storage_type.kind} is not available, available are: {known}")
+        self._check_root(config)
+        backend = opener(config, self._cluster_id)
+        replaced = self._backends.get(config.global_unique_name)
+        self._backends[config.global_unique_name] = backend
+        self._types[config.global_unique_name] = config.storage_type
+        if replaced is not None:
+            backend.inherit(replaced)
+            replaced.close()
+        self.set_enabled(config.global_unique_name, enabled=config.is_available)
+
+    def _check_root(self, config: StorageConfig) -> None:
+        if self._allowed_roots is None or not isinstance(config.spec, NfsStorageSpec):
+            return
+        root = Path(config.spec.root_path).resolve()
+        if not any(root.is_relative_to(allowed.resolve()) for allowed in self._allowed_roots):
+            allowed_text = ", ".join(map(str, self._allowed_roots)) or "none (set kvcm.storage.allowed_roots)"
+            raise InvalidArgumentError(f"root_path {str(root)!r} is outside the allowed roots: {allowed_text}")
+
+    def set_enabled(self, name: str, *, enabled: bool) -> None:
+        """Make an open storage available for reads and writes, or not."""
+        if enabled:
+            self._ranks[name] = _SPEED_RANK[self._types[name]]
+        else:
+            self._ranks.pop(name, None)
+        self.generation += 1
+
+    def close(self, name: str) -> None:
+        """Close a storage; its locations count as missing from now on."""
+        self._ranks.pop(name, None)
+        self._types.pop(name, None)
+        self._backends.pop(name).close()
+        self.generation += 1
+
+    def rank(self, storage: str) -> int | None:
+        """Return the speed rank of a storage (lower is faster), None while it is not available."""
+        return self._ranks.get(storage)
+
+    def type_of(self, storage: str) -> StorageType | None:
+        """Return the type of an open storage, None when there is none of that name."""
+        return self._types.get(storage)
+
+    def backend(self, storage: str) -> StorageBackend | None:
+        """Return an open storage, enabled or not; None when there is none of that name."""
+        return self._backends.get(storage)
+
+    def close_all(self) -> None:
+        """Close every storage."""
+        for name in list(self._backends):
+            self.close(name)

@@ -1,0 +1,1 @@
+"""Metrics, logs and events: declared here, called from anywhere, importing none of our rooms."""
