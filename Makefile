@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports unit proto bench clean acceptance-manager
+.PHONY: setup run test demo check lint types imports unit proto bench-smoke acceptance-manager clean
 
 setup: $(VENV)/.dev
 
@@ -48,8 +48,14 @@ demo: setup
 proto: setup
 	$(BIN)/python proto/generate.py
 
-bench: setup
+# Full figures, committed under benchmarks/results/.
+acceptance-manager: setup
 	$(BIN)/python benchmarks/match.py --json benchmarks/results/match.json
+	$(BIN)/python docs/examples/demo/run.py --json benchmarks/results/demo.json
+
+# Every benchmark runs and writes its JSON; figures of so short a run mean little.
+bench-smoke: setup
+	$(BIN)/python benchmarks/match.py --quick --json $(or $(TMPDIR),/tmp)/kvcm-match.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -99,10 +99,10 @@ class Manager:
             stack.callback(self.storages.close_all)
             servers = await self._bind(stack)
             endpoint = servers.endpoint(self.leadership.node_id, self._settings.host)
-            await self._start(servers, endpoint)
-            duties = [asyncio.create_task(duty) for duty in (self._keep_time(), self.deletions.run())]
-            stack.push_async_callback(_cancel, duties)
+            duties = (("keep_time", self._keep_time), ("deletions", self.deletions.run))
+            stack.push_async_callback(_cancel, [asyncio.create_task(_keep_running(*duty)) for duty in duties])
             self.leadership.tick()
+            await self._start(servers, endpoint)
             yield endpoint
 
     async def _bind(self, stack: contextlib.AsyncExitStack) -> _Servers:
@@ -155,6 +155,8 @@ class _Servers:
 
     def endpoint(self, node_id: str, host: str) -> Endpoint:
         admin_rpc = self._admin_rpc if self._admin_rpc is not None else self._rpc
+        if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address is served: other hosts need a name
+            host = socket.gethostname()
         return Endpoint(node_id, host, self._rpc.port, self._http.port, admin_rpc.port, self._admin_http.port)
 
     async def start(self, data: list[Call], admin: list[Call], caller: Caller, max_body_bytes: int) -> None:
@@ -171,6 +173,16 @@ class _Servers:
         if self._admin_rpc is not None:
             servers.append(self._admin_rpc)
         await asyncio.gather(*(server.stop(_DRAIN_SECONDS) for server in servers))
+
+
+async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:
+    """Run a background duty for good: a defect in one round is logged and does not end it."""
+    while True:
+        try:
+            await duty()
+        except Exception:
+            _log.exception("duty_failed", duty=name)
+            await asyncio.sleep(1)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -52,10 +52,10 @@ class DeadlineTable(Generic[Entry]):
         """Return all open entries."""
         return list(self._entries.values())
 
-    def pop_due(self, now: float) -> list[Entry]:
-        """Remove and return every entry whose deadline is not after `now`."""
+    def pop_due(self, now: float, most: int | None = None) -> list[Entry]:
+        """Remove and return the entries whose deadline is not after `now`, earliest first, at most so many."""
         due: list[Entry] = []
-        while self._heap and self._heap[0][0] <= now:
+        while self._heap and self._heap[0][0] <= now and (most is None or len(due) < most):
             _, entry_id = heapq.heappop(self._heap)
             entry = self._entries.get(entry_id)
             if entry is not None and entry.deadline <= now:

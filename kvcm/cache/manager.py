@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
@@ -206,6 +207,7 @@ class CacheManager:
         return self.usage.used(group_name)
 
     async def expire(self) -> None:
-        """Roll back overdue write sessions and end overdue read leases."""
-        await self.sessions.expire()
+        """Roll back overdue write sessions and end overdue read leases, giving way to other requests in between."""
         self.leases.expire()
+        while await self.sessions.expire(most=16):  # noqa: ASYNC110 - nothing is polled, others get their turn
+            await asyncio.sleep(0)

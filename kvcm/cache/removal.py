@@ -8,6 +8,7 @@ could put the bytes back.
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -85,6 +86,7 @@ class Remover:
         removed = 0
         async for page in cache.index.scan():
             removed += await self.remove(cache, page, which)
+            await asyncio.sleep(0)  # a large instance must not hold up other requests
         return removed
 
     async def forget_all(self, cache: InstanceCache) -> int:
@@ -92,6 +94,7 @@ class Remover:
         forgotten = 0
         async for page in cache.index.scan():
             forgotten += len(await cache.index.delete(page))
+            await asyncio.sleep(0)
         return forgotten
 
     def delete_now(self, cache: InstanceCache, items: Sequence[DeletionItem]) -> None:

@@ -211,12 +211,11 @@ class WriteSessions:
     def _uris(self, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock]) -> dict[tuple[str, int], str]:
         instance = session.cache.instance
         # Ordered by spec, then by key: a chunk of a packed file holds one spec of neighbouring blocks.
-        parts = [
-            Part(info.name, block.key, info.size)
-            for info in instance.location_spec_infos
-            for block in blocks
-            if info in block.specs
-        ]
+        by_spec: defaultdict[str, list[Part]] = defaultdict(list)
+        for block in blocks:
+            for info in block.specs:
+                by_spec[info.name].append(Part(info.name, block.key, info.size))
+        parts = [part for name in instance.spec_names for part in by_spec[name]]
         backend = self._storages.backend(storage)
         assert backend is not None, storage
         uris = backend.allocate(Allocation(instance.instance_id, session.location_id, parts))
@@ -289,9 +288,9 @@ class WriteSessions:
         await cache.index.read_modify_write(session.keys, _renewer(session))
         return session
 
-    async def expire(self) -> int:
-        """Roll back every session whose deadline has passed, and return how many those were."""
-        due = self._sessions.pop_due(self._clock.now())
+    async def expire(self, most: int | None = None) -> int:
+        """Roll back sessions whose deadline has passed, at most so many, and return how many those were."""
+        due = self._sessions.pop_due(self._clock.now(), most)
         for session in due:
             await self._end(session, [False] * len(session.keys))
         return len(due)

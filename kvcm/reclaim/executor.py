@@ -1,14 +1,15 @@
 """Deletion executor: bytes first, then metadata, then the space is free.
 
 What is submitted waits for its due time, and longer while a read lease pins it. A storage that fails is asked again
-with growing pauses, so nothing is forgotten; storages are served side by side, so a slow one holds up only itself.
-Metadata goes only if the location is still the one that was marked (compare-and-delete), so deleting twice harms
-nobody.
+with growing pauses, so nothing is forgotten. Each storage has a lane of its own, where one batch runs at a time: a slow
+or hanging storage holds up only itself, and one thread at most. Metadata goes only if the location is still the one
+that was marked (compare-and-delete), so deleting twice harms nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ __all__ = ["DeletionExecutor", "StorageFinder"]
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
+_HELD_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
 
 _log = structlog.get_logger("kvcm.reclaim")
 
@@ -64,10 +66,12 @@ class DeletionExecutor:
         self._heap: list[_Batch] = []
         self._numbers = count()
         self._wake = asyncio.Event()
+        self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._running: set[asyncio.Task[None]] = set()
 
     @property
     def waiting_count(self) -> int:
-        """Locations that wait for deletion."""
+        """Locations that wait for their time; those being deleted right now are not counted."""
         return sum(len(batch.items) for batch in self._heap)
 
     def hold_while(self, held_until: Callable[[DeletionItem], float]) -> None:
@@ -84,47 +88,61 @@ class DeletionExecutor:
 
     async def run(self) -> None:
         """Delete what becomes due, until cancelled."""
-        while True:
-            self._wake.clear()
-            await self.run_due()
-            pause = self._heap[0].due - self._clock.now() if self._heap else None
-            try:
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+        try:
+            while True:
+                self._wake.clear()
+                for batch in self._take_due():
+                    task = asyncio.create_task(self._run_batch(batch))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+                pause = self._heap[0].due - self._clock.now() if self._heap else None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._wake.wait()
+        finally:
+            for task in self._running:
+                task.cancel()
 
     async def run_due(self) -> None:
-        """Delete everything that is due now, once."""
+        """Delete everything that is due now, once, and return when that is done."""
+        await asyncio.gather(*map(self._run_batch, self._take_due()))
+
+    def _take_due(self) -> list[_Batch]:
         now = self._clock.now()
         due: list[_Batch] = []
         while self._heap and self._heap[0].due <= now:
             due.append(heapq.heappop(self._heap))
-        await asyncio.gather(*(self._run_batch(batch, now) for batch in due))
+        return due
 
-    async def _run_batch(self, batch: _Batch, now: float) -> None:
+    async def _run_batch(self, batch: _Batch) -> None:
+        now = self._clock.now()
         by_storage: defaultdict[str, list[DeletionItem]] = defaultdict(list)
+        held: list[DeletionItem] = []
         for item in batch.items:
-            held_until = self._held_until(item)
-            if held_until > now:
-                self._push(batch.meta_index, [item], held_until, batch.attempt)
-            else:
-                by_storage[item.storage].append(item)
-        await asyncio.gather(*(self._delete(batch, storage, items) for storage, items in by_storage.items()))
+            (held if self._held_until(item) > now else by_storage[item.storage]).append(item)
+        if held:
+            self._push(batch.meta_index, held, now + _HELD_RECHECK_SECONDS, batch.attempt)
+        await asyncio.gather(*(self._delete(batch, storage, items) for storage, items in by_storage.items() if items))
 
     async def _delete(self, batch: _Batch, storage: str, items: Sequence[DeletionItem]) -> None:
-        reasons = await self._delete_bytes(storage, items)
-        gone = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
-        failed = [item for item, reason in zip(items, reasons, strict=True) if reason is not None]
-        if failed:
-            pause = min(_FIRST_PAUSE_SECONDS * 2**batch.attempt, _LONGEST_PAUSE_SECONDS)
-            reason = next(reason for reason in reasons if reason is not None)
-            _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
-            self._push(batch.meta_index, failed, self._clock.now() + pause, batch.attempt + 1)
+        async with self._lanes[storage]:
+            reasons = await self._delete_bytes(storage, items)
         ids: defaultdict[int, set[str]] = defaultdict(set)
-        for item in gone:
-            ids[item.key].add(item.location_id)
+        failed: list[DeletionItem] = []
+        for item, reason in zip(items, reasons, strict=True):
+            if reason is None:
+                ids[item.key].add(item.location_id)
+            else:
+                failed.append(item)
+        if failed:
+            self._retry(batch, storage, failed, next(reason for reason in reasons if reason is not None))
         await batch.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
+
+    def _retry(self, batch: _Batch, storage: str, failed: Sequence[DeletionItem], reason: str) -> None:
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(batch.attempt, 16), _LONGEST_PAUSE_SECONDS)
+        _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
+        self._push(batch.meta_index, failed, self._clock.now() + pause, batch.attempt + 1)
+        self._wake.set()
 
     async def _delete_bytes(self, storage: str, items: Sequence[DeletionItem]) -> list[str | None]:
         """Return per item why its bytes are still there, None when they are gone."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvcm.cache.manager import CacheManager
@@ -77,6 +79,7 @@ class AdminApi:
         self._leadership = leadership
         self._endpoint = endpoint
         self._metrics = metrics
+        self._storage_changes = asyncio.Lock()
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -127,33 +130,38 @@ class AdminApi:
         list_group = (group_pb.ListInstanceGroupRequest, group_pb.ListInstanceGroupResponse, self.list_groups)
         return [*calls, Call(_GROUP, "ListInstanceGroup", Plane.ADMIN, *list_group)]
 
+    async def _change_storages(self, change: Callable[..., None], *arguments: Any, **options: bool) -> Reply:
+        """Opening a storage touches its medium, which may hang: that happens in a thread, one change at a time."""
+        async with self._storage_changes:
+            await asyncio.to_thread(change, *arguments, **options)
+        return _done()
+
     async def add_storage(self, request: Any) -> Reply:
         """Add and open a storage."""
-        self._registry.storages.add(read_storage("AddStorage", request))
-        return _done()
+        return await self._change_storages(self._registry.storages.add, read_storage("AddStorage", request))
 
     async def enable_storage(self, request: Any) -> Reply:
         """Make a storage available."""
         require(request.storage_unique_name, "EnableStorage.storage_unique_name")
-        self._registry.storages.set_enabled(request.storage_unique_name, enabled=True)
-        return _done()
+        return await self._change_storages(
+            self._registry.storages.set_enabled, request.storage_unique_name, enabled=True
+        )
 
     async def disable_storage(self, request: Any) -> Reply:
         """Make a storage unavailable for reads and writes."""
         require(request.storage_unique_name, "DisableStorage.storage_unique_name")
-        self._registry.storages.set_enabled(request.storage_unique_name, enabled=False)
-        return _done()
+        return await self._change_storages(
+            self._registry.storages.set_enabled, request.storage_unique_name, enabled=False
+        )
 
     async def remove_storage(self, request: Any) -> Reply:
         """Forget a storage."""
         require(request.storage_unique_name, "RemoveStorage.storage_unique_name")
-        self._registry.storages.remove(request.storage_unique_name)
-        return _done()
+        return await self._change_storages(self._registry.storages.remove, request.storage_unique_name)
 
     async def update_storage(self, request: Any) -> Reply:
         """Replace a storage's config."""
-        self._registry.storages.update(read_storage("UpdateStorage", request))
-        return _done()
+        return await self._change_storages(self._registry.storages.update, read_storage("UpdateStorage", request))
 
     async def list_storage(self, _request: Any) -> Reply:
         """List all storages by name."""

@@ -112,7 +112,7 @@ class Caller:
             code, text = ErrorCode.OK, ""
         except KvcmError as error:
             reply, code, text = Reply(call.response_type()), error.code, str(error)
-            _log.info("refused", api=call.name, code=code.name, reason=text)
+            _log.debug("refused", api=call.name, code=code.name, reason=text)
         except Exception:
             _log.exception("failed", api=call.name)
             reply, code = Reply(call.response_type()), ErrorCode.INTERNAL_ERROR

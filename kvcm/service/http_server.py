@@ -15,6 +15,10 @@ from kvcm.service.http_app import HttpApp
 __all__ = ["HttpServer"]
 
 
+# Clients pool connections; one that the server closes first costs them a failed request now and then.
+_KEEP_ALIVE_SECONDS = 75
+
+
 class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -46,7 +50,14 @@ class HttpServer:
 
     async def start(self, app: HttpApp) -> None:
         """Begin to serve; returns when requests are accepted."""
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", server_header=False)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         while not self._server.started:

@@ -1,0 +1,79 @@
+"""Writes the figures of `benchmarks/results/` into README.md and docs/, between the markers of each table.
+
+`--check` changes nothing and fails when a document differs from the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Rows = list[dict[str, Any]]
+
+
+def match_table(rows: Rows) -> list[str]:
+    """In-process rows of benchmarks/match.py."""
+    header = ["| specs per block | encoded records | building messages | ratio |", "|---|---|---|---|"]
+    return header + [
+        f"| {row['case'].partition(' hits, ')[2].partition(',')[0]} | {row['value']:,.0f} µs | "
+        f"{row['baseline']:,.0f} µs | {row['ratio']:.1f}× |"
+        for row in rows
+        if row["case"].endswith("in process")
+    ]
+
+
+def cpu_table(rows: Rows) -> list[str]:
+    """Server CPU rows of benchmarks/match.py."""
+    header = ["| call | manager | bare handler | ratio |", "|---|---|---|---|"]
+    return header + [
+        f"| {row['case']} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | {row['ratio']:.1f}× |"
+        for row in rows
+        if row["metric"] == "server CPU per request"
+    ]
+
+
+TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
+    ("README.md", "match", "match.json", match_table),
+    ("README.md", "cpu", "match.json", cpu_table),
+]
+
+
+def filled(text: str, marker: str, lines: list[str]) -> str:
+    """Return the text with the lines between `<!-- marker:begin -->` and `<!-- marker:end -->`."""
+    pattern = re.compile(rf"(<!-- {marker}:begin -->\n).*?(<!-- {marker}:end -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"no marker {marker}")
+    body = "".join(f"{line}\n" for line in lines)
+    return pattern.sub(lambda found: found[1] + body + found[2], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail instead of writing")
+    check = parser.parse_args().check
+    stale = []
+    for document, marker, result, table in TABLES:
+        path = ROOT / document
+        rows = json.loads((RESULTS / result).read_text())["rows"]
+        text = path.read_text()
+        new = filled(text, marker, table(rows))
+        if new != text:
+            stale.append(document)
+            if not check:
+                path.write_text(new)
+    if check and stale:
+        print(f"figures differ from benchmarks/results: {sorted(set(stale))}; run benchmarks/readme.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

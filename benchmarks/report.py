@@ -1,0 +1,94 @@
+"""What every benchmark prints and writes: rows of (case, metric, value, unit, baseline, ratio, target, ok)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Row", "arguments", "publish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure, beside what it is compared with in the same run.
+
+    Attributes:
+        case: what was done.
+        metric: what was measured.
+        value: the figure.
+        unit: its unit.
+        baseline: the same metric of the other side, None when there is none.
+        ratio: baseline / value for speed-ups, value / baseline for costs; the target says which.
+        target: what the ratio has to be, "" when the row only reports.
+        ok: whether it is, None when the row only reports.
+    """
+
+    case: str
+    metric: str
+    value: float
+    unit: str
+    baseline: float | None = None
+    ratio: float | None = None
+    target: str = ""
+    ok: bool | None = None
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="file to write the rows to")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: few repetitions, figures mean little")
+    return parser
+
+
+def publish(title: str, rows: Sequence[Row], target_file: Path | None) -> bool:
+    """Print the rows as a table and write them as JSON; return whether every target is met."""
+    table = Table(title=title)
+    for column in ("case", "metric", "value", "unit", "baseline", "ratio", "target", "ok"):
+        table.add_column(column, justify="right" if column in {"value", "baseline", "ratio"} else "left")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in asdict(row).values()))
+    Console(width=140).print(table)
+    if target_file is not None:
+        document = {"rows": [asdict(row) for row in rows], "machine": _machine(), "commit": _commit()}
+        target_file.parent.mkdir(parents=True, exist_ok=True)
+        target_file.write_text(json.dumps(document, indent=1) + "\n")
+    return all(row.ok is not False for row in rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
+
+def _machine() -> dict[str, Any]:
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {"cpu": model, "cores": os.cpu_count(), "python": sys.version.split()[0], "system": platform.platform()}
+
+
+def _commit() -> str:
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or "unknown"
