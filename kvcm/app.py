@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import secrets
 import signal
 import socket
@@ -79,6 +80,9 @@ class Manager:
         """
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
+        # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a write.
+        gc.freeze()
+        gc.set_threshold(200_000, 20, 100)
 
         def stop(number: signal.Signals) -> None:
             stopping.set()
