@@ -95,6 +95,8 @@ def serve(
         settings = load_settings(config_file, overrides, os.environ, lambda text: log.warning("settings", reason=text))
         configure_logs(LEVELS[settings.log_level_name])
         log.info("settings", **_changed(settings))
+        for key in settings.without_effect():
+            log.warning("settings", reason=f"{key} has no effect in this release")
         uvloop.run(Manager(settings).serve())
     except (ConfigError, KvcmError) as error:
         typer.echo(f"kvcm: {error}", err=True)

@@ -19,6 +19,15 @@ from urllib.parse import urlsplit
 __all__ = ["ConfigError", "Settings", "load_settings"]
 
 _OWN_SECTIONS = ("kvcm.auth.", "kvcm.storage.", "kvcm.limits.", "kvcm.cluster_id", "kvcm.data_dir")
+_WITHOUT_EFFECT = {
+    "io_thread_num",
+    "enable_debug_service",
+    "deletion_threads",
+    "reporter_type",
+    "reporter_config",
+    "report_interval_ms",
+    "event_publishers_configs",
+}
 _LEVELS = {"error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
@@ -118,6 +127,11 @@ class Settings:
     def is_loopback(self) -> bool:
         """Whether the server can be reached from this host only."""
         return self.host == "localhost" or ip_address(self.host).is_loopback
+
+    def without_effect(self) -> list[str]:
+        """Return the keys that are set and, though the original knows them, change nothing here."""
+        fields = (f for f in dataclasses.fields(self) if f.name in _WITHOUT_EFFECT)
+        return [f.metadata["key"] for f in fields if getattr(self, f.name) != f.default]
 
     def described(self) -> dict[str, str]:
         """Return every setting by its key, with passwords in uris left out."""

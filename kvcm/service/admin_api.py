@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import structlog
+
 from kvcm.cache.manager import CacheManager
 from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
@@ -25,6 +27,8 @@ from kvcm.telemetry.logs import LEVELS, set_level
 from kvcm.telemetry.metrics import ApiMetrics
 
 __all__ = ["AdminApi"]
+
+_log = structlog.get_logger("kvcm.service")
 
 _ADMIN = "kv_cache_manager.proto.admin.AdminService"
 _GROUP = "kvcm.v1.GroupService"
@@ -80,6 +84,7 @@ class AdminApi:
         self._endpoint = endpoint
         self._metrics = metrics
         self._storage_changes = asyncio.Lock()
+        self._said_uri_is_ignored = False
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -183,6 +188,10 @@ class AdminApi:
         store(group)
         known = {config.global_unique_name for config in self._registry.storages.existing(group.storage_candidates)}
         unknown = [name for name in group.storage_candidates if name not in known]
+        uri = group.cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri
+        if uri and not self._said_uri_is_ignored:
+            self._said_uri_is_ignored = True
+            _log.info("ignored", field="meta_storage_backend_config.storage_uri", reason="one store per deployment")
         reply = _done()
         if unknown:
             warning = f"warning: storage_candidates {unknown} do not exist and count as absent until they are added"
