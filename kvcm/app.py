@@ -80,7 +80,8 @@ class Manager:
         """
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
-        # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a write.
+        # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a
+        # write.
         gc.freeze()
         gc.set_threshold(200_000, 20, 100)
 
