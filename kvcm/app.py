@@ -18,6 +18,7 @@ from kvcm.cache.manager import CacheManager
 from kvcm.config import ConfigError, Settings
 from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.errors import DuplicateEntityError, NotLeaderError, UnknownInstanceError
+from kvcm.model.storages import NfsStorageSpec
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
@@ -55,7 +56,8 @@ class Manager:
     def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         self._settings = settings
         clock = clock if clock is not None else SystemClock()
-        self.storages = StorageDirectory(_cluster_id(settings), _allowed_roots(settings))
+        document = _startup_document(settings)
+        self.storages = StorageDirectory(_cluster_id(settings), _allowed_roots(settings, document))
         self.registry = Registry(self.storages)
         self.deletions = DeletionExecutor(self.storages, clock)
         self.cache = CacheManager(self.registry, self.storages, self.deletions, clock)
@@ -63,7 +65,7 @@ class Manager:
         self.metrics = ApiMetrics()
         node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
         self.leadership = Leadership(node_id, clock, settings.lease_ms / 1000)
-        self._load(_startup_document(settings))
+        self._load(document)
 
     def _load(self, document: StartupDocument) -> None:
         with contextlib.suppress(DuplicateEntityError):
@@ -213,11 +215,16 @@ def _cluster_id(settings: Settings) -> str:
         raise ConfigError(f"data directory {settings.data_dir!r} cannot be used: {error}") from error
 
 
-def _allowed_roots(settings: Settings) -> tuple[Path, ...] | None:
-    """Any root while only this host can reach the server; else what is configured (design.md decision 12)."""
-    if settings.allowed_roots is not None or settings.is_loopback:
-        return settings.allowed_roots
-    return (_default_root(settings),)
+def _allowed_roots(settings: Settings, document: StartupDocument) -> tuple[Path, ...] | None:
+    """Any root while only this host can reach the server, else what is configured (design.md decision 12).
+
+    The startup document comes from the operator's own files, not through the API: its root is always allowed.
+    """
+    if settings.allowed_roots is None and settings.is_loopback:
+        return None
+    spec = document.storage.spec
+    own = (Path(spec.root_path),) if isinstance(spec, NfsStorageSpec) else ()
+    return (*(settings.allowed_roots or ()), *own)
 
 
 def _default_root(settings: Settings) -> Path:

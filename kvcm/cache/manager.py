@@ -11,7 +11,7 @@ from kvcm.cache.leases import ReadLease, ReadLeases
 from kvcm.cache.match import Match, MatchQuery, match
 from kvcm.cache.meta import BlockMeta, block_metas
 from kvcm.cache.removal import Deleter, Remover
-from kvcm.cache.selection import Storages, candidates
+from kvcm.cache.selection import Storages
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession, WriteSessions
 from kvcm.cache.usage import UsageLedger
 from kvcm.index.backends.backend import IndexBackend
@@ -123,7 +123,7 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         group = self._registry.groups.find(cache.instance.instance_group_name)
-        if group is not None and not candidates(group, self._storages):
+        if group is not None and not any(self._storages.rank(name) is not None for name in group.storage_candidates):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
         return await match(cache, query)
 

@@ -1,0 +1,167 @@
+"""Where settings come from and what is said about bad ones (wire.md 3, decision 11); `load_settings` by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvcm.config import ConfigError, Settings, load_settings
+
+KEY = "kvcm.service.rpc_port"
+
+
+class Loader:
+    """Loads settings from a file in a directory and collects the warnings."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "kvcm.conf"
+        self.warnings: list[str] = []
+
+    def __call__(
+        self, file: str | bytes = "", *overrides: str, environment: Mapping[str, str] | None = None
+    ) -> Settings:
+        self._path.write_bytes(file.encode() if isinstance(file, str) else file)
+        return load_settings(self._path, overrides, environment or {}, self.warnings.append)
+
+    def refusal(self, file: str | bytes = "", *overrides: str, environment: Mapping[str, str] | None = None) -> str:
+        """Return the message of the refusal."""
+        with pytest.raises(ConfigError) as caught:
+            self(file, *overrides, environment=environment)
+        return str(caught.value)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Loader:
+    return Loader(tmp_path)
+
+
+def test_precedence_is_default_then_file_then_option_then_environment(load: Loader) -> None:
+    assert load().rpc_port == 6381
+    assert load(f"{KEY}=1").rpc_port == 1
+    assert load(f"{KEY}=1", f"{KEY}=2").rpc_port == 2
+    assert load(f"{KEY}=1", f"{KEY}=2", environment={KEY: "3"}).rpc_port == 3
+    assert load.warnings == []
+
+
+def test_the_defaults_are_the_ports_of_the_original_on_loopback(load: Loader) -> None:
+    settings = load()
+    ports = (settings.rpc_port, settings.http_port, settings.admin_rpc_port, settings.admin_http_port)
+    assert (ports, settings.host, settings.auth_mode) == ((6381, 6382, 6491, 6492), "127.0.0.1", "off")
+    assert not settings.require_leader
+
+
+def test_an_empty_environment_variable_does_not_count(load: Loader) -> None:
+    assert load(f"{KEY}=1", environment={KEY: ""}).rpc_port == 1
+
+
+def test_of_repeated_options_the_first_wins_and_of_lines_the_last(load: Loader) -> None:
+    assert load("", f"{KEY}=1", f"{KEY}=2").rpc_port == 1
+    assert load(f"{KEY}=1\n{KEY}=2").rpc_port == 2
+
+
+def test_comments_blank_lines_and_white_space_in_a_file_do_not_matter(load: Loader) -> None:
+    text = f"# a comment\n\n  \t{KEY} \t=  7   # why\r\nkvcm.leader_elector.node_id = a b \n#{KEY}=8\n"
+    settings = load(text)
+    assert (settings.rpc_port, settings.node_id) == (7, "a b")
+
+
+def test_a_value_may_hold_an_equals_sign(load: Loader) -> None:
+    assert load("kvcm.leader_elector.node_id=a=b").node_id == "a=b"
+
+
+@pytest.mark.parametrize("where", ["file", "option"])
+def test_an_unknown_key_of_the_original_warns_with_the_nearest_and_is_ignored(load: Loader, where: str) -> None:
+    text = "kvcm.service.rpc_prt=1"
+    settings = load(text) if where == "file" else load("", text)
+    assert settings == Settings()
+    (warning,) = load.warnings
+    assert ("'kvcm.service.rpc_prt'" in warning, f"'{KEY}'" in warning) == (True, True)
+
+
+@pytest.mark.parametrize("key", ["kvcm.limits.max_body_byte", "kvcm.auth.moed", "kvcm.storage.roots"])
+@pytest.mark.parametrize("where", ["file", "option"])
+def test_an_unknown_key_of_our_own_is_an_error_with_the_nearest(load: Loader, key: str, where: str) -> None:
+    message = load.refusal(f"{key}=1") if where == "file" else load.refusal("", f"{key}=1")
+    assert repr(key) in message
+    assert "did you mean 'kvcm." in message
+
+
+@pytest.mark.parametrize("key", ["kvcm.service.insecur", "kvcm.service.hots", "kvcm.service.require_leder"])
+def test_an_unknown_key_of_the_service_is_at_least_warned_of(load: Loader, key: str) -> None:
+    load(f"{key}=1")
+    assert key in load.warnings[0]
+
+
+@pytest.mark.parametrize("text", ["nonsense", "=1", "kvcm.service.rpc_port"])
+def test_a_line_or_option_without_key_and_value_is_an_error_that_names_the_place(load: Loader, text: str) -> None:
+    assert "kvcm.conf:2" in load.refusal(f"\n{text}")
+    assert "-e" in load.refusal("", text)
+
+
+BAD = {
+    "kvcm.service.rpc_port": ["x", "", "1.5", "65536", "-1", "--5", "²", "0x10", "1_000", " "],
+    "kvcm.leader_elector.lease_ms": ["0", "-1"],
+    "kvcm.service.require_leader": ["yes", "TRUE", ""],
+    "kvcm.service.insecure": ["1"],
+    "kvcm.auth.mode": ["required", "on", ""],
+    "kvcm.logger.log_level": ["loud", "1", "9"],
+    "kvcm.service.host": ["nowhere.example", ""],
+    "kvcm.storage.allowed_roots": ["relative/path"],
+    "kvcm.limits.max_body_bytes": ["0", "many"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_a_bad_value_is_an_error_that_names_key_value_and_what_is_allowed(load: Loader, key: str, value: str) -> None:
+    message = load.refusal("", f"{key}={value}")
+    assert [text for text in (key, repr(value.strip()), "must be") if text not in message] == []
+    assert "invalid literal" not in message
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("0", "INFO"), ("2", "ERROR"), ("3", "WARN"), ("4", "INFO"), ("5", "DEBUG"), ("debug", "DEBUG"), ("Warn", "WARN")],
+)
+def test_the_log_level_is_a_number_of_the_original_or_a_name(load: Loader, value: str, name: str) -> None:
+    assert load(f"kvcm.logger.log_level={value}").log_level_name == name
+
+
+def test_kvcm_log_level_in_the_environment_overrides_the_log_level(load: Loader) -> None:
+    level = "kvcm.logger.log_level=error"
+    assert load(level, environment={"KVCM_LOG_LEVEL": "DEBUG"}).log_level_name == "DEBUG"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_consent(load: Loader, host: str) -> None:
+    assert load(f"kvcm.service.host={host}").is_loopback
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])
+def test_another_host_needs_the_consent_of_insecure_decision_11(load: Loader, host: str) -> None:
+    assert "--insecure" in load.refusal(f"kvcm.service.host={host}")
+    assert not load(f"kvcm.service.host={host}\nkvcm.service.insecure=true").is_loopback
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kvcm.registry_storage.uri", "redis://user:hunter2@h:1/?cluster_name=c"),
+        ("kvcm.distributed_lock.uri", "redis://user:hunter2@h:1/"),
+    ],
+)
+def test_a_store_of_a_later_release_is_refused_without_telling_its_password(load: Loader, key: str, value: str) -> None:
+    message = load.refusal(f"{key}={value}")
+    assert (key in message, "hunter2" in message) == (True, False)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, load: Loader) -> None:
+    with pytest.raises(ConfigError, match="missing.conf"):
+        load_settings(tmp_path / "missing.conf", (), {}, load.warnings.append)
+    assert "kvcm.conf" in load.refusal(b"\xff\xfe")
+
+
+def test_allowed_roots_are_absolute_paths_separated_by_commas(load: Loader) -> None:
+    assert load("kvcm.storage.allowed_roots=/a, /b/c").allowed_roots == (Path("/a"), Path("/b/c"))
+    assert load().allowed_roots is None

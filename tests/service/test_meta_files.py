@@ -1,0 +1,259 @@
+"""Real files behind a `file` storage: when they go, and that neighbours stay (invariants 5 and 6, decisions 15, 16)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from test_transport_drivers import eventually
+from test_transport_sites import Site, mask, specs
+
+SIZE = 8192
+DELAY_MS = 400
+
+
+class Slot(NamedTuple):
+    """Where the bytes of a block lie."""
+
+    path: Path
+    offset: int
+    packed: bool
+
+    def write(self, byte: int) -> None:
+        """Write the block as an engine does."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+            file.seek(self.offset)
+            file.write(bytes([byte]) * SIZE)
+
+    def read(self) -> set[int]:
+        """The distinct bytes of the block; empty when the file is gone."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return set(file.read(SIZE))
+        except FileNotFoundError:
+            return set()
+
+
+def _slot(location: Any) -> Slot:
+    uri = urlsplit(specs(location)["kv"])
+    params = parse_qs(uri.query)
+    assert params["size"] == [str(SIZE)]
+    return Slot(Path(uri.path), int(params.get("blkid", ["0"])[0]) * SIZE, "blkid" in params)
+
+
+class Files:
+    """An instance on a `file` storage."""
+
+    def __init__(self, site: Site, root: Path, keys_per_file: int, delay_ms: int = DELAY_MS) -> None:
+        self.site, self.root = site, root
+        self.storage = site.storage(nfs={"root_path": f"{root}/", "key_count_per_file": keys_per_file})
+        group = site.group(self.storage, delay_ms=delay_ms)
+        self.instance = site.instance(group, location_spec_infos=[{"name": "kv", "size": SIZE}])
+
+    def start(self, keys: list[int], **fields: Any) -> tuple[Any, list[Slot]]:
+        """Start a write and write the bytes: block k is full of byte k."""
+        started = self.site.start(self.instance, keys, **fields)
+        slots = [_slot(location) for location in started.locations]
+        for key, slot in zip(keys, slots, strict=True):
+            slot.write(key)
+        return started, slots
+
+    def write(self, keys: list[int]) -> list[Slot]:
+        """Write blocks and publish them."""
+        started, slots = self.start(keys)
+        self.site.finish(self.instance, started)
+        return slots
+
+    def remove(self, *keys: int) -> None:
+        """Remove blocks."""
+        self.site.api.ok("RemoveCache", instance_id=self.instance, block_keys=keys)
+
+    def lease(self, keys: list[int], lease_ms: int = 60_000) -> str:
+        """Match blocks with a read lease; returns its id."""
+        query = {"instance_id": self.instance, "block_keys": keys, "query_type": "QT_PREFIX_MATCH"}
+        answer = self.site.api.ok("GetCacheLocation", read_lease_ms=lease_ms, **query)
+        assert len(answer.locations) == len(keys)
+        assert 0 <= answer.read_lease_deadline_ms / 1000 - time.time() <= lease_ms / 1000
+        return str(answer.read_lease_id)
+
+
+@pytest.fixture
+def files(site: Site, tmp_path: Path) -> Files:
+    return Files(site, tmp_path, 1)
+
+
+@pytest.fixture
+def packed(site: Site, tmp_path: Path) -> Files:
+    return Files(site, tmp_path, 4)
+
+
+def test_a_file_goes_after_the_delay_and_not_before_invariant_6(files: Files) -> None:
+    kept, removed = files.write([1, 2])
+    files.remove(2)
+    begin = time.monotonic()
+    assert removed.read() == {2}
+    eventually(lambda: not removed.path.exists())
+    assert time.monotonic() - begin > DELAY_MS / 1000 - 0.1
+    assert kept.read() == {1}
+
+
+def test_blocks_of_one_write_share_files_in_slots_of_equal_size_invariant_5(packed: Files) -> None:
+    slots = packed.write([1, 2, 3, 4, 5, 6])
+    assert all(slot.packed for slot in slots)
+    assert [slot.offset // SIZE for slot in slots] == [0, 1, 2, 3, 0, 1]
+    assert len({slot.path for slot in slots[:4]}) == 1
+    assert len({(slot.path, slot.offset) for slot in slots}) == 6
+    assert [slot.read() for slot in slots] == [{1}, {2}, {3}, {4}, {5}, {6}]
+
+
+def test_a_removed_slot_is_punched_and_its_neighbours_keep_their_bytes_invariant_5(packed: Files) -> None:
+    first, second, third = packed.write([1, 2, 3])
+    blocks = first.path.stat().st_blocks
+    packed.remove(2)
+    eventually(lambda: second.read() == {0})
+    assert (first.read(), third.read()) == ({1}, {3})
+    assert first.path.stat().st_blocks <= blocks - SIZE // 512
+    assert first.path.stat().st_size == 3 * SIZE
+
+
+def test_a_packed_file_goes_with_its_last_block(packed: Files) -> None:
+    first, second = packed.write([1, 2])
+    packed.remove(1)
+    eventually(lambda: first.read() == {0})
+    packed.remove(2)
+    eventually(lambda: not second.path.exists())
+
+
+def test_blocks_reported_as_failed_are_deleted_and_the_others_stay(packed: Files) -> None:
+    started, (first, second, third) = packed.start([1, 2, 3])
+    packed.site.finish(packed.instance, started, mask(flags=[True, False, True]))
+    eventually(lambda: second.read() == {0})
+    assert (first.read(), third.read()) == ({1}, {3})
+
+
+def test_the_files_of_an_expired_session_are_deleted(files: Files) -> None:
+    _, (slot,) = files.start([1], write_timeout_seconds=1)
+    eventually(lambda: not slot.path.exists())
+
+
+def test_a_file_of_a_removed_write_stays_until_its_session_is_over(files: Files) -> None:
+    _, (slot,) = files.start([1], write_timeout_seconds=1)
+    begin = time.monotonic()
+    files.remove(1)
+    eventually(lambda: not slot.path.exists())
+    assert time.monotonic() - begin > 0.7
+
+
+def test_trim_of_metadata_leaves_the_bytes(files: Files) -> None:
+    (trimmed,) = files.write([1])
+    files.site.api.ok("TrimCache", instance_id=files.instance, strategy="TS_REMOVE_ALL_META")
+    (witness,) = files.write([2])
+    files.remove(2)
+    eventually(lambda: not witness.path.exists())
+    assert trimmed.read() == {1}
+
+
+@pytest.mark.parametrize("how", ["TrimCache", "AdminService.RemoveInstance"])
+def test_trim_and_removal_of_the_instance_delete_the_files_after_the_delay(files: Files, how: str) -> None:
+    slots = files.write([1, 2])
+    strategy = {"strategy": "TS_REMOVE_ALL_CACHE"} if how == "TrimCache" else {}
+    files.site.api.ok(how, instance_id=files.instance, **strategy)
+    assert [slot.read() for slot in slots] == [{1}, {2}]
+    eventually(lambda: not any(slot.path.exists() for slot in slots))
+
+
+def test_a_delayed_delete_never_touches_the_block_that_was_written_anew_decision_1(files: Files) -> None:
+    (old,) = files.write([1])
+    files.remove(1)
+    (new,) = files.write([1])
+    eventually(lambda: not old.path.exists())
+    assert new.read() == {1}
+    assert len(files.site.match(files.instance, [1])) == 1
+
+
+def test_bytes_on_a_disabled_storage_are_still_deleted(files: Files) -> None:
+    (slot,) = files.write([1])
+    files.site.api.ok("AdminService.DisableStorage", storage_unique_name=files.storage)
+    files.remove(1)
+    eventually(lambda: not slot.path.exists())
+
+
+# ── Read leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_read_lease_keeps_the_file_beyond_the_delay(files: Files) -> None:
+    leased, free = files.write([1, 2])
+    files.lease([1])
+    files.remove(1, 2)
+    eventually(lambda: not free.path.exists())
+    assert leased.read() == {1}
+    assert files.site.hits(files.instance, [1]) == []
+
+
+def test_a_leased_file_goes_soon_after_the_lease_is_released(files: Files) -> None:
+    leased, free = files.write([1, 2])
+    lease = files.lease([1])
+    files.remove(1, 2)
+    eventually(lambda: not free.path.exists())
+    files.site.api.ok("LeaseService.ReleaseReadLease", instance_id=files.instance, read_lease_id=lease)
+    eventually(lambda: not leased.path.exists(), seconds=3)
+
+
+def test_a_leased_file_goes_when_the_lease_ends_by_itself(files: Files) -> None:
+    (leased,) = files.write([1])
+    files.lease([1], 900)
+    begin = time.monotonic()
+    files.remove(1)
+    eventually(lambda: not leased.path.exists())
+    assert time.monotonic() - begin > 0.7
+
+
+def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(files: Files) -> None:
+    renewed, free = files.write([1, 2])
+    lease = files.lease([1], 800)
+    files.lease([2], 1200)
+    fields = {"instance_id": files.instance, "read_lease_id": lease}
+    answer = files.site.api.ok("LeaseService.RenewReadLease", read_lease_ms=60_000, **fields)
+    assert 55 < answer.read_lease_deadline_ms / 1000 - time.time() <= 60
+    files.remove(1, 2)
+    eventually(lambda: not free.path.exists())
+    assert renewed.read() == {1}
+
+
+def test_the_file_stays_until_the_last_of_its_leases_is_over(files: Files) -> None:
+    (leased,) = files.write([1])
+    files.lease([1], 900)
+    released = files.lease([1], 800)
+    files.site.api.ok("LeaseService.ReleaseReadLease", instance_id=files.instance, read_lease_id=released)
+    begin = time.monotonic()
+    files.remove(1)
+    eventually(lambda: not leased.path.exists())
+    assert time.monotonic() - begin > 0.7
+
+
+def test_a_match_without_hits_or_without_the_wish_has_no_lease(files: Files) -> None:
+    files.write([1])
+    query = {"instance_id": files.instance, "query_type": "QT_PREFIX_MATCH"}
+    for more in ({"block_keys": [404], "read_lease_ms": 1000}, {"block_keys": [1]}):
+        answer = files.site.api.ok("GetCacheLocation", **query, **more)
+        assert (answer.read_lease_id, answer.read_lease_deadline_ms) == ("", 0)
+
+
+def test_releasing_a_lease_twice_is_no_error_as_its_contract_says(files: Files) -> None:
+    files.write([1])
+    fields = {"instance_id": files.instance, "read_lease_id": files.lease([1])}
+    files.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+    files.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+
+
+def test_a_released_lease_cannot_be_renewed(files: Files) -> None:
+    files.write([1])
+    fields = {"instance_id": files.instance, "read_lease_id": files.lease([1])}
+    files.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+    code, message = files.site.api.refused("LeaseService.RenewReadLease", read_lease_ms=1000, **fields)
+    assert (code, "read_lease_id" in message) == ("INVALID_ARGUMENT", True)

@@ -1,0 +1,207 @@
+"""How tests talk to a manager: one driver per transport behind one face, so that a case is written once.
+
+gRPC requests go through the stubs of kvcm/protocol. HTTP requests are the proto3 JSON of the same messages, printed and
+read by protobuf's own json_format (an answer with an unknown field or a wrong type fails there), over http.client.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from kvcm.protocol import admin_service_pb2 as admin
+from kvcm.protocol import admin_service_pb2_grpc as admin_grpc
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol import meta_service_pb2_grpc as meta_grpc
+from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
+from kvcm.protocol.kvcm.v1 import group_service_pb2_grpc as group_grpc
+from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
+from kvcm.protocol.kvcm.v1 import lease_service_pb2_grpc as lease_grpc
+
+__all__ = [
+    "SERVICES",
+    "Address",
+    "Api",
+    "Driver",
+    "GrpcDriver",
+    "HttpAnswer",
+    "HttpDriver",
+    "Refusal",
+    "eventually",
+    "post",
+]
+
+DEADLINE_SECONDS = 10.0
+SERVICES = {
+    "MetaService": meta.DESCRIPTOR.services_by_name["MetaService"],
+    "LeaseService": lease.DESCRIPTOR.services_by_name["LeaseService"],
+    "AdminService": admin.DESCRIPTOR.services_by_name["AdminService"],
+    "GroupService": group.DESCRIPTOR.services_by_name["GroupService"],
+}
+"""Every service that a manager serves."""
+
+_ON_ADMIN_PORT = {"AdminService", "GroupService"}
+_STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
+    "MetaService": meta_grpc.MetaServiceStub,
+    "LeaseService": lease_grpc.LeaseServiceStub,
+    "AdminService": admin_grpc.AdminServiceStub,
+    "GroupService": group_grpc.GroupServiceStub,
+}
+_CODES = admin.ErrorCode  # numbers agree in all packages
+
+Value = TypeVar("Value")
+
+
+class Address(NamedTuple):
+    """Where a manager listens."""
+
+    rpc: str
+    http: str
+    admin_rpc: str
+    admin_http: str
+
+
+class Refusal(NamedTuple):
+    """Outcome of a call that was not OK."""
+
+    code: str
+    message: str
+
+
+class Driver(Protocol):
+    """One transport to one manager."""
+
+    name: str
+
+    def send(self, service: str, rpc: str, request: Message) -> Any:
+        """Return the answer to a request; any outcome but a proper answer raises."""
+
+    def refuses_unparsable(self, service: str, rpc: str) -> bool:
+        """Send what is no request at all; return whether it is refused as the transport's documentation says."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
+class GrpcDriver:
+    """The calls over gRPC."""
+
+    name = "grpc"
+
+    def __init__(self, address: Address) -> None:
+        options = (
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+        )
+        data = grpc.insecure_channel(address.rpc, options)
+        admin_channel = grpc.insecure_channel(address.admin_rpc, options)
+        self.channels = {name: admin_channel if name in _ON_ADMIN_PORT else data for name in SERVICES}
+        self._stubs = {name: stub(self.channels[name]) for name, stub in _STUBS.items()}
+
+    def send(self, service: str, rpc: str, request: Message) -> Any:
+        return getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS)
+
+    def refuses_unparsable(self, service: str, rpc: str) -> bool:
+        call = self.channels[service].unary_unary(f"/{SERVICES[service].full_name}/{rpc}")
+        try:
+            call(b"\xff\xff\xff", timeout=DEADLINE_SECONDS)
+        except grpc.RpcError as error:
+            request_name = SERVICES[service].methods_by_name[rpc].input_type.name
+            return error.code() is grpc.StatusCode.INVALID_ARGUMENT and request_name in error.details()
+        return False
+
+    def close(self) -> None:
+        for channel in set(self.channels.values()):
+            channel.close()
+
+
+class HttpAnswer(NamedTuple):
+    """A raw HTTP answer; header names in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def post(connection: http.client.HTTPConnection, path: str, body: bytes, method: str = "POST") -> HttpAnswer:
+    """Send a body and return the raw answer."""
+    connection.request(method, path, body)
+    response = connection.getresponse()
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return HttpAnswer(response.status, headers, response.read())
+
+
+class HttpDriver:
+    """The calls over HTTP with JSON bodies, on kept-alive connections."""
+
+    name = "http"
+
+    def __init__(self, address: Address) -> None:
+        self.data = http.client.HTTPConnection(address.http, timeout=DEADLINE_SECONDS)
+        self.admin = http.client.HTTPConnection(address.admin_http, timeout=DEADLINE_SECONDS)
+
+    def _post(self, service: str, rpc: str, body: bytes) -> HttpAnswer:
+        connection = self.admin if service in _ON_ADMIN_PORT else self.data
+        return post(connection, f"/api/{rpc[0].lower()}{rpc[1:]}", body)
+
+    def send(self, service: str, rpc: str, request: Message) -> Any:
+        body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None)
+        answer = self._post(service, rpc, body.encode())
+        assert answer.status == 200, answer
+        assert answer.headers["content-type"] == "application/json"
+        response = GetMessageClass(SERVICES[service].methods_by_name[rpc].output_type)()
+        return json_format.Parse(answer.body, response)
+
+    def refuses_unparsable(self, service: str, rpc: str) -> bool:
+        answer = self._post(service, rpc, b'{"trace_id":')
+        return answer.status == 400 and answer.body == b"{}" and "content-type" not in answer.headers
+
+    def close(self) -> None:
+        self.data.close()
+        self.admin.close()
+
+
+@dataclass(frozen=True)
+class Api:
+    """All calls of a manager over one transport, named `Service.Rpc` or, for MetaService, just `Rpc`."""
+
+    driver: Driver
+
+    def call(self, rpc: str, **fields: Any) -> Any:
+        """Return the answer to a request of these fields, whatever its outcome."""
+        service, _, name = rpc.rpartition(".")
+        service = service or "MetaService"
+        request_class = GetMessageClass(SERVICES[service].methods_by_name[name].input_type)
+        return self.driver.send(service, name, request_class(**fields))
+
+    def ok(self, rpc: str, **fields: Any) -> Any:
+        """Return the answer, which must be OK."""
+        answer = self.call(rpc, **fields)
+        status = answer.header.status
+        assert status.code == _CODES.Value("OK"), f"{rpc}: {_CODES.Name(status.code)}: {status.message}"
+        return answer
+
+    def refused(self, rpc: str, **fields: Any) -> Refusal:
+        """Return code and message of the answer, which must not be OK."""
+        answer = self.call(rpc, **fields)
+        status = answer.header.status
+        assert status.code != _CODES.Value("OK"), f"{rpc} was accepted: {answer}"
+        return Refusal(_CODES.Name(status.code), status.message)
+
+
+def eventually(probe: Callable[[], Value], seconds: float = 5.0) -> Value:
+    """Return the first true value of `probe`; fail when there is none within the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (value := probe()):
+        assert time.monotonic() < deadline, f"not within {seconds} s; the last value was {value!r}"
+        time.sleep(0.01)
+    return value

@@ -1,0 +1,99 @@
+"""Rules that hold for every call on every transport; the calls and their cases stand in the two tables."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import test_admin_cases
+import test_meta_cases
+from test_meta_cases import Fields, Refused
+from test_transport_drivers import SERVICES, Api, eventually
+from test_transport_sites import Site, unique
+
+GOOD = test_meta_cases.GOOD | test_admin_cases.GOOD
+REFUSED = test_meta_cases.REFUSED | test_admin_cases.REFUSED
+EVERY_RPC = [f"{name}.{method.name}" for name, service in SERVICES.items() for method in service.methods]
+
+
+_REFUSALS = [pytest.param(rpc, case, id=f"{rpc}: {case.rule}") for rpc, cases in REFUSED.items() for case in cases]
+
+
+def test_every_rpc_of_the_contract_has_cases() -> None:
+    unsupported = {"AdminService.GenConfigSnapshot", "AdminService.LoadConfigSnapshot"}
+    assert set(GOOD) == set(EVERY_RPC) - unsupported
+    assert set(REFUSED) == set(EVERY_RPC)
+    assert len(EVERY_RPC) == 10 + 3 + 28 + 1
+
+
+@pytest.mark.parametrize("rpc", GOOD)
+def test_a_good_request_is_answered_with_ok_and_its_request_id(site: Site, rpc: str) -> None:
+    fields: Fields = GOOD[rpc](site)
+    trace = unique("trace-ü")
+    before = time.time_ns() // 1000
+    answer = site.api.ok(rpc, trace_id=trace, **fields)
+    after = time.time_ns() // 1000
+    found = re.fullmatch(f"{trace}_([0-9]+)", answer.header.request_id)
+    assert found, answer.header
+    assert before <= int(found[1]) <= after
+
+
+@pytest.mark.parametrize(("rpc", "case"), _REFUSALS)
+def test_a_refusal_has_its_code_and_says_what_is_wrong(site: Site, rpc: str, case: Refused) -> None:
+    code, message = site.api.refused(rpc, trace_id="t", **case.fields(site))
+    assert code == case.code, message
+    assert [text for text in case.texts if text not in message] == [], message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize("rpc", EVERY_RPC)
+def test_what_cannot_be_parsed_is_refused_by_every_call_and_the_connection_goes_on(api: Api, rpc: str) -> None:
+    service, _, name = rpc.partition(".")
+    assert api.driver.refuses_unparsable(service, name)
+    assert api.call("AdminService.CheckHealth").is_health
+
+
+def test_the_header_of_a_refusal_has_a_request_id_too(api: Api) -> None:
+    answer = api.call("GetInstanceInfo", trace_id="t", instance_id="nobody")
+    assert re.fullmatch("t_[0-9]{16}", answer.header.request_id)
+    assert not answer.HasField("instance_info")
+
+
+def test_the_request_id_of_a_request_without_trace_id_is_the_time_alone(api: Api) -> None:
+    assert re.fullmatch("_[0-9]{16}", api.ok("AdminService.CheckHealth").header.request_id)
+
+
+def test_the_timing_tree_is_given_only_to_a_trace_id_that_asks_for_it(site: Site) -> None:
+    fields = {"instance_id": site.instance(), "block_keys": [1], "query_type": "QT_PREFIX_MATCH"}
+    assert site.api.ok("GetCacheLocation", trace_id="t", **fields).header.tracer_result == ""
+    asked = site.api.ok("GetCacheLocation", trace_id="t__kvcm_need_span_tracer", **fields).header.tracer_result
+    assert '"span_time_us"' in asked
+
+
+def test_both_transports_serve_the_same_state(apis: dict[str, Api]) -> None:
+    over_grpc, over_http = Site(apis["grpc"]), Site(apis["http"])
+    instance = over_grpc.instance()
+    written = over_http.write(instance, [-1, 2**63 - 1, -(2**63)])
+    assert over_grpc.match(instance, [-1, 2**63 - 1, -(2**63)]) == written
+    assert over_http.match(instance, [-1, 2**63 - 1, -(2**63)]) == written
+
+
+def _counted(api: Api, rpc: str) -> int:
+    metrics = api.ok("AdminService.GetMetrics").metrics
+    found = [
+        series.metric_value
+        for series in metrics
+        if series.metric_name == "service.query_counter"
+        and [(tag.tag_key, tag.tag_value) for tag in series.metric_tags] == [("api_name", rpc)]
+    ]
+    assert [value.WhichOneof("value") for value in found] == ["int_value"]
+    return int(found[0].int_value)
+
+
+@pytest.mark.parametrize("rpc", ["RegisterInstance", "ListStorage", "GetMetrics"])
+def test_the_query_counter_of_an_api_counts_its_calls_on_both_transports(apis: dict[str, Api], rpc: str) -> None:
+    before = _counted(apis["grpc"], rpc)
+    for api in apis.values():
+        api.call(f"AdminService.{rpc}")
+    assert eventually(lambda: _counted(apis["http"], rpc)) >= before + 2
