@@ -61,7 +61,7 @@ class Manager:
         self.registry = Registry(self.storages)
         self.deletions = DeletionExecutor(self.storages, clock)
         self.cache = CacheManager(self.registry, self.storages, self.deletions, clock)
-        self.deletions.hold_while(self.cache.leases.held_until)
+        self.deletions.hold_while(self.cache.held_until)
         self.metrics = ApiMetrics()
         node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
         self.leadership = Leadership(node_id, clock, settings.lease_ms / 1000)
@@ -152,13 +152,12 @@ class _Servers:
     """The listeners of a manager. The admin plane shares the data plane's gRPC port unless it has its own."""
 
     def __init__(self, settings: Settings) -> None:
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        body = settings.max_body_bytes
-        self._rpc = GrpcServer(f"{host}:{settings.rpc_port}", body)
+        host, body = settings.host, settings.max_body_bytes
+        self._rpc = GrpcServer(host, settings.rpc_port, body)
         shared = settings.admin_rpc_port in {0, settings.rpc_port}
-        self._admin_rpc = None if shared else GrpcServer(f"{host}:{settings.admin_rpc_port}", body)
-        self._http = HttpServer(settings.host, settings.http_port)
-        self._admin_http = HttpServer(settings.host, settings.admin_http_port)
+        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, body)
+        self._http = HttpServer(host, settings.http_port)
+        self._admin_http = HttpServer(host, settings.admin_http_port)
 
     def endpoint(self, node_id: str, host: str) -> Endpoint:
         admin_rpc = self._admin_rpc if self._admin_rpc is not None else self._rpc

@@ -112,7 +112,10 @@ def _changed(settings: Settings) -> dict[str, str]:
 def _detach() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument not in {"-d", "--daemon"}]
     process = subprocess.Popen(  # noqa: S603 - our own command line, less the flag
-        [sys.executable, "-m", "kvcm", *arguments], stdin=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, "-m", "kvcm", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     typer.echo(process.pid)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -41,7 +42,7 @@ def _text(value: str) -> str:
 
 def _number(least: int, most: int) -> Callable[[str], int]:
     def parse(value: str) -> int:
-        if not value.lstrip("-").isdigit() or not least <= int(value) <= most:
+        if not re.fullmatch("-?[0-9]{1,19}", value) or not least <= int(value) <= most:
             raise ValueError(f"a whole number from {least} to {most}")
         return int(value)
 
@@ -136,7 +137,7 @@ class Settings:
     def described(self) -> dict[str, str]:
         """Return every setting by its key, with passwords in uris left out."""
         values = ((f.metadata["key"], getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {key: _redacted(str(value)) for key, value in values}
+        return {key: _redacted(_shown(value)) for key, value in values}
 
 
 _FIELDS = {f.metadata["key"]: f for f in dataclasses.fields(Settings)}
@@ -227,6 +228,10 @@ def _checked(settings: Settings) -> Settings:
     if not settings.distributed_lock_uri.startswith("memory:"):
         raise ConfigError("kvcm.distributed_lock.uri must be memory:// while the metadata is in memory")
     return settings
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _redacted(value: str) -> str:

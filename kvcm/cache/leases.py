@@ -99,6 +99,7 @@ class ReadLeases:
         Raises:
             InvalidArgumentError: the lease is open for another instance.
         """
+        self.expire()
         if self._leases.get(lease_id) is not None:
             self._open(instance_id, lease_id)
             self._forget(self._leases.take(lease_id))

@@ -17,7 +17,9 @@ from kvcm.cache.usage import UsageLedger
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
+from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
+from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.instances import Instance
@@ -111,7 +113,8 @@ class CacheManager:
         self._registry.instances.remove(instance_id)
         self._caches.pop(instance_id, None)
         self.sessions.forget_instance(cache)
-        await self._remover.remove_all(cache)
+        # Nobody can ask for this a second time, so it is not left half done when the caller hangs up.
+        await uninterrupted(self._remover.remove_all(cache))
 
     async def match(self, instance_id: str, query: MatchQuery) -> Match:
         """Return which blocks can be read, and where.
@@ -205,6 +208,10 @@ class CacheManager:
     def group_usage_bytes(self, group_name: str) -> Mapping[StorageType, int]:
         """Return the bytes that a group uses, by storage type."""
         return self.usage.used(group_name)
+
+    def held_until(self, item: DeletionItem) -> float:
+        """Return the unix time until which a location's bytes must stay: a reader or its writer may still use them."""
+        return max(self.leases.held_until(item), self.sessions.held_until(item))
 
     async def expire(self) -> None:
         """Roll back overdue write sessions and end overdue read leases, giving way to other requests in between."""

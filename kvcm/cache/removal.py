@@ -66,10 +66,19 @@ class Remover:
             Number of locations that this call marked.
         """
 
+        removed = 0
+
         def mark(_key: int, old: BlockRecord | None) -> BlockRecord | None:
             return _marked(old, which)
 
-        changes = await cache.index.read_modify_write(keys, mark)
+        def submit(changes: Sequence[Change]) -> None:
+            nonlocal removed
+            removed += self._submit_removed(cache, changes)
+
+        await cache.index.read_modify_write(keys, mark, submit)
+        return removed
+
+    def _submit_removed(self, cache: InstanceCache, changes: Sequence[Change]) -> int:
         now = self._clock.now()
         delay = self._delay_seconds(cache)
         by_due: defaultdict[float, list[DeletionItem]] = defaultdict(list)

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.removal import Remover, rolled_back
 from kvcm.cache.selection import Storages, candidates
 from kvcm.cache.usage import UsageLedger
 from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_specs, plan_write
+from kvcm.cache.write_values import FinishedWrite, OpenSessions, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.meta_index import Change
+from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
+from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
@@ -38,83 +40,6 @@ _DEFAULT_TIMEOUT_SECONDS = 30
 _MAX_TIMEOUT_SECONDS = 3600
 _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class WriteRequest:
-    """What a writer wants to store.
-
-    Attributes:
-        keys: block keys of one prefix chain, in order.
-        spec_groups: empty for all specs, or one spec group per key.
-        timeout_seconds: life of the session; 0 and less is the default, more than an hour is an hour.
-        min_replica_count: a block is skipped only when it has so many available replicas; 0 is 1.
-        parent_key: key before `keys[0]`, None at the head of a chain.
-    """
-
-    keys: Sequence[int]
-    spec_groups: Sequence[str] = ()
-    timeout_seconds: int = 0
-    min_replica_count: int = 0
-    parent_key: int | None = None
-
-    @property
-    def replicas(self) -> int:
-        """Available replicas that make a block complete, 1 at least."""
-        return max(1, self.min_replica_count)
-
-
-@dataclass(frozen=True, slots=True)
-class WriteSession:
-    """An open session.
-
-    Attributes:
-        id: 128 random bits, the only right to finish it.
-        cache: the instance it belongs to.
-        deadline: unix seconds.
-        location_id: id of every location that it writes.
-        keys: blocks to be written, in the order of the answer.
-    """
-
-    id: str
-    cache: InstanceCache
-    deadline: float
-    location_id: str
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StartedWrite:
-    """Answer to a start.
-
-    Attributes:
-        session: the open session.
-        mask: which of the request's keys need not be written.
-        chunks: where to write the others, encoded as field 2 of an answer, in request order.
-        refused: number of blocks that were masked because they do not fit.
-        refusal: why not; "" when all do.
-    """
-
-    session: WriteSession
-    mask: BlockMask
-    chunks: Sequence[bytes]
-    refused: int = 0
-    refusal: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedWrite:
-    """Outcome of a session.
-
-    Attributes:
-        served: blocks that became serving.
-        dropped: blocks that were reported as failed.
-        vanished: blocks reported as successful that were removed meanwhile.
-    """
-
-    served: int
-    dropped: int
-    vanished: int
 
 
 class WriteSessions:
@@ -136,12 +61,16 @@ class WriteSessions:
         self._remover = remover
         self._clock = clock
         self._new_id = new_id
-        self._sessions: DeadlineTable[WriteSession] = DeadlineTable()
+        self._sessions = OpenSessions()
 
     @property
     def open_count(self) -> int:
         """Number of open sessions."""
         return len(self._sessions)
+
+    def held_until(self, item: DeletionItem) -> float:
+        """Return the unix time until which the writer of a location may still write its bytes, 0 when it is done."""
+        return self._sessions.deadline_of_writer(item.location_id)
 
     async def start(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> StartedWrite:
         """Open a session and hand out addresses for the blocks that have to be written.
@@ -162,13 +91,22 @@ class WriteSessions:
         wanted: Counter[StorageType] = Counter()
         for block in plan.blocks:
             wanted[block.candidate.storage_type] += block.size_bytes
-        with self._usage.reserve(group.name, wanted):
-            changes = await cache.index.read_modify_write(locations, self._adder(request, plan, locations))
+        try:
+            with self._usage.reserve(group.name, wanted):
+                changes = await cache.index.read_modify_write(locations, self._adder(request, plan, locations))
+        finally:
+            # It expired, or its instance was removed, while the store was busy: blocks that came later have no owner.
+            ended = self._sessions.get(session.id) is None
+            if ended:
+                await uninterrupted(self._end(session, [False] * len(session.keys)))
+        if ended:
+            raise NotReadyError("the write session ended before its blocks were stored: start the write again")
         return self._started(session, request, plan, locations, changes)
 
     async def _plan(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> WritePlan:
         keys = request.keys
         wanted = cache.specs_per_key(request.spec_groups, len(keys))
+        head = await self._head(cache, request.parent_key)
         records = await cache.index.get(keys)
         missing = [
             missing_specs(record, specs, self._storages, request.replicas)
@@ -177,8 +115,9 @@ class WriteSessions:
         usable = candidates(group, self._storages)
         if not usable and any(missing):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
+        # Nothing is awaited from here until the room is reserved: writes that overlap never exceed a limit together.
         planner = Planner(usable, self._usage.room(group), cache.index.free_key_count, cache.index.max_key_count)
-        return plan_write(planner, keys, missing, records, await self._head(cache, request.parent_key))
+        return plan_write(planner, keys, missing, records, head)
 
     async def _head(self, cache: InstanceCache, parent_key: int | None) -> tuple[int | None, int]:
         if parent_key is None:
@@ -273,7 +212,13 @@ class WriteSessions:
         session = self._find(cache, session_id)
         flags = _success_flags(success, len(session.keys))
         self._sessions.take(session_id)
-        return await self._end(session, flags)
+        try:
+            return await self._end(session, flags)
+        except BaseException:
+            self._sessions.put(
+                session
+            )  # the store failed, or the client hung up: another finish or the deadline ends it
+            raise
 
     async def renew(self, cache: InstanceCache, session_id: str, timeout_seconds: int) -> WriteSession:
         """Move a session's deadline to so many seconds from now.
@@ -291,15 +236,20 @@ class WriteSessions:
     async def expire(self, most: int | None = None) -> int:
         """Roll back sessions whose deadline has passed, at most so many, and return how many those were."""
         due = self._sessions.pop_due(self._clock.now(), most)
-        for session in due:
-            await self._end(session, [False] * len(session.keys))
-        return len(due)
+        ended = 0
+        try:
+            for session in due:
+                await self._end(session, [False] * len(session.keys))
+                ended += 1
+        finally:
+            for session in due[ended:]:
+                self._sessions.put(session)  # the store failed, or the caller is gone: the next call goes on
+        return ended
 
     def forget_instance(self, cache: InstanceCache) -> None:
         """End the sessions of an instance that is being removed together with all its blocks."""
-        for session in self._sessions.values():
-            if session.cache is cache:
-                self._sessions.take(session.id)
+        for session in self._sessions.of(cache):
+            self._sessions.take(session.id)
 
     def _find(self, cache: InstanceCache, session_id: str) -> WriteSession:
         session = self._sessions.get(session_id)
@@ -313,11 +263,11 @@ class WriteSessions:
         def settle(key: int, old: BlockRecord | None) -> BlockRecord | None:
             return _settled(old, session, to_serving=key in succeeded)
 
-        changes = await session.cache.index.read_modify_write(session.keys, settle)
-        dropped = rolled_back(session.cache, changes)
-        self._remover.delete_now(session.cache, dropped)
-        changed = sum(change.new is not change.old for change in changes)
-        served = changed - len(dropped)
+        def delete_dropped(changes: Sequence[Change]) -> None:
+            self._remover.delete_now(session.cache, rolled_back(session.cache, changes))
+
+        changes = await session.cache.index.read_modify_write(session.keys, settle, delete_dropped)
+        served = sum(change.new is not change.old and change.key in succeeded for change in changes)
         return FinishedWrite(served, len(session.keys) - len(succeeded), len(succeeded) - served)
 
 

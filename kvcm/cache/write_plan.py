@@ -134,12 +134,13 @@ def plan_write(
         head: parent and depth of the first key.
     """
     parent, depth = head
-    seen: set[int] = set()
+    depths: dict[int, int] = {}
     for position, (key, specs, record) in enumerate(zip(keys, missing, records, strict=True)):
-        if record is not None:
-            depth = record.depth
-        if specs and key not in seen:
-            planner.add(position, key, (parent, depth), specs, record)
-        seen.add(key)
+        if key in depths:
+            depth = depths[key]  # a repeated key: masked, and what follows it hangs on its first position
+        else:
+            depth = depths[key] = record.depth if record is not None else depth
+            if specs:
+                planner.add(position, key, (parent, depth), specs, record)
         parent, depth = key, depth + 1
     return planner.plan

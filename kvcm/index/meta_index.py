@@ -22,14 +22,18 @@ from random import Random
 from kvcm.index.answers import AnswerBook, StorageView, compose_answer
 from kvcm.index.backends.backend import Change, IndexBackend
 from kvcm.index.shards import ShardLocks, plan_sub_batches
+from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.locations import BlockRecord
 from kvcm.model.storages import StorageType
 
-__all__ = ["Change", "MetaIndex", "Modify", "UsageListener"]
+__all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener"]
 
 Modify = Callable[[int, BlockRecord | None], BlockRecord | None]
 """From (key, record or None) to the record to store: the same object for no change, None to remove. It must be pure,
 since a key that loses a race is tried again."""
+
+Applied = Callable[[Sequence[Change]], None]
+"""Told of changes that are stored."""
 
 UsageListener = Callable[[StorageType, int], None]
 """Told of every change of usage: storage type and difference in bytes."""
@@ -141,40 +145,50 @@ class MetaIndex:
         """Remove records."""
         return await self.read_modify_write(keys, lambda _key, _old: None)
 
-    async def read_modify_write(self, keys: Iterable[int], modify: Modify) -> list[Change]:
+    async def read_modify_write(
+        self, keys: Iterable[int], modify: Modify, applied: Applied = lambda _changes: None
+    ) -> list[Change]:
         """Apply `modify` to every key, atomically per key.
+
+        A call that fails or is cancelled may have changed some keys and not others; `applied` was told of those.
 
         Args:
             keys: block keys; a repeated one counts once.
             modify: from the old record to the new one.
+            applied: told of the changes of each sub-batch once they are stored, whatever happens afterwards.
 
         Returns:
             One change per distinct key, in the order of `keys`.
         """
         distinct = list(dict.fromkeys(keys))
         if not self._backend.awaits:
-            return await self._apply(distinct, modify)
+            return await self._apply(distinct, modify, applied)
         changes: dict[int, Change] = {}
         for batch in plan_sub_batches(distinct, self._shard_count, self._batch_key_size):
             async with self._locks.hold(batch.shards):
-                changes.update((change.key, change) for change in await self._apply(batch.keys, modify))
+                changes.update((change.key, change) for change in await self._apply(batch.keys, modify, applied))
         return [changes[key] for key in distinct]
 
-    async def _apply(self, keys: Sequence[int], modify: Modify) -> list[Change]:
+    async def _apply(self, keys: Sequence[int], modify: Modify, applied: Applied) -> list[Change]:
         records = await self._backend.get_many(keys)
         changes = [Change(key, old, modify(key, old)) for key, old in zip(keys, records, strict=True)]
         changes, incoming = self._within_limit(changes)
+        self._incoming += incoming  # at once: whatever runs before the store answers has to see it
+        store = self._store(changes, incoming, applied)
+        await (uninterrupted(store) if self._backend.awaits else store)
+        return changes
+
+    async def _store(self, changes: Sequence[Change], incoming: int, applied: Applied) -> None:
         written = [change for change in changes if change.new is not change.old]
-        self._incoming += incoming
         try:
             await self._backend.write_many(written)
         finally:
             self._incoming -= incoming
-        self._writes += 1
+            self._writes += 1
         for key, old, new, _ in written:
             self._answers.note(key, new)
             self._count(old, new)
-        return changes
+        applied(changes)
 
     def _within_limit(self, changes: list[Change]) -> tuple[list[Change], int]:
         free = self.free_key_count

@@ -48,9 +48,10 @@ def path_component(name: str) -> str:
     """Return the literal name of `name` on disk and in object stores; nobody decodes it.
 
     Percent-encoded; `.` and `..` too, so that a component never leaves its directory; over 200 bytes it is cut and ends
-    in `~` and 16 hex digits of a hash, so that distinct names stay distinct.
+    in `~` and 16 hex digits of a hash, so that distinct names stay distinct. A `~` of the name itself is encoded, so no
+    name is equal to the cut form of another.
     """
-    encoded = quote(name, safe="")
+    encoded = quote(name, safe="").replace("~", "%7E")
     if encoded in {".", ".."}:
         encoded = encoded.replace(".", "%2E")
     if len(encoded) <= _MAX_COMPONENT_BYTES:

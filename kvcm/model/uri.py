@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["LocationUri"]
+
+_NUMBER = re.compile("[0-9]{1,20}")
 
 
 class LocationUri(NamedTuple):
@@ -65,6 +68,6 @@ class LocationUri(NamedTuple):
 
 
 def _number(uri: str, name: str, text: str | None) -> int:
-    if text is None or not text.isascii() or not text.isdigit():
-        raise InvalidArgumentError(f"uri {uri!r}: {name} is {text!r}, must be a decimal number >= 0")
+    if text is None or not _NUMBER.fullmatch(text):
+        raise InvalidArgumentError(f"uri {uri[:200]!r}: {name} must be a decimal number of at most 20 digits")
     return int(text)

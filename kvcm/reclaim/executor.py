@@ -81,10 +81,10 @@ class DeletionExecutor:
     def submit(self, index: MetaIndex, items: Sequence[DeletionItem], due: float) -> None:
         """Delete `items`, which are marked as deleting in `index`, at unix time `due` or soon after."""
         self._push(index, items, due, attempt=0)
-        self._wake.set()
 
     def _push(self, index: MetaIndex, items: Sequence[DeletionItem], due: float, attempt: int) -> None:
         heapq.heappush(self._heap, _Batch(due, next(self._numbers), index, items, attempt))
+        self._wake.set()
 
     async def run(self) -> None:
         """Delete what becomes due, until cancelled."""
@@ -136,13 +136,16 @@ class DeletionExecutor:
                 failed.append(item)
         if failed:
             self._retry(batch, storage, failed, next(reason for reason in reasons if reason is not None))
-        await batch.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
+        try:
+            await batch.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
+        except Exception as error:  # deleting what is gone already is fine: all of it is tried again
+            gone = [item for item in items if item.key in ids]
+            self._retry(batch, storage, gone, f"metadata: {type(error).__name__}: {error}")
 
     def _retry(self, batch: _Batch, storage: str, failed: Sequence[DeletionItem], reason: str) -> None:
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(batch.attempt, 16), _LONGEST_PAUSE_SECONDS)
         _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
         self._push(batch.meta_index, failed, self._clock.now() + pause, batch.attempt + 1)
-        self._wake.set()
 
     async def _delete_bytes(self, storage: str, items: Sequence[DeletionItem]) -> list[str | None]:
         """Return per item why its bytes are still there, None when they are gone."""

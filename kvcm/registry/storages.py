@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.storages import StorageConfig
@@ -16,8 +17,11 @@ __all__ = ["StorageOpener", "StorageRegistry"]
 class StorageOpener(Protocol):
     """Opens and closes storages; the registry decides which."""
 
-    def open(self, config: StorageConfig) -> None:
-        """Open a storage, in place of an open one of that name; raises KvcmError and changes nothing if it cannot."""
+    def prepare(self, config: StorageConfig) -> Any:
+        """Open a storage's medium, which may block, and change nothing else; raises KvcmError if it cannot."""
+
+    def install(self, config: StorageConfig, prepared: Any) -> None:
+        """Put what was prepared in place of an open storage of that name."""
 
     def set_enabled(self, name: str, *, enabled: bool) -> None:
         """Make an open storage available for reads and writes, or not."""
@@ -38,30 +42,51 @@ class StorageRegistry:
         self._configs: dict[str, StorageConfig] = {}
 
     def add(self, config: StorageConfig) -> None:
-        """Add and open a storage.
+        """Add and open a storage, before the manager serves: opening its medium blocks.
 
         Raises:
             InvalidArgumentError: a field is missing or malformed.
             DuplicateEntityError: the name is taken.
             KvcmError: it cannot be opened.
         """
-        check_storage(config)
-        if config.global_unique_name in self._configs:
-            raise DuplicateEntityError(f"storage {config.global_unique_name!r} exists; use UpdateStorage to change it")
-        self._opener.open(config)
-        self._configs[config.global_unique_name] = config
+        self._check_new(config)
+        self._install(config, self._opener.prepare(config))
+
+    async def add_while_serving(self, config: StorageConfig) -> None:
+        """Do `add` without holding up other requests."""
+        self._check_new(config)
+        prepared = await asyncio.to_thread(self._opener.prepare, config)
+        self._check_new(config)  # somebody may have added it meanwhile
+        self._install(config, prepared)
 
     def update(self, config: StorageConfig) -> None:
-        """Replace a storage's config; the old one stays in force when the new one cannot be opened.
+        """Replace a storage's config; the old one stays in force when the new one cannot be opened. Blocks as `add`.
 
         Raises:
             InvalidArgumentError: a field is malformed, or there is no such storage.
             KvcmError: it cannot be opened.
         """
         check_storage(config)
-        known = self._known(config.global_unique_name)
-        config = replace(config, is_available=known.is_available)
-        self._opener.open(config)
+        self._known(config.global_unique_name)
+        self._replace(config, self._opener.prepare(config))
+
+    async def update_while_serving(self, config: StorageConfig) -> None:
+        """Do `update` without holding up other requests."""
+        check_storage(config)
+        self._known(config.global_unique_name)
+        self._replace(config, await asyncio.to_thread(self._opener.prepare, config))
+
+    def _check_new(self, config: StorageConfig) -> None:
+        check_storage(config)
+        if config.global_unique_name in self._configs:
+            raise DuplicateEntityError(f"storage {config.global_unique_name!r} exists; use UpdateStorage to change it")
+
+    def _replace(self, config: StorageConfig, prepared: Any) -> None:
+        is_available = self._known(config.global_unique_name).is_available
+        self._install(replace(config, is_available=is_available), prepared)
+
+    def _install(self, config: StorageConfig, prepared: Any) -> None:
+        self._opener.install(config, prepared)
         self._configs[config.global_unique_name] = config
 
     def set_enabled(self, name: str, *, enabled: bool) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -83,7 +81,6 @@ class AdminApi:
         self._leadership = leadership
         self._endpoint = endpoint
         self._metrics = metrics
-        self._storage_changes = asyncio.Lock()
         self._said_uri_is_ignored = False
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
@@ -135,38 +132,33 @@ class AdminApi:
         list_group = (group_pb.ListInstanceGroupRequest, group_pb.ListInstanceGroupResponse, self.list_groups)
         return [*calls, Call(_GROUP, "ListInstanceGroup", Plane.ADMIN, *list_group)]
 
-    async def _change_storages(self, change: Callable[..., None], *arguments: Any, **options: bool) -> Reply:
-        """Opening a storage touches its medium, which may hang: that happens in a thread, one change at a time."""
-        async with self._storage_changes:
-            await asyncio.to_thread(change, *arguments, **options)
-        return _done()
-
     async def add_storage(self, request: Any) -> Reply:
         """Add and open a storage."""
-        return await self._change_storages(self._registry.storages.add, read_storage("AddStorage", request))
+        await self._registry.storages.add_while_serving(read_storage("AddStorage", request))
+        return _done()
 
     async def enable_storage(self, request: Any) -> Reply:
         """Make a storage available."""
         require(request.storage_unique_name, "EnableStorage.storage_unique_name")
-        return await self._change_storages(
-            self._registry.storages.set_enabled, request.storage_unique_name, enabled=True
-        )
+        self._registry.storages.set_enabled(request.storage_unique_name, enabled=True)
+        return _done()
 
     async def disable_storage(self, request: Any) -> Reply:
         """Make a storage unavailable for reads and writes."""
         require(request.storage_unique_name, "DisableStorage.storage_unique_name")
-        return await self._change_storages(
-            self._registry.storages.set_enabled, request.storage_unique_name, enabled=False
-        )
+        self._registry.storages.set_enabled(request.storage_unique_name, enabled=False)
+        return _done()
 
     async def remove_storage(self, request: Any) -> Reply:
         """Forget a storage."""
         require(request.storage_unique_name, "RemoveStorage.storage_unique_name")
-        return await self._change_storages(self._registry.storages.remove, request.storage_unique_name)
+        self._registry.storages.remove(request.storage_unique_name)
+        return _done()
 
     async def update_storage(self, request: Any) -> Reply:
         """Replace a storage's config."""
-        return await self._change_storages(self._registry.storages.update, read_storage("UpdateStorage", request))
+        await self._registry.storages.update_while_serving(read_storage("UpdateStorage", request))
+        return _done()
 
     async def list_storage(self, _request: Any) -> Reply:
         """List all storages by name."""

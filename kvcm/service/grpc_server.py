@@ -3,6 +3,7 @@ already."""
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -29,14 +30,16 @@ class GrpcServer:
     """One gRPC listener, bound at once. To be made inside the event loop.
 
     Args:
-        address: `host:port` to bind; port 0 takes a free one.
+        host: address to bind.
+        port: port to bind; 0 takes a free one.
         max_body_bytes: largest request; answers have no limit.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, max_body_bytes: int) -> None:
+    def __init__(self, host: str, port: int, max_body_bytes: int) -> None:
+        _check_free(host, port)
         options = (
             *_KEEPALIVE,
             ("grpc.max_receive_message_length", max_body_bytes),
@@ -45,9 +48,9 @@ class GrpcServer:
         )
         self._server = grpc.aio.server(options=options)
         try:
-            self.port = self._server.add_insecure_port(address)
+            self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         except RuntimeError as error:
-            raise StorageIOError(f"gRPC address {address} cannot be bound: is another server running there?") from error
+            raise StorageIOError(f"gRPC address {host}:{port} cannot be bound") from error
 
     async def start(self, calls: Iterable[Call], caller: Caller) -> None:
         """Begin to serve."""
@@ -62,6 +65,16 @@ class GrpcServer:
     async def stop(self, drain_seconds: float) -> None:
         """Stop accepting, let requests in flight finish for so long, close."""
         await self._server.stop(drain_seconds)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Find out ourselves that an address is taken: gRPC would write lines of its own to stderr."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StorageIOError(f"gRPC address {host}:{port} cannot be bound: {error.strerror}") from error
 
 
 def _method(call: Call, caller: Caller) -> Callable[[bytes, Any], Awaitable[bytes]]:

@@ -44,6 +44,7 @@ class StorageDirectory:
         self._cluster_id = cluster_id
         self._allowed_roots = allowed_roots
         self._backends: dict[str, StorageBackend] = {}
+        self._closed: dict[str, StorageBackend] = {}  # what they remember is needed if they come back
         self._ranks: dict[str, int] = {}
         self._types: dict[str, StorageType] = {}
         self.generation = 0
@@ -54,19 +55,32 @@ class StorageDirectory:
         Raises:
             KvcmError: it cannot be opened; an open one of that name stays as it was.
         """
+        self.install(config, self.prepare(config))
+
+    def prepare(self, config: StorageConfig) -> StorageBackend:
+        """Open a storage's medium, which may block, and change nothing here; safe in any thread.
+
+        Raises:
+            KvcmError: it cannot be opened.
+        """
         opener = OPENERS.get(config.storage_type)
         if opener is None:
             known = ", ".join(sorted(storage_type.kind for storage_type in OPENERS))
             raise UnsupportedError(f"storage type {config.storage_type.kind} is not available, available are: {known}")
         self._check_root(config)
-        backend = opener(config, self._cluster_id)
-        replaced = self._backends.get(config.global_unique_name)
-        self._backends[config.global_unique_name] = backend
-        self._types[config.global_unique_name] = config.storage_type
-        if replaced is not None:
-            backend.inherit(replaced)
-            replaced.close()
-        self.set_enabled(config.global_unique_name, enabled=config.is_available)
+        return opener(config, self._cluster_id)
+
+    def install(self, config: StorageConfig, backend: StorageBackend) -> None:
+        """Put what was prepared in place; it takes over what an earlier storage of that name remembers."""
+        name = config.global_unique_name
+        previous = self._backends.get(name) or self._closed.pop(name, None)
+        if previous is not None:
+            backend.inherit(previous)
+        if name in self._backends:
+            self._backends[name].close()
+        self._backends[name] = backend
+        self._types[name] = config.storage_type
+        self.set_enabled(name, enabled=config.is_available)
 
     def _check_root(self, config: StorageConfig) -> None:
         if self._allowed_roots is None or not isinstance(config.spec, NfsStorageSpec):
@@ -88,7 +102,8 @@ class StorageDirectory:
         """Close a storage; its locations count as missing from now on."""
         self._ranks.pop(name, None)
         self._types.pop(name, None)
-        self._backends.pop(name).close()
+        self._closed[name] = self._backends.pop(name)
+        self._closed[name].close()
         self.generation += 1
 
     def rank(self, storage: str) -> int | None:

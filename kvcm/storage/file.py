@@ -82,20 +82,31 @@ class FileStorage:
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
         # What is left in a file is decided here on the loop, in one step; only the system calls go to a thread.
         removals = [self._plan_removal(LocationUri.parse(uri)) for uri in uris]
-        return await asyncio.to_thread(_remove_all, removals)
+        reasons = await asyncio.to_thread(_remove_all, removals)
+        for removal, reason in zip(removals, reasons, strict=True):
+            if removal.punch is None and reason is None:
+                self._live_slots.pop(removal.path, None)
+        return reasons
 
     def _plan_removal(self, uri: LocationUri) -> _Removal:
         if uri.blkid is None:
             return _Removal(uri.path, None)
-        live = self._live_slots.get(uri.path, set())
-        live.discard(uri.blkid)
-        if uri.path in self._live_slots and not live:
-            del self._live_slots[uri.path]
-            return _Removal(uri.path, None)
+        live = self._live_slots.get(uri.path)
+        if live is not None:
+            live.discard(uri.blkid)
+            if not live:
+                return _Removal(uri.path, None)
         return _Removal(uri.path, (uri.offset, uri.size))
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
-        return await asyncio.to_thread(lambda: [_is_complete(LocationUri.parse(uri)) for uri in uris])
+        parsed = [LocationUri.parse(uri) for uri in uris]
+        there = await asyncio.to_thread(lambda: list(map(_is_complete, parsed)))
+        return [found and self._may_be_live(uri) for found, uri in zip(there, parsed, strict=True)]
+
+    def _may_be_live(self, uri: LocationUri) -> bool:
+        """A slot that was punched out still lies inside its file: only this manager's memory tells."""
+        live = self._live_slots.get(uri.path)
+        return live is None or uri.blkid in live
 
     async def space(self) -> StorageSpace:
         try:
@@ -109,7 +120,7 @@ class FileStorage:
             self._live_slots.update(previous._live_slots)
 
     def close(self) -> None:
-        self._live_slots.clear()
+        """Nothing is held open."""
 
 
 def _remove_all(removals: Sequence[_Removal]) -> list[str | None]:
