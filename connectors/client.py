@@ -1,0 +1,229 @@
+"""Clients of the manager: one for threads, one for asyncio, with the same methods and the same behaviour.
+
+Towards the engine an error is a miss: no method raises because of the manager or the network. What went wrong is
+counted (`counters`), logged at a bounded rate, and part of the result where there is room for it. A wrong argument is
+the caller's mistake and raises `InvalidArgumentError`, which names it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import grpc
+
+from connectors.async_client import AsyncManagerClient
+from connectors.calls import AnswerT, Call
+from connectors.channels import CHANNEL_OPTIONS, failed, read_addresses
+from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
+from connectors.policy import Conversation, Pause, Reply
+from connectors.results import CallCounters, ClusterInfo, MatchMode, MatchResult, Registration, WriteGrant
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+
+__all__ = ["AsyncManagerClient", "ManagerClient"]
+
+
+class ManagerClient:
+    """Calls the manager from threads; safe to share between them.
+
+    Args:
+        addresses: `host:port` of each manager, a list or separated by commas. All are equal; the list is walked when
+            one does not serve.
+        instance_id: instance that all calls are about.
+        settings: deadlines and retries.
+
+    Raises:
+        InvalidArgumentError: an address or the instance id is malformed.
+
+    Every method takes `timeout_seconds`: its budget, retries and pauses included (None: `settings.timeout_seconds`).
+    """
+
+    def __init__(
+        self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
+    ) -> None:
+        self._addresses = read_addresses(addresses)
+        self._exchanges = Exchanges(len(self._addresses), instance_id, settings or ClientSettings())
+        self._channels: dict[int, grpc.Channel] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def counters(self) -> dict[str, CallCounters]:
+        """Return a snapshot of how calls ended, by name of the call."""
+        return self._exchanges.counters
+
+    def register_instance(
+        self,
+        instance_group: str,
+        block_size: int,
+        spec_infos: Sequence[LocationSpecInfo],
+        model: ModelDeployment,
+        *,
+        spec_groups: Sequence[LocationSpecGroup] = (),
+        timeout_seconds: float | None = None,
+    ) -> Registration:
+        """Register the instance; the same registration again is fine.
+
+        Args:
+            instance_group: existing group that the instance belongs to.
+            block_size: tokens per block.
+            spec_infos: parts of a block and their sizes in bytes.
+            model: identity of the model; any difference to an earlier registration is refused and logged as an error.
+            spec_groups: named sets of parts.
+            timeout_seconds: see the class.
+
+        Returns:
+            Whether it is registered, refused (with the manager's code and message) or no manager could be reached.
+        """
+        return self._run(
+            self._exchanges.register_instance(
+                instance_group, block_size, spec_infos, model, spec_groups, timeout_seconds
+            )
+        )
+
+    def match(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        mask: int | Sequence[bool] | None = None,
+        spec_names: Sequence[str] = (),
+        window: int = 0,
+        read_lease_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> MatchResult:
+        """Ask where blocks can be read.
+
+        Args:
+            keys: block keys from the start of the prompt, at least one.
+            mode: longest prefix, each key for itself, or a window.
+            mask: blocks that the engine has already: the first `mask`, or those whose flag is true. In prefix modes
+                they have no entry in the result.
+            spec_names: only these parts, and only blocks that have all of them; none = all that are stored.
+            window: length of the window for `MatchMode.SLIDING_WINDOW`.
+            read_lease_ms: keep the locations readable for so long, or until `release_lease`.
+            timeout_seconds: see the class.
+        """
+        return self._run(self._exchanges.match(keys, mode, mask, spec_names, window, read_lease_ms, timeout_seconds))
+
+    def match_length(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        window: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        """Return how many blocks a match would find; 0 on error."""
+        return self._run(self._exchanges.match_length(keys, mode, window, timeout_seconds))
+
+    def start_write(
+        self,
+        keys: Sequence[int],
+        *,
+        parent_block_key: int | None = None,
+        spec_groups: Sequence[str] = (),
+        session_seconds: int = 30,
+        min_replica_count: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> WriteGrant | None:
+        """Ask where blocks can be written.
+
+        Args:
+            keys: consecutive block keys.
+            parent_block_key: key before `keys[0]` when they are the tail of a chain, None when they begin it.
+            spec_groups: none, or per key the name of the group of parts to write.
+            session_seconds: finish within this time, or the write is rolled back; see `renew_write`.
+            min_replica_count: skip a block only when it has so many replicas; 0 = 1.
+            timeout_seconds: see the class.
+
+        Returns:
+            The grant; end it with `finish_write` or `abort_write`. None on error: write nothing.
+        """
+        started = self._run(
+            self._exchanges.start_write(
+                keys, parent_block_key, spec_groups, session_seconds, min_replica_count, timeout_seconds
+            )
+        )
+        if started.orphan_session_id:
+            self.abort_write(started.orphan_session_id, timeout_seconds=timeout_seconds)
+        return started.grant
+
+    def finish_write(self, session_id: str, succeeded: Sequence[bool], *, timeout_seconds: float | None = None) -> bool:
+        """Publish the blocks that were written.
+
+        Args:
+            session_id: of the grant.
+            succeeded: one flag per location of the grant.
+            timeout_seconds: see the class.
+
+        Returns:
+            Whether the manager confirmed it. False can also mean that the confirmation was lost.
+        """
+        return self._run(self._exchanges.finish_write(session_id, succeeded, timeout_seconds))
+
+    def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """Give a session back with nothing written. Without it, its blocks cannot be written until the session ends."""
+        return self._run(self._exchanges.abort_write(session_id, timeout_seconds))
+
+    def renew_write(self, session_id: str, session_seconds: int, *, timeout_seconds: float | None = None) -> bool:
+        """Move the end of a session to `session_seconds` from now."""
+        return self._run(self._exchanges.renew_write(session_id, session_seconds, timeout_seconds))
+
+    def release_lease(self, lease_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """End a read lease early."""
+        return self._run(self._exchanges.release_lease(lease_id, timeout_seconds))
+
+    def remove(self, keys: Sequence[int], *, timeout_seconds: float | None = None) -> bool:
+        """Remove blocks; unknown keys are fine."""
+        return self._run(self._exchanges.remove(keys, timeout_seconds))
+
+    def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
+        """Return who answers and who leads; None on error."""
+        return self._run(self._exchanges.cluster_info(timeout_seconds))
+
+    def close(self) -> None:
+        """Close the connections; calls after it are misses."""
+        with self._lock:
+            self._closed = True
+            for channel in self._channels.values():
+                channel.close()
+
+    def __enter__(self) -> ManagerClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, exchange: Exchange[AnswerT, ResultT]) -> ResultT:
+        steps: Conversation[AnswerT] = self._exchanges.policy.converse(exchange.budget_seconds)
+        request = exchange.request.SerializeToString()
+        reply: Reply[AnswerT] | None = None
+        while True:
+            try:
+                step = steps.send(reply)
+            except StopIteration as end:
+                return self._exchanges.finish(exchange, end.value)
+            if isinstance(step, Pause):
+                reply = None
+                time.sleep(step.seconds)
+            else:
+                reply = self._send(exchange.call, request, step.address, step.timeout_seconds)
+
+    def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
+        try:
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel(address).unary_unary(call.path)
+            return Reply(call.decode(method(request, timeout=timeout_seconds)))
+        except Exception as error:
+            return failed(error)
+
+    def _channel(self, address: int) -> grpc.Channel:
+        with self._lock:
+            if self._closed:
+                raise ValueError("the client is closed")
+            if address not in self._channels:
+                self._channels[address] = grpc.insecure_channel(self._addresses[address], CHANNEL_OPTIONS)
+            return self._channels[address]

@@ -1,0 +1,291 @@
+"""One exchange per method of the clients: its request, and what its verdict means to the engine.
+
+Both clients are thin: they carry an exchange's steps out, with or without `await`, and return what it makes of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+from google.protobuf.message import Message
+
+from connectors import calls
+from connectors.answers import MalformedAnswerError, read_cluster_info, read_grant, read_locations
+from connectors.calls import AnswerT, Call
+from connectors.journal import Journal
+from connectors.policy import Policy, RetrySettings, Verdict
+from connectors.requests import Requests
+from connectors.results import (
+    CallCounters,
+    ClusterInfo,
+    Location,
+    MatchMode,
+    MatchResult,
+    Outcome,
+    Registration,
+    RegistrationState,
+    WriteGrant,
+)
+from connectors.storages import read_storage_configs
+from kvcm.model.errors import ErrorCode, InvalidArgumentError
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
+
+__all__ = ["ClientSettings", "Exchange", "Exchanges", "StartedWrite"]
+
+ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+
+# Codes that a later registration may not meet again; every other one is a conflict that somebody has to resolve.
+_PASSING_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """How a client calls.
+
+    Attributes:
+        timeout_seconds: budget of a call whose caller gives none, retries and pauses included.
+        retry: how patient it is inside the budget.
+    """
+
+    timeout_seconds: float = 1.0
+    retry: RetrySettings = field(default_factory=RetrySettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Generic[AnswerT, ResultT]):
+    """A request and the meaning of its verdict.
+
+    Attributes:
+        call: which remote procedure.
+        request: its message.
+        budget_seconds: for everything.
+        conclude: makes the result from the verdict; raises `MalformedAnswerError` on an answer that makes no sense.
+        miss: the result when there is no sensible answer.
+    """
+
+    call: Call[AnswerT]
+    request: Message
+    budget_seconds: float
+    conclude: Callable[[Verdict[AnswerT]], ResultT]
+    miss: Callable[[Verdict[AnswerT]], ResultT]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWrite:
+    """A start that was answered: a grant, or a session that must be aborted because its grant made no sense."""
+
+    grant: WriteGrant | None = None
+    orphan_session_id: str = ""
+
+
+class Exchanges:
+    """Builds the exchanges of one client and keeps its policy and journal.
+
+    Args:
+        addresses: number of addresses of the manager.
+        instance_id: instance that all calls are about.
+        settings: how to call.
+        clock: seconds of a clock that never runs backwards.
+        new_trace_id: makes the correlation id of a call.
+    """
+
+    def __init__(
+        self,
+        addresses: int,
+        instance_id: str,
+        settings: ClientSettings,
+        clock: Callable[[], float] = time.monotonic,
+        new_trace_id: Callable[[], str] = lambda: uuid4().hex,
+    ) -> None:
+        self._requests = Requests(instance_id)
+        self._settings = settings
+        self._new_trace_id = new_trace_id
+        self._journal = Journal(clock)
+        self.policy = Policy(addresses, settings.retry, clock)
+
+    @property
+    def counters(self) -> dict[str, CallCounters]:
+        """Snapshot of how calls ended, by name of the call."""
+        return self._journal.counters()
+
+    def finish(self, exchange: Exchange[AnswerT, ResultT], verdict: Verdict[AnswerT]) -> ResultT:
+        """Return what the verdict means, count it and log the reason of a miss."""
+        if verdict.outcome is Outcome.OK:
+            try:
+                result = exchange.conclude(verdict)
+            except (MalformedAnswerError, InvalidArgumentError) as error:
+                verdict = replace(verdict, outcome=Outcome.MISS_ON_ERROR, reason=f"malformed answer: {error}")
+                result = exchange.miss(verdict)
+        else:
+            result = exchange.miss(verdict)
+        self._journal.record(exchange.call.name, verdict.outcome, verdict.retries, verdict.reason)
+        return result
+
+    def register_instance(
+        self,
+        instance_group: str,
+        block_size: int,
+        spec_infos: Sequence[LocationSpecInfo],
+        model: ModelDeployment,
+        spec_groups: Sequence[LocationSpecGroup],
+        timeout_seconds: float | None,
+    ) -> Exchange[meta.RegisterInstanceResponse, Registration]:
+        """See `ManagerClient.register_instance`."""
+        request = self._requests.register_instance(
+            self._new_trace_id(), instance_group, block_size, spec_infos, model, spec_groups
+        )
+        return self._exchange(calls.REGISTER_INSTANCE, request, timeout_seconds, _registered, _not_registered)
+
+    def match(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode,
+        mask: int | Sequence[bool] | None,
+        spec_names: Sequence[str],
+        window: int,
+        read_lease_ms: int,
+        timeout_seconds: float | None,
+    ) -> Exchange[meta.GetCacheLocationResponse, MatchResult]:
+        """See `ManagerClient.match`."""
+        request = self._requests.match(self._new_trace_id(), keys, mode, mask, spec_names, window, read_lease_ms)
+        asked = len(keys) - _masked(mask) if mode.is_prefix else len(keys)
+        nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * len(keys)
+
+        def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
+            answer = _answer(verdict)
+            locations = read_locations(answer, mode, asked, spec_names)
+            return MatchResult(
+                Outcome.OK, locations, answer.read_lease_id, answer.read_lease_deadline_ms, code=verdict.code
+            )
+
+        def miss(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
+            return MatchResult(verdict.outcome, nothing, code=verdict.code, reason=verdict.reason)
+
+        return self._exchange(calls.MATCH, request, timeout_seconds, conclude, miss)
+
+    def match_length(
+        self, keys: Sequence[int], mode: MatchMode, window: int, timeout_seconds: float | None
+    ) -> Exchange[meta.GetCacheLocationLenResponse, int]:
+        """See `ManagerClient.match_length`."""
+
+        def conclude(verdict: Verdict[meta.GetCacheLocationLenResponse]) -> int:
+            length = _answer(verdict).cache_location_len
+            if not 0 <= length <= len(keys):
+                raise MalformedAnswerError(f"{length} hits for {len(keys)} keys")
+            return length
+
+        request = self._requests.match_length(self._new_trace_id(), keys, mode, window)
+        return self._exchange(calls.MATCH_LENGTH, request, timeout_seconds, conclude, lambda _: 0)
+
+    def start_write(
+        self,
+        keys: Sequence[int],
+        parent_block_key: int | None,
+        spec_groups: Sequence[str],
+        session_seconds: int,
+        min_replica_count: int,
+        timeout_seconds: float | None,
+    ) -> Exchange[meta.StartWriteCacheResponse, StartedWrite]:
+        """See `ManagerClient.start_write`."""
+        request = self._requests.start_write(
+            self._new_trace_id(), keys, parent_block_key, spec_groups, session_seconds, min_replica_count
+        )
+
+        def conclude(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
+            return StartedWrite(read_grant(_answer(verdict), len(keys)))
+
+        def miss(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
+            return StartedWrite(None, verdict.answer.write_session_id if verdict.answer else "")
+
+        return self._exchange(calls.START_WRITE, request, timeout_seconds, conclude, miss)
+
+    def finish_write(
+        self, session_id: str, succeeded: Sequence[bool], timeout_seconds: float | None
+    ) -> Exchange[meta.CommonResponse, bool]:
+        """See `ManagerClient.finish_write`."""
+        request = self._requests.finish_write(self._new_trace_id(), session_id, succeeded)
+        return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _yes, _no)
+
+    def abort_write(self, session_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
+        """See `ManagerClient.abort_write`."""
+        request = self._requests.abort_write(self._new_trace_id(), session_id)
+        return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _yes, _no)
+
+    def renew_write(
+        self, session_id: str, session_seconds: int, timeout_seconds: float | None
+    ) -> Exchange[lease.RenewWriteSessionResponse, bool]:
+        """See `ManagerClient.renew_write`."""
+        request = self._requests.renew_write(self._new_trace_id(), session_id, session_seconds)
+        return self._exchange(calls.RENEW_WRITE_SESSION, request, timeout_seconds, _yes, _no)
+
+    def release_lease(self, lease_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
+        """See `ManagerClient.release_lease`."""
+        request = self._requests.release_lease(self._new_trace_id(), lease_id)
+        return self._exchange(calls.RELEASE_READ_LEASE, request, timeout_seconds, _yes, _no)
+
+    def remove(self, keys: Sequence[int], timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
+        """See `ManagerClient.remove`."""
+        request = self._requests.remove(self._new_trace_id(), keys)
+        return self._exchange(calls.REMOVE, request, timeout_seconds, _yes, _no)
+
+    def cluster_info(self, timeout_seconds: float | None) -> Exchange[meta.GetClusterInfoResponse, ClusterInfo | None]:
+        """See `ManagerClient.cluster_info`."""
+
+        def conclude(verdict: Verdict[meta.GetClusterInfoResponse]) -> ClusterInfo | None:
+            return read_cluster_info(_answer(verdict))
+
+        request = self._requests.cluster_info(self._new_trace_id())
+        return self._exchange(calls.GET_CLUSTER_INFO, request, timeout_seconds, conclude, lambda _: None)
+
+    def _exchange(
+        self,
+        call: Call[AnswerT],
+        request: Message,
+        timeout_seconds: float | None,
+        conclude: Callable[[Verdict[AnswerT]], ResultT],
+        miss: Callable[[Verdict[AnswerT]], ResultT],
+    ) -> Exchange[AnswerT, ResultT]:
+        budget = self._settings.timeout_seconds if timeout_seconds is None else timeout_seconds
+        return Exchange(call, request, budget, conclude, miss)
+
+
+def _answer(verdict: Verdict[AnswerT]) -> AnswerT:
+    assert verdict.answer is not None  # there is one when the outcome is ok
+    return verdict.answer
+
+
+def _masked(mask: int | Sequence[bool] | None) -> int:
+    if mask is None:
+        return 0
+    return mask if isinstance(mask, int) else sum(mask)
+
+
+def _registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
+    storages = read_storage_configs(_answer(verdict).storage_configs)
+    return Registration(RegistrationState.OK, storages, verdict.code)
+
+
+def _not_registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
+    if verdict.code is None or verdict.code in _PASSING_CODES:
+        return Registration(RegistrationState.UNREACHABLE, code=verdict.code, message=verdict.reason)
+    _log.error(
+        "the manager refuses to register the instance; KV is not reused until this is resolved: %s", verdict.reason
+    )
+    return Registration(RegistrationState.REFUSED, code=verdict.code, message=verdict.reason)
+
+
+def _yes(_: Verdict[AnswerT]) -> bool:
+    return True
+
+
+def _no(_: Verdict[AnswerT]) -> bool:
+    return False

@@ -1,0 +1,75 @@
+"""Block keys for engines that have no chained hashes of their own.
+
+The key of a block is a keyed BLAKE2b of the key before it and the block's tokens, cut to 64 bits. It therefore depends
+on every token of the prefix, and the same chunk after another prefix has another key. The namespace (which model, which
+layout) is the hash's secret: keys of different namespaces have nothing in common. Unlike `hash()` the result is the
+same in every process, and this page is its whole definition:
+
+    key(b) = first 8 bytes, little endian signed, of
+             BLAKE2b(digest_size=8, key=SHA-256(namespace), data=int64le(key(b-1)) ‖ int64le(token) per token)
+
+with 0 as the key before the first block.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b, sha256
+
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.keys import BlockKey
+
+__all__ = ["KeyChain"]
+
+_ROOT = 0
+_KEY_BYTES = 8
+
+
+class KeyChain:
+    """Computes chained block keys.
+
+    Args:
+        namespace: everything besides the tokens that KV depends on, in any fixed form.
+        block_tokens: tokens per block, > 0.
+
+    Raises:
+        InvalidArgumentError: `block_tokens` is not positive.
+    """
+
+    def __init__(self, namespace: bytes, block_tokens: int) -> None:
+        if block_tokens <= 0:
+            raise InvalidArgumentError(f"block_tokens is {block_tokens}, must be > 0")
+        self.block_tokens = block_tokens
+        self._secret = sha256(namespace).digest()
+
+    def keys(self, tokens: Sequence[int], parent: BlockKey | None = None) -> list[BlockKey]:
+        """Return the key of every full block of `tokens`; the tail that fills no block is dropped.
+
+        Args:
+            tokens: token ids, each an int64.
+            parent: key of the block before the first token, None at the start of the prompt.
+        """
+        full = len(tokens) // self.block_tokens * self.block_tokens
+        data = _int64_le(tokens[:full])
+        step = self.block_tokens * 8
+        keys: list[BlockKey] = []
+        previous: int = _ROOT if parent is None else parent
+        for start in range(0, len(data), step):
+            previous = self._key(previous, data[start : start + step])
+            keys.append(BlockKey(previous))
+        return keys
+
+    def _key(self, previous: int, block: bytes) -> int:
+        digest = blake2b(
+            previous.to_bytes(_KEY_BYTES, "little", signed=True) + block, digest_size=_KEY_BYTES, key=self._secret
+        )
+        return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _int64_le(tokens: Sequence[int]) -> bytes:
+    values = array("q", tokens)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()

@@ -1,0 +1,121 @@
+"""Buffers in host memory for blocks whose own memory cannot be handed to a storage.
+
+That is memory on another device, and memory in more pieces than one system call takes. Such a block is gathered before
+a save and scattered after a load, through one reusable buffer that is page-locked when the device is a CUDA one. All
+other blocks go straight from and to their memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from connectors.layout.block import BlockLayout
+from connectors.layout.tensors import dtype_name, iovec, run_count
+from kvcm.model.errors import InvalidArgumentError
+
+__all__ = ["HostBlock", "Staging"]
+
+_MAX_PIECES: int = os.sysconf("SC_IOV_MAX")
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """A block as memory of the host.
+
+    Attributes:
+        buffers: the stored block's bytes in order.
+        pieces: the engine's tensors.
+        copies: the same shapes inside the staging buffer; empty when `buffers` is the engine's own memory.
+    """
+
+    buffers: Sequence[memoryview]
+    pieces: Sequence[torch.Tensor]
+    copies: Sequence[torch.Tensor] = ()
+
+    def gather(self) -> None:
+        """Bring the engine's values into `buffers`; nothing to do for direct memory."""
+        for copy, piece in zip(self.copies, self.pieces, strict=False):
+            copy.copy_(piece)
+
+    def scatter(self) -> None:
+        """Bring `buffers` into the engine's tensors; nothing to do for direct memory."""
+        for copy, piece in zip(self.copies, self.pieces, strict=False):
+            piece.copy_(copy)
+
+
+class Staging:
+    """Makes blocks reachable for storages; owns one buffer of `slots` blocks, made when it is first needed.
+
+    Not safe to share between threads: a slot is free again when its block has been moved.
+
+    Args:
+        layout: of the stored blocks.
+        slots: blocks that can be staged at once, > 0.
+    """
+
+    def __init__(self, layout: BlockLayout, slots: int = 8) -> None:
+        if slots <= 0:
+            raise InvalidArgumentError(f"slots is {slots}, must be > 0")
+        self.layout = layout
+        self.slots = slots
+        self._buffer: torch.Tensor | None = None
+
+    def host_block(self, pieces: Sequence[torch.Tensor], slot: int) -> HostBlock:
+        """Return a block's memory, its own where possible and otherwise a slot of the buffer.
+
+        Args:
+            pieces: K and V of each layer in order, each of shape [kv_head, token, head_dim], any strides.
+            slot: of the buffer, 0 to `slots` - 1.
+
+        Raises:
+            InvalidArgumentError: the tensors do not fit the layout.
+        """
+        self._check(pieces)
+        direct = _direct_iovec(pieces)
+        if direct is not None:
+            return HostBlock(direct, pieces)
+        memory = self._slot(slot, pieces[0].device)
+        copies = memory.view(pieces[0].dtype).view(len(pieces), *self.layout.piece_shape).unbind()
+        return HostBlock(iovec([memory]), pieces, copies)
+
+    def host_blocks(self, blocks: Iterable[Sequence[torch.Tensor]]) -> list[HostBlock]:
+        """Return the memory of as many of the blocks, from the first on, as can be reached at once.
+
+        All of them when their memory is direct, otherwise as many as there are slots.
+        """
+        reachable: list[HostBlock] = []
+        for pieces in blocks:
+            reachable.append(self.host_block(pieces, len(reachable)))
+            if reachable[0].copies and len(reachable) == self.slots:
+                break
+        return reachable
+
+    def discard(self) -> None:
+        """Give the buffer up because a storage may still use it; the next block gets a new one."""
+        self._buffer = None
+
+    def _slot(self, slot: int, device: torch.device) -> torch.Tensor:
+        size = self.layout.block_bytes
+        if self._buffer is None:
+            self._buffer = torch.empty(self.slots * size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return self._buffer[slot * size : (slot + 1) * size]
+
+    def _check(self, pieces: Sequence[torch.Tensor]) -> None:
+        layout = self.layout
+        if len(pieces) != 2 * layout.layers:
+            raise InvalidArgumentError(f"a block of {len(pieces)} pieces, must be K and V of {layout.layers} layers")
+        for piece in pieces:
+            if tuple(piece.shape) != layout.piece_shape or dtype_name(piece.dtype) != layout.dtype:
+                found, wanted = f"{tuple(piece.shape)} {piece.dtype}", f"{layout.piece_shape} {layout.dtype}"
+                raise InvalidArgumentError(f"a piece of the block is {found}, must be {wanted}")
+
+
+def _direct_iovec(pieces: Sequence[torch.Tensor]) -> list[memoryview] | None:
+    """Return the memory of the tensors themselves, None when a storage cannot be given it."""
+    if any(piece.device.type != "cpu" for piece in pieces) or run_count(pieces) > _MAX_PIECES:
+        return None
+    return iovec(pieces)

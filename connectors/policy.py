@@ -1,0 +1,248 @@
+"""How a call is tried, repeated and given up: the same for both clients, without any I/O.
+
+`Policy.converse` is a generator: it yields what to do next (send to an address, or pause), is sent what came of it, and
+returns the verdict. A client only carries the steps out. Rules:
+
+1. The whole conversation ends within the caller's budget, pauses included.
+2. Only what may go away is tried again: gRPC UNAVAILABLE and RESOURCE_EXHAUSTED (the server sheds load), and the answer
+   codes SERVICE_NOT_READY and SERVER_NOT_LEADER. A timeout of the whole budget is not.
+3. With several addresses each gets a share of what is left, and a failed attempt moves on to the next at once; after
+   each full round there is a pause, drawn from 0 to an exponentially growing limit ("full jitter"), so that the engines
+   of a cluster do not come back all at the same moment.
+4. After several failed conversations in a row the breaker opens: calls are misses at once, without a byte sent, until a
+   single probe succeeds. A dead manager then costs its deadline a few times and not once per request.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Generic, TypeAlias
+
+import grpc
+
+from connectors.calls import Answer, AnswerT
+from connectors.results import Outcome
+from kvcm.model.errors import ErrorCode
+
+__all__ = ["Breaker", "Conversation", "Pause", "Policy", "Reply", "RetrySettings", "Send", "Verdict"]
+
+_KNOWN_CODES = frozenset(map(int, ErrorCode))
+_RETRIED_STATUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+_RETRIED_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER})
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """How patient a client is.
+
+    Attributes:
+        max_rounds: most times the list of addresses is walked for one call.
+        first_pause_seconds: limit of the pause after the first round; it doubles with every round.
+        max_pause_seconds: where the doubling ends.
+        breaker_failures: failed calls in a row that open the breaker.
+        breaker_seconds: how long it stays open at first; doubles while probes fail.
+        breaker_max_seconds: where that doubling ends.
+    """
+
+    max_rounds: int = 4
+    first_pause_seconds: float = 0.05
+    max_pause_seconds: float = 1.0
+    breaker_failures: int = 3
+    breaker_seconds: float = 1.0
+    breaker_max_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the request to an address and wait so long for the answer."""
+
+    address: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Do nothing for so long."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[AnswerT]):
+    """What came of a `Send`: an answer, or the gRPC status and its details."""
+
+    answer: AnswerT | None
+    status: grpc.StatusCode = grpc.StatusCode.OK
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Generic[AnswerT]):
+    """How a conversation ended.
+
+    Attributes:
+        outcome: ok only with an answer whose code is OK.
+        answer: of the manager, also when it refused; None when there was none.
+        code: of the answer, None without one.
+        reason: why it is not ok.
+        retries: attempts after the first.
+    """
+
+    outcome: Outcome
+    answer: AnswerT | None = None
+    code: ErrorCode | int | None = None
+    reason: str = ""
+    retries: int = 0
+
+
+# What to do next → what came of it (None after a pause) → how it ended.
+Conversation: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, Verdict[AnswerT]]
+
+_Attempts: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, tuple[Verdict[AnswerT], bool]]
+
+
+class Breaker:
+    """Opens after failures in a row, lets one probe through after a while; safe to use from several threads.
+
+    Args:
+        settings: how many failures, how long.
+        clock: seconds of a clock that never runs backwards.
+    """
+
+    def __init__(self, settings: RetrySettings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until: float | None = None
+        self._open_seconds = settings.breaker_seconds
+
+    def allows(self) -> bool:
+        """Whether to make a call now. While open, one caller is let through at a time as the probe."""
+        with self._lock:
+            if self._open_until is None:
+                return True
+            if self._clock() < self._open_until:
+                return False
+            # If the probe never comes back, the next one follows after the same time.
+            self._open_until = self._clock() + self._open_seconds
+            return True
+
+    def succeeded(self) -> None:
+        """A manager answered."""
+        with self._lock:
+            self._failures = 0
+            self._open_until = None
+            self._open_seconds = self._settings.breaker_seconds
+
+    def failed(self) -> None:
+        """No manager answered in time."""
+        with self._lock:
+            self._failures += 1
+            if self._open_until is not None:
+                self._open_seconds = min(self._open_seconds * 2, self._settings.breaker_max_seconds)
+            if self._failures >= self._settings.breaker_failures:
+                self._open_until = self._clock() + self._open_seconds
+
+
+class Policy:
+    """Decides the steps of every call of one client; safe to use from several threads.
+
+    Args:
+        addresses: how many addresses there are, > 0.
+        settings: how patient to be.
+        clock: seconds of a clock that never runs backwards.
+        uniform: draws from a range.
+    """
+
+    def __init__(
+        self,
+        addresses: int,
+        settings: RetrySettings,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._addresses = addresses
+        self._settings = settings
+        self._clock = clock
+        self._uniform = uniform
+        self._breaker = Breaker(settings, clock)
+        self._preferred = 0  # where the last answer came from; a plain number, torn updates are impossible
+
+    def converse(self, budget_seconds: float) -> Conversation[AnswerT]:
+        """Yield the steps of one call and return its verdict.
+
+        Args:
+            budget_seconds: time for everything; each `Send` and `Pause` stays inside it.
+        """
+        if not self._breaker.allows():
+            return Verdict(Outcome.MISS_ON_ERROR, reason="no manager answered lately; not asked")
+        deadline = self._clock() + budget_seconds
+        attempts: _Attempts[AnswerT] = self._attempts(deadline)
+        verdict, is_final = yield from attempts
+        # A final answer, whatever it says, shows that a manager is alive.
+        if is_final:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed()
+        return verdict
+
+    def _attempts(self, deadline: float) -> _Attempts[AnswerT]:
+        """Yield the attempts; return the last verdict, and whether it is one that repeating would not change."""
+        first = self._preferred
+        last: Verdict[AnswerT] = Verdict(Outcome.TIMEOUT, reason="the budget is 0 or less")
+        for attempt in range(self._settings.max_rounds * self._addresses):
+            round_number, position = divmod(attempt, self._addresses)
+            if position == 0 and round_number > 0:
+                pause_seconds = self._pause_seconds(round_number)
+                if self._clock() + pause_seconds >= deadline:
+                    break
+                yield Pause(pause_seconds)
+            left_seconds = deadline - self._clock()
+            if left_seconds <= 0:
+                break
+            address = (first + position) % self._addresses
+            reply = yield Send(address, left_seconds / (self._addresses - position))
+            assert reply is not None
+            last, is_final = _judge(reply, attempt)
+            if is_final:
+                self._preferred = address
+                return last, True
+        return last, False
+
+    def _pause_seconds(self, round_number: int) -> float:
+        doubled = self._settings.first_pause_seconds * 2.0 ** (round_number - 1)
+        return self._uniform(0.0, min(doubled, self._settings.max_pause_seconds))
+
+
+def _judge(reply: Reply[AnswerT], retries: int) -> tuple[Verdict[AnswerT], bool]:
+    """Return the verdict if this were the last attempt, and whether it is."""
+    if reply.answer is not None:
+        return _judge_answer(reply.answer, retries)
+    reason = f"gRPC {reply.status.name}: {reply.details}"
+    if reply.status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        # Final when the whole budget is gone; after its share only, the next address gets a try.
+        return Verdict(Outcome.TIMEOUT, reason=reason, retries=retries), False
+    return Verdict(Outcome.MISS_ON_ERROR, reason=reason, retries=retries), reply.status not in _RETRIED_STATUSES
+
+
+def _judge_answer(answer: AnswerT, retries: int) -> tuple[Verdict[AnswerT], bool]:
+    code, message = _status(answer)
+    if code == ErrorCode.OK:
+        return Verdict(Outcome.OK, answer, code, retries=retries), True
+    verdict = Verdict(Outcome.MISS_ON_ERROR, answer, code, f"{_name(code)}: {message}", retries)
+    return verdict, code not in _RETRIED_CODES
+
+
+def _status(answer: Answer) -> tuple[ErrorCode | int, str]:
+    status = answer.header.status
+    known = int(status.code) in _KNOWN_CODES
+    return (ErrorCode(status.code) if known else int(status.code)), status.message
+
+
+def _name(code: ErrorCode | int) -> str:
+    return code.name if isinstance(code, ErrorCode) else f"code {code}"

@@ -1,0 +1,209 @@
+"""Builds the requests. Wrong arguments are the caller's mistake and raise; what happens later is an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from connectors.results import MatchMode
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
+
+__all__ = ["Requests"]
+
+_QUERY_TYPES = {
+    MatchMode.PREFIX: meta.QT_PREFIX_MATCH,
+    MatchMode.BATCH: meta.QT_BATCH_GET,
+    MatchMode.SLIDING_WINDOW: meta.QT_REVERSE_ROLL_SW_MATCH,
+    MatchMode.PREFIX_WITH_STATE: meta.QT_PREFIX_MATCH_WITH_MAMBA,
+}
+_INT64 = range(-(1 << 63), 1 << 63)
+_INT32 = range(1 << 31)
+
+
+class Requests:
+    """Builds the requests of one instance.
+
+    Args:
+        instance_id: goes into every request.
+
+    Every method raises `InvalidArgumentError` naming the argument that cannot be sent.
+    """
+
+    def __init__(self, instance_id: str) -> None:
+        if not instance_id:
+            raise InvalidArgumentError("instance_id is empty, must be the name of the instance")
+        self.instance_id = instance_id
+
+    def register_instance(
+        self,
+        trace_id: str,
+        instance_group: str,
+        block_size: int,
+        spec_infos: Sequence[LocationSpecInfo],
+        model: ModelDeployment,
+        spec_groups: Sequence[LocationSpecGroup],
+    ) -> meta.RegisterInstanceRequest:
+        """Specs and groups are sent sorted: the manager compares registrations literally, order included."""
+        infos = sorted(spec_infos, key=lambda info: info.name)
+        groups = sorted(spec_groups, key=lambda group: group.name)
+        return meta.RegisterInstanceRequest(
+            trace_id=trace_id,
+            instance_group=instance_group,
+            instance_id=self.instance_id,
+            block_size=_number("block_size", block_size),
+            location_spec_infos=[
+                meta.LocationSpecInfo(name=info.name, size=info.size, kind=meta.LocationSpecKind.Name(info.kind))
+                for info in infos
+            ],
+            model_deployment=_model_deployment(model),
+            location_spec_groups=[
+                meta.LocationSpecGroup(name=group.name, spec_names=sorted(group.spec_names)) for group in groups
+            ],
+        )
+
+    def match(
+        self,
+        trace_id: str,
+        keys: Sequence[int],
+        mode: MatchMode,
+        mask: int | Sequence[bool] | None,
+        spec_names: Sequence[str],
+        window: int,
+        read_lease_ms: int,
+    ) -> meta.GetCacheLocationRequest:
+        """See `ManagerClient.match`."""
+        request = meta.GetCacheLocationRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            query_type=_QUERY_TYPES[mode],
+            block_keys=_keys(keys),
+            sw_size=_window(window, mode),
+            location_spec_names=spec_names,
+            read_lease_ms=_number("read_lease_ms", read_lease_ms),
+        )
+        if mask is not None:
+            request.block_mask.CopyFrom(block_mask("mask", mask, len(keys)))
+        return request
+
+    def match_length(
+        self, trace_id: str, keys: Sequence[int], mode: MatchMode, window: int
+    ) -> meta.GetCacheLocationLenRequest:
+        """See `ManagerClient.match_length`."""
+        return meta.GetCacheLocationLenRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            query_type=_QUERY_TYPES[mode],
+            block_keys=_keys(keys),
+            sw_size=_window(window, mode),
+        )
+
+    def start_write(
+        self,
+        trace_id: str,
+        keys: Sequence[int],
+        parent_block_key: int | None,
+        spec_groups: Sequence[str],
+        timeout_seconds: int,
+        min_replica_count: int,
+    ) -> meta.StartWriteCacheRequest:
+        """See `ManagerClient.start_write`."""
+        if spec_groups and len(spec_groups) != len(keys):
+            raise InvalidArgumentError(f"spec_groups has {len(spec_groups)} names, must be none or one per key")
+        return meta.StartWriteCacheRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            block_keys=_keys(keys),
+            location_spec_group_names=spec_groups,
+            write_timeout_seconds=_number("session_seconds", timeout_seconds),
+            min_replica_count=_number("min_replica_count", min_replica_count),
+            parent_block_key=None if parent_block_key is None else _keys([parent_block_key], "parent_block_key")[0],
+        )
+
+    def finish_write(self, trace_id: str, session_id: str, succeeded: Sequence[bool]) -> meta.FinishWriteCacheRequest:
+        """See `ManagerClient.finish_write`."""
+        return meta.FinishWriteCacheRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            write_session_id=session_id,
+            success_blocks=meta.BlockMask(bool_masks=meta.BoolMasksType(values=succeeded)),
+        )
+
+    def abort_write(self, trace_id: str, session_id: str) -> meta.FinishWriteCacheRequest:
+        """Finish with the first 0 blocks: says "none" without knowing how many blocks the session has."""
+        return meta.FinishWriteCacheRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            write_session_id=session_id,
+            success_blocks=meta.BlockMask(offset=0),
+        )
+
+    def renew_write(self, trace_id: str, session_id: str, timeout_seconds: int) -> lease.RenewWriteSessionRequest:
+        """See `ManagerClient.renew_write`."""
+        return lease.RenewWriteSessionRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            write_session_id=session_id,
+            write_timeout_seconds=_number("session_seconds", timeout_seconds),
+        )
+
+    def release_lease(self, trace_id: str, lease_id: str) -> lease.ReleaseReadLeaseRequest:
+        """See `ManagerClient.release_lease`."""
+        return lease.ReleaseReadLeaseRequest(trace_id=trace_id, instance_id=self.instance_id, read_lease_id=lease_id)
+
+    def remove(self, trace_id: str, keys: Sequence[int]) -> meta.RemoveCacheRequest:
+        """See `ManagerClient.remove`."""
+        return meta.RemoveCacheRequest(trace_id=trace_id, instance_id=self.instance_id, block_keys=_keys(keys))
+
+    def cluster_info(self, trace_id: str) -> meta.GetClusterInfoRequest:
+        """See `ManagerClient.cluster_info`."""
+        return meta.GetClusterInfoRequest(trace_id=trace_id, instance_id=self.instance_id)
+
+
+def block_mask(field: str, mask: int | Sequence[bool], count: int) -> meta.BlockMask:
+    """Return a mask of the first `mask` positions, or of those that are true.
+
+    Raises:
+        InvalidArgumentError: an offset outside 0..count, or another number of flags than `count`.
+    """
+    if isinstance(mask, int):
+        if not 0 <= mask <= count:
+            raise InvalidArgumentError(f"{field} is {mask}, an offset must be 0 to {count}")
+        return meta.BlockMask(offset=mask)
+    if len(mask) != count:
+        raise InvalidArgumentError(f"{field} has {len(mask)} flags, must be one per key: {count}")
+    return meta.BlockMask(bool_masks=meta.BoolMasksType(values=mask))
+
+
+def _model_deployment(model: ModelDeployment) -> meta.ModelDeployment:
+    return meta.ModelDeployment(
+        model_name=model.model_name,
+        dtype=model.dtype,
+        use_mla=model.use_mla,
+        tp_size=model.tp_size,
+        dp_size=model.dp_size,
+        lora_name=model.lora_name,
+        pp_size=model.pp_size,
+        extra=model.extra,
+        user_data=model.user_data,
+    )
+
+
+def _keys(keys: Sequence[int], field: str = "keys") -> Sequence[int]:
+    for index, key in enumerate(keys):
+        if key not in _INT64:
+            raise InvalidArgumentError(f"{field}[{index}] is {key}, must be a signed 64-bit number")
+    return keys
+
+
+def _window(window: int, mode: MatchMode) -> int:
+    if (window > 0) != (mode is MatchMode.SLIDING_WINDOW):
+        raise InvalidArgumentError(f"window is {window}, must be > 0 for mode sliding_window and 0 for {mode}")
+    return _number("window", window)
+
+
+def _number(field: str, value: int) -> int:
+    if value not in _INT32:
+        raise InvalidArgumentError(f"{field} is {value}, must be 0 to {_INT32.stop - 1}")
+    return value

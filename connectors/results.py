@@ -1,0 +1,156 @@
+"""What the manager's clients answer: values only. An error is never raised; it is an empty answer with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvcm.model.errors import ErrorCode
+from kvcm.model.storages import StorageConfig
+from kvcm.model.uri import LocationUri
+
+__all__ = [
+    "CallCounters",
+    "ClusterInfo",
+    "Endpoint",
+    "Location",
+    "MatchMode",
+    "MatchResult",
+    "Outcome",
+    "Registration",
+    "RegistrationState",
+    "WriteGrant",
+]
+
+
+class MatchMode(StrEnum):
+    """How keys are matched (wire.md 5.3)."""
+
+    PREFIX = "prefix"  # the longest prefix whose blocks are all there
+    BATCH = "batch"  # each key for itself
+    SLIDING_WINDOW = "sliding_window"  # the right-most run of `window` keys that are all there
+    PREFIX_WITH_STATE = "prefix_with_state"  # a prefix whose last block also has the linear-attention state
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the answer lists only what was found, in order."""
+        return self in {MatchMode.PREFIX, MatchMode.PREFIX_WITH_STATE}
+
+
+class Outcome(StrEnum):
+    """How a call ended, as it is counted."""
+
+    OK = "ok"
+    MISS_ON_ERROR = "miss_on_error"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class CallCounters:
+    """How often a call ended how, and how many attempts were repeated."""
+
+    ok: int = 0
+    miss_on_error: int = 0
+    timeout: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where one block lies.
+
+    Attributes:
+        uris: by spec name; parts that are not there are left out, at least one is.
+        storage_type: number of the storage's type.
+        checksum: of the block's bytes, 0 when unknown.
+    """
+
+    uris: Mapping[str, LocationUri]
+    storage_type: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """What a match found.
+
+    Attributes:
+        outcome: ok also when nothing was found.
+        locations: prefix modes: one per block found, in order; other modes: one per key, None where nothing is.
+        lease_id: keeps the locations readable until it is released or ends; "" when none was asked for or given.
+        lease_deadline_ms: when the lease ends, unix time in ms.
+        code: of the manager's answer, None when there was none.
+        reason: of a miss on error.
+    """
+
+    outcome: Outcome
+    locations: tuple[Location | None, ...] = ()
+    lease_id: str = ""
+    lease_deadline_ms: int = 0
+    code: ErrorCode | int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGrant:
+    """Leave to write blocks until the session ends.
+
+    Attributes:
+        session_id: to finish, renew or abort with.
+        mask: one per key asked for; true where nothing needs to be written.
+        locations: where to write the others, in order.
+    """
+
+    session_id: str
+    mask: tuple[bool, ...]
+    locations: tuple[Location, ...]
+
+
+class RegistrationState(StrEnum):
+    """What became of a registration."""
+
+    OK = "ok"
+    REFUSED = "refused"  # the manager answered no: a conflict of configuration, not a failure that goes away
+    UNREACHABLE = "unreachable"  # no manager answered, or none was ready: try again later
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Answer to a registration.
+
+    Attributes:
+        state: ok, refused or unreachable.
+        storages: of the instance's group, for `TransferEngine.for_storages`.
+        code: of the manager's answer, None when there was none.
+        message: why it was refused or what failed.
+    """
+
+    state: RegistrationState
+    storages: tuple[StorageConfig, ...] = ()
+    code: ErrorCode | int | None = None
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the instance is registered."""
+        return self.state is RegistrationState.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a manager serves."""
+
+    node_id: str
+    host: str
+    meta_rpc_port: int
+    meta_http_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """Who answered and who leads; the endpoint is None when no leader is known."""
+
+    self_node_id: str
+    leader_node_id: str
+    leader_endpoint: Endpoint | None

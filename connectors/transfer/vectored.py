@@ -1,0 +1,90 @@
+"""Positioned reads and writes of an iovec that end when every byte moved, or say why not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+__all__ = ["EndOfFileError", "byte_views", "read_exactly", "write_exactly"]
+
+_MAX_PIECES: int = os.sysconf("SC_IOV_MAX")
+
+
+class EndOfFileError(Exception):
+    """The file ends before the buffers are full."""
+
+
+def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Return the buffers as flat bytes, empty ones left out.
+
+    Raises:
+        TypeError: a buffer is not contiguous.
+    """
+    return [memoryview(buffer).cast("B") for buffer in buffers if buffer.nbytes]
+
+
+def read_exactly(descriptor: int, views: list[memoryview], offset: int, progress: Callable[[int], None]) -> None:
+    """Fill `views` from the file's bytes at `offset`.
+
+    Args:
+        descriptor: of the file.
+        views: flat and writable.
+        offset: in bytes.
+        progress: called with the bytes of every system call; may raise to stop.
+
+    Raises:
+        EndOfFileError: the file is too short.
+        OSError: the read failed.
+    """
+
+    def step(window: list[memoryview], position: int) -> int:
+        count = os.preadv(descriptor, window, position)
+        if count == 0:
+            raise EndOfFileError(f"the file ends at byte {position}")
+        return count
+
+    _move(step, views, offset, progress)
+
+
+def write_exactly(descriptor: int, views: list[memoryview], offset: int, progress: Callable[[int], None]) -> None:
+    """Write `views` to the file at `offset`; arguments as for `read_exactly`.
+
+    Raises:
+        OSError: the write failed, for example ENOSPC.
+    """
+
+    def step(window: list[memoryview], position: int) -> int:
+        count = os.pwritev(descriptor, window, position)
+        if count == 0:
+            raise OSError(errno.EIO, f"the storage takes no bytes at {position}")
+        return count
+
+    _move(step, views, offset, progress)
+
+
+def _move(
+    step: Callable[[list[memoryview], int], int],
+    views: list[memoryview],
+    offset: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Repeat `step` over windows of the views until all are moved; interrupted calls are repeated by `os` itself."""
+    index = 0
+    skipped = 0  # bytes of views[index] that moved already
+    while index < len(views):
+        window = list(islice(views, index, index + _MAX_PIECES))
+        window[0] = window[0][skipped:]
+        count = step(window, offset)
+        progress(count)
+        offset += count
+        index, skipped = _advance(views, index, skipped + count)
+
+
+def _advance(views: list[memoryview], index: int, count: int) -> tuple[int, int]:
+    """Return the view that byte `count` from the start of `views[index]` falls into, and the byte's position there."""
+    while index < len(views) and count >= views[index].nbytes:
+        count -= views[index].nbytes
+        index += 1
+    return index, count

@@ -1,0 +1,97 @@
+"""A real manager process for tests, and ports that lead nowhere."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+from manager_process import ManagerProcess, free_port, start_manager
+
+from connectors.client import ManagerClient
+from connectors.results import MatchMode
+
+if TYPE_CHECKING:  # torch takes seconds to import, and most tests here do without
+    from reuse_cases import Connect, Stored
+
+    from connectors.transformers import KVReuse
+
+
+@pytest.fixture(scope="session")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
+    """One manager for all tests that leave it alive; each uses an instance of its own."""
+    running = start_manager(tmp_path_factory.mktemp("manager"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def new_manager(tmp_path: Path) -> Iterator[Callable[..., ManagerProcess]]:
+    """Start managers that the test may kill; whatever still runs is ended."""
+    started: list[ManagerProcess] = []
+
+    def start(ports: dict[str, int] | None = None) -> ManagerProcess:
+        started.append(start_manager(tmp_path / "manager", ports))
+        return started[-1]
+
+    yield start
+    for running in started:
+        if running.process.poll() is None:
+            running.stop()
+
+
+@pytest.fixture
+def instance_id() -> str:
+    """Return a name that no other test uses."""
+    return f"test-{uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """Return a port that refuses connections."""
+    return free_port()
+
+
+@pytest.fixture
+def black_hole() -> Iterator[int]:
+    """Return the port of a listener that accepts connections and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def connect(manager: ManagerProcess, instance_id: str) -> Iterator[Connect]:
+    """Connect models to the shared manager; all are closed at the end."""
+    from reuse_cases import BLOCK, MODEL, PATIENT
+
+    from connectors.transformers import KVReuse
+
+    opened: list[KVReuse] = []
+
+    def connect(model: Any = MODEL, address: str = manager.address, **arguments: Any) -> KVReuse:
+        arguments = {"block_tokens": BLOCK, "settings": PATIENT} | arguments
+        opened.append(KVReuse.connect(model, address, "default", instance_id, **arguments))
+        return opened[-1]
+
+    yield connect
+    for reuse in opened:
+        reuse.close()
+
+
+@pytest.fixture
+def stored(manager: ManagerProcess, instance_id: str) -> Iterator[Stored]:
+    """Read what is stored for the blocks of some tokens."""
+    from reuse_cases import read_block
+
+    with ManagerClient(manager.address, instance_id) as client:
+
+        def read(reuse: KVReuse, tokens: list[int]) -> list[bytes | None]:
+            locations = client.match(reuse.block_keys(tokens), MatchMode.BATCH, timeout_seconds=20).locations
+            return [None if location is None else read_block(location.uris["tp0"]) for location in locations]
+
+        yield read

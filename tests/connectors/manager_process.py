@@ -1,0 +1,89 @@
+"""A manager in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvcm.protocol import admin_service_pb2, admin_service_pb2_grpc
+
+_PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
+_START_SECONDS = 30.0
+
+
+def free_port() -> int:
+    """Return a loopback port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class ManagerProcess:
+    """A manager in a process of its own."""
+
+    data_dir: Path
+    ports: dict[str, int]
+    process: subprocess.Popen[bytes]
+
+    @property
+    def address(self) -> str:
+        """Where it serves engines."""
+        return f"127.0.0.1:{self.ports['rpc_port']}"
+
+    @property
+    def files(self) -> list[Path]:
+        """Files of KV in its storage."""
+        return sorted(path for path in (self.data_dir / "nfs").rglob("*") if path.is_file())
+
+    def kill(self) -> None:
+        """End it the hard way."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it the polite way, the hard way when it does not listen."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def start_manager(data_dir: Path, ports: dict[str, int] | None = None) -> ManagerProcess:
+    """Start a manager and wait until it is healthy."""
+    ports = ports or {name: free_port() for name in _PORTS}
+    command = [sys.executable, "-m", "kvcm", "serve", "--data-dir", str(data_dir)]
+    for name, port in ports.items():
+        command += ["-e", f"kvcm.service.{name}={port}"]
+    manager = ManagerProcess(
+        data_dir, ports, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    )
+    try:
+        _wait_until_healthy(manager)
+    except BaseException:
+        manager.kill()
+        raise
+    return manager
+
+
+def _wait_until_healthy(manager: ManagerProcess) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    with grpc.insecure_channel(f"127.0.0.1:{manager.ports['admin_rpc_port']}") as channel:
+        stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+        while True:
+            if manager.process.poll() is not None:
+                raise RuntimeError(f"the manager ended with exit code {manager.process.returncode}")
+            try:
+                if stub.CheckHealth(admin_service_pb2.CheckHealthRequest(), timeout=1, wait_for_ready=True).is_health:
+                    return
+            except grpc.RpcError:
+                if time.monotonic() > deadline:
+                    raise

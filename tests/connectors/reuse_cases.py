@@ -1,0 +1,82 @@
+"""A small model and what the tests of reuse do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from manager_process import ManagerProcess
+from transformers import Cache, LlamaConfig, LlamaForCausalLM
+
+from connectors.transformers import GenerationReport, KVReuse, ReuseSettings
+from kvcm.model.uri import LocationUri
+
+torch.set_num_threads(1)  # for a model this small, threads mostly wait for each other
+
+BLOCK = 16
+NEW = 24
+PATIENT = ReuseSettings(call_seconds=20.0, register_seconds=20.0)
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    """Return a small Llama whose answers depend on their context."""
+    values = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**values | changes)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.08)
+    return model.to(dtype)
+
+
+MODEL = make_model()
+
+
+def prompt(tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 256, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(input_ids: torch.Tensor, model: Any = MODEL, **arguments: Any) -> torch.Tensor:
+    """Generate without reuse."""
+    arguments = {"max_new_tokens": NEW, "do_sample": False} | arguments
+    output: torch.Tensor = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+    return output
+
+
+def run(reuse: KVReuse, input_ids: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, GenerationReport]:
+    output = reuse.generate(input_ids, **{"max_new_tokens": NEW, "do_sample": False} | arguments)
+    assert reuse.last_report is not None
+    return output, reuse.last_report
+
+
+Connect = Callable[..., KVReuse]
+Stored = Callable[[KVReuse, list[int]], list[bytes | None]]
+
+
+def read_block(uri: LocationUri) -> bytes:
+    return Path(uri.path).read_bytes()[uri.offset : uri.offset + uri.size]
+
+
+def files_of(manager: ManagerProcess, instance_id: str) -> list[Path]:
+    return [path for path in manager.files if f"/{instance_id}/" in str(path)]
+
+
+def block_bytes(cache: Cache, block: int) -> bytes:
+    """Return a block of a cache in the stored format, by plain indexing."""
+    tokens = slice(block * BLOCK, (block + 1) * BLOCK)
+    parts = [tensor[0, :, tokens] for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return torch.stack(parts).contiguous().numpy().tobytes()

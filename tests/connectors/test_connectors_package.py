@@ -1,0 +1,59 @@
+"""Rules of the house for `connectors`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import connectors
+
+ROOT = Path(connectors.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+# Modules that may need torch or transformers; all others work with the base install.
+NEEDS_TORCH = {"connectors.layout.tensors", "connectors.layout.staging", "connectors.layout.sequence"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_nothing_is_a_script(path: Path) -> None:
+    # A script inside connectors would have this folder first on its path and import our `transformers`.
+    text = path.read_text()
+    assert not text.startswith("#!")
+    assert not path.stat().st_mode & 0o111
+    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    assert "__name__" not in names or "__main__" not in text
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_only_protocol_and_model_of_ours_are_imported(path: Path) -> None:
+    imported = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    ours = {name for name in imported if name.split(".")[0] == "kvcm"}
+    assert all(name.startswith(("kvcm.protocol", "kvcm.model")) for name in ours), ours
+    assert "pickle" not in imported
+
+
+def test_the_base_install_is_enough_outside_of_engines() -> None:
+    modules = [module_name(path) for path in FILES]
+    plain = [name for name in modules if not name.startswith("connectors.transformers") and name not in NEEDS_TORCH]
+    program = f"""
+import importlib, sys
+for name in ("torch", "transformers", "uvloop", "structlog", "typer", "rich"):
+    sys.modules[name] = None
+for name in {plain!r}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,299 @@
+"""Files: every byte or a failure, and nothing outside the item's own range."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
+from kvcm.model.uri import LocationUri
+
+STORAGE = "nfs_01"
+DEADLINE = 30.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def mover(root: Path) -> Iterator[FileMover]:
+    mover = FileMover({STORAGE: str(root) + "/"})
+    yield mover
+    mover.close()
+
+
+def uri(path: Path | str, size: int, blkid: int | None = None) -> LocationUri:
+    return LocationUri("file", STORAGE, str(path), size, blkid)
+
+
+def cut(data: bytearray, lengths: Sequence[int]) -> list[memoryview]:
+    """Cut memory into consecutive pieces."""
+    view, position, pieces = memoryview(data), 0, []
+    for length in lengths:
+        pieces.append(view[position : position + length])
+        position += length
+    return pieces
+
+
+def failures(results: Sequence[TransferResult]) -> list[Failure | None]:
+    return [result.failure for result in results]
+
+
+lengths_of_pieces = st.lists(st.integers(0, 5000), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 0)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_round_trip_of_packed_blocks_with_any_iovecs(data: st.DataObject, mover: FileMover, root: Path) -> None:
+    lengths = data.draw(lengths_of_pieces)
+    size = sum(lengths)
+    slots = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
+    written = [bytearray(os.urandom(size)) for _ in slots]
+    path = root / "a" / data.draw(st.sampled_from(["one", "two"])) / f"{size}-{len(slots)}"
+    items = [
+        TransferItem(uri(path, size, slot), cut(block, lengths)) for slot, block in zip(slots, written, strict=True)
+    ]
+    assert all(result.ok and result.moved_bytes == size for result in mover.save(items, DEADLINE))
+    for slot, block in zip(slots, written, strict=True):
+        assert path.read_bytes()[slot * size : (slot + 1) * size] == block
+
+    other_lengths = data.draw(st.permutations(lengths))
+    read = [bytearray(size) for _ in slots]
+    items = [TransferItem(uri(path, size, s), cut(block, other_lengths)) for s, block in zip(slots, read, strict=True)]
+    assert all(result.ok for result in mover.load(items, DEADLINE))
+    assert read == written
+
+
+def test_neighbours_in_a_packed_file_are_left_alone(mover: FileMover, root: Path) -> None:
+    path = root / "packed"
+    before = os.urandom(5 * 100)
+    path.write_bytes(before)
+    assert mover.save([TransferItem(uri(path, 100, 2), [memoryview(b"x" * 100)])], DEADLINE)[0].ok
+    assert path.read_bytes() == before[:200] + b"x" * 100 + before[300:]
+
+
+def test_more_pieces_than_one_system_call_takes(mover: FileMover, root: Path) -> None:
+    lengths = [1 + index % 7 for index in range(3 * os.sysconf("SC_IOV_MAX"))]
+    data = bytearray(os.urandom(sum(lengths)))
+    target = uri(root / "many", len(data))
+    assert mover.save([TransferItem(target, cut(data, lengths))], DEADLINE)[0].ok
+    back = bytearray(len(data))
+    assert mover.load([TransferItem(target, cut(back, lengths[::-1]))], DEADLINE)[0].ok
+    assert back == data
+
+
+def test_many_files_keep_their_order(mover: FileMover, root: Path) -> None:
+    blocks = [bytearray([index]) * 50 for index in range(40)]
+    items = [TransferItem(uri(root / f"f{index % 13}", 50, index), [memoryview(b)]) for index, b in enumerate(blocks)]
+    assert all(result.ok for result in mover.save(items, DEADLINE))
+    read = [bytearray(50) for _ in blocks]
+    items = [TransferItem(item.uri, [memoryview(block)]) for item, block in zip(items, read, strict=True)]
+    assert all(result.ok for result in mover.load(items, DEADLINE))
+    assert read == blocks
+
+
+def test_missing_and_short_files_are_lost_and_the_others_load(mover: FileMover, root: Path) -> None:
+    (root / "whole").write_bytes(b"w" * 64)
+    (root / "short").write_bytes(b"s" * 100)
+    buffers = [bytearray(64) for _ in range(4)]
+    targets = [uri(root / "whole", 64), uri(root / "gone", 64), uri(root / "short", 64, 0), uri(root / "short", 64, 1)]
+    items = [TransferItem(target, [memoryview(buffer)]) for target, buffer in zip(targets, buffers, strict=True)]
+    results = mover.load(items, DEADLINE)
+    assert failures(results) == [None, Failure.LOST, None, Failure.LOST]
+    assert "ends at byte 100" in results[3].reason
+    assert not (root / "gone").exists()
+    assert buffers[0] == b"w" * 64
+
+
+def test_no_space_fails_only_what_did_not_fit(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mounted)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a tmpfs needs privileges")
+    mover = FileMover({STORAGE: str(mounted)}, threads=1)
+    try:
+        data = memoryview(bytearray(200_000))
+        results = mover.save([TransferItem(uri(mounted / name, 200_000), [data]) for name in ("a", "b")], DEADLINE)
+        assert failures(results) == [None, Failure.ERROR]
+        assert "No space left" in results[1].reason
+    finally:
+        mover.close()
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_refused_write_is_never_a_success(mover: FileMover, root: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        results = mover.save(
+            [TransferItem(uri(root / "big", 3000, slot), [memoryview(bytes(3000))]) for slot in (0, 1)], DEADLINE
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failures(results) == [None, Failure.ERROR]
+    assert results[1].moved_bytes == 4096 - 3000  # what the system took before it refused
+
+
+def test_paths_outside_the_root_are_refused(mover: FileMover, root: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 8)
+    (root / "link_file").symlink_to(secret)
+    (root / "link_dir").symlink_to(tmp_path)
+    (tmp_path / "store2").mkdir()
+    paths = [
+        "/etc/hostname",
+        f"{root}/../secret",
+        f"{root}/./x",
+        f"{root}//x",
+        f"{root}/",
+        f"{root}2/x",
+        f"{root}/link_file",
+        f"{root}/link_dir/secret",
+        f"{root}/a\0b",
+    ]
+    for move in (mover.load, mover.save):
+        results = move([TransferItem(uri(path, 8), [memoryview(bytearray(b"n" * 8))]) for path in paths], DEADLINE)
+        assert failures(results) == [Failure.REFUSED] * len(paths), [result.reason for result in results]
+    assert secret.read_bytes() == b"s" * 8
+    assert list((tmp_path / "store2").iterdir()) == []
+
+
+def test_percent_signs_are_literal(mover: FileMover, root: Path) -> None:
+    target = uri(root / "Qwen%2FQwen3" / "%2E%2E", 3)
+    assert mover.save([TransferItem(target, [memoryview(b"abc")])], DEADLINE)[0].ok
+    assert (root / "Qwen%2FQwen3" / "%2E%2E").read_bytes() == b"abc"
+
+
+def test_a_root_that_is_a_link_is_the_operators_business(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "alias").symlink_to(root)
+    mover = FileMover({STORAGE: str(tmp_path / "alias")})
+    assert mover.save([TransferItem(uri(tmp_path / "alias" / "f", 1), [memoryview(b"1")])], DEADLINE)[0].ok
+    mover.close()
+    assert (root / "f").read_bytes() == b"1"
+
+
+def test_a_pipe_in_the_storage_does_not_hang(mover: FileMover, root: Path) -> None:
+    os.mkfifo(root / "pipe")
+    buffer = [memoryview(bytearray(1))]
+    assert mover.load([TransferItem(uri(root / "pipe", 1), buffer)], DEADLINE)[0].failure is Failure.REFUSED
+    assert not mover.save([TransferItem(uri(root / "pipe", 1), buffer)], DEADLINE)[0].ok
+
+
+@pytest.mark.parametrize(
+    ("size", "buffers"),
+    [
+        (10, [memoryview(bytearray(9))]),
+        (10, [memoryview(bytearray(5)), memoryview(bytearray(6))]),
+        (10, []),
+        (0, []),
+        (10, [memoryview(bytearray(20))[::2]]),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(
+    mover: FileMover, root: Path, size: int, buffers: list[memoryview]
+) -> None:
+    (root / "f").write_bytes(b"f" * 10)
+    for move in (mover.load, mover.save):
+        result = move([TransferItem(uri(root / "f", size), buffers)], DEADLINE)[0]
+        assert (result.ok, result.failure) == (False, Failure.REFUSED)
+        assert result.reason
+    assert (root / "f").read_bytes() == b"f" * 10
+
+
+def test_memory_that_cannot_be_written_is_refused(mover: FileMover, root: Path) -> None:
+    (root / "f").write_bytes(b"f" * 10)
+    constant = bytes(10)
+    result = mover.load([TransferItem(uri(root / "f", 10), [memoryview(constant)])], DEADLINE)[0]
+    assert result.failure is Failure.REFUSED
+    assert constant == bytes(10)
+
+
+def test_absurd_offsets_are_refused(mover: FileMover, root: Path) -> None:
+    item = TransferItem(uri(root / "f", 8, 1 << 62), [memoryview(bytearray(8))])
+    assert mover.save([item], DEADLINE)[0].failure is Failure.REFUSED
+
+
+def test_new_files_are_private_whatever_the_umask(mover: FileMover, root: Path) -> None:
+    previous = os.umask(0)
+    try:
+        assert mover.save([TransferItem(uri(root / "d" / "f", 1), [memoryview(b"1")])], DEADLINE)[0].ok
+    finally:
+        os.umask(previous)
+    assert (root / "d" / "f").stat().st_mode & 0o777 == 0o600
+    assert (root / "d").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_missing_root_is_made_for_a_save_and_lost_for_a_load(tmp_path: Path) -> None:
+    root = tmp_path / "later" / "store"
+    mover = FileMover({STORAGE: str(root)})
+    item = TransferItem(uri(root / "f", 1), [memoryview(bytearray(b"1"))])
+    assert mover.load([item], DEADLINE)[0].failure is Failure.LOST
+    assert not root.exists()
+    assert mover.save([item], DEADLINE)[0].ok
+    assert mover.load([item], DEADLINE)[0].ok
+    mover.close()
+
+
+def test_nothing_is_begun_after_the_deadline(mover: FileMover, root: Path) -> None:
+    items = [TransferItem(uri(root / str(index), 1), [memoryview(b"1")]) for index in range(3)]
+    assert failures(mover.save(items, -1.0)) == [Failure.CANCELLED] * 3
+    assert list(root.iterdir()) == []
+
+
+def test_an_item_that_is_still_moving_at_the_deadline_is_pending(mover: FileMover, root: Path) -> None:
+    size = 1 << 29  # takes a second or so to read into fresh memory, and one system call
+    with (root / "big").open("wb") as file:
+        file.truncate(size)
+    memory = memoryview(bytearray(size))
+    result = mover.load([TransferItem(uri(root / "big", size), [memory])], 0.001)[0]
+    assert result.failure in {Failure.PENDING, Failure.CANCELLED}
+    assert not result.ok
+    mover.close()
+
+
+def test_a_closed_mover_moves_nothing(root: Path) -> None:
+    mover = FileMover({STORAGE: str(root)})
+    mover.close()
+    result = mover.save([TransferItem(uri(root / "f", 1), [memoryview(b"1")])], DEADLINE)[0]
+    assert result.failure is Failure.CANCELLED
+
+
+@pytest.mark.parametrize("bad", ["", "/", "//", "relative/path", "/nul\0"])
+def test_roots_must_be_absolute(bad: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="root_path"):
+        FileMover({STORAGE: bad})
+
+
+def test_engine_routes_counts_and_refuses(root: Path) -> None:
+    storages = [
+        StorageConfig(STORAGE, NfsStorageSpec(f"{root}/", 8)),
+        StorageConfig("mc", MooncakeStorageSpec()),
+    ]
+    engine = TransferEngine.for_storages(storages)
+    data = memoryview(bytearray(b"12345678"))
+    items = [
+        TransferItem(uri(root / "f", 8), [data]),
+        TransferItem(LocationUri("mooncake", "mc", "/", 8, key="k"), [data]),
+        TransferItem(LocationUri("file", "other", f"{root}/g", 8), [data]),
+    ]
+    assert failures(engine.save(items, DEADLINE)) == [None, Failure.REFUSED, Failure.REFUSED]
+    assert failures(engine.load(items[:1], DEADLINE)) == [None]
+    assert engine.load([], DEADLINE) == []
+    counters = engine.counters
+    assert (counters.saved_items, counters.saved_bytes, counters.failed_items) == (1, 8, 2)
+    assert (counters.loaded_items, counters.loaded_bytes) == (1, 8)
+    engine.close()

@@ -1,0 +1,246 @@
+"""Whatever fails, refuses or is missing: reuse costs time at most, and the tokens stay the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manager_process import ManagerProcess
+from reuse_cases import (
+    BLOCK,
+    MODEL,
+    Connect,
+    files_of,
+    make_model,
+    plain,
+    prompt,
+    run,
+)
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
+from connectors.client import ManagerClient
+from connectors.results import RegistrationState
+from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
+from connectors.transfer.mover import Failure, not_moved
+from connectors.transformers import KVReuse, ReuseSettings
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.storages import StorageConfig
+
+
+@pytest.mark.parametrize("damage", ["remove", "truncate"])
+def test_blocks_that_are_gone_are_computed_and_stored_again(
+    connect: Connect, manager: ManagerProcess, instance_id: str, damage: str
+) -> None:
+    reuse, ids = connect(), prompt(300)
+    expected, report = run(reuse, ids)
+    assert report.blocks_saved == 20
+    uri = _file_of_block(reuse, manager, instance_id, ids, 9)
+    if damage == "remove":
+        uri.unlink()
+    else:
+        uri.write_bytes(uri.read_bytes()[:100])
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.matched_tokens, report.loaded_tokens) == (288, 128)  # files hold eight blocks
+    assert report.reason.startswith("block 8: ")
+    assert report.blocks_saved == 8
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.reason) == (288, "")
+
+
+def _file_of_block(reuse: KVReuse, manager: ManagerProcess, instance_id: str, ids: torch.Tensor, block: int) -> Path:
+    with ManagerClient(manager.address, instance_id) as client:
+        location = client.match(reuse.block_keys(ids[0].tolist())).locations[block]
+        assert location is not None
+        return Path(location.uris["tp0"].path)
+
+
+def test_a_storage_that_gives_nothing_is_not_blamed(
+    connect: Connect, manager: ManagerProcess, instance_id: str
+) -> None:
+    """When every file is missing, the storage may just not be mounted here: nobody's blocks are removed."""
+    reuse, ids = connect(), prompt(100)
+    expected, _ = run(reuse, ids)
+    hidden = [(path, path.with_name(f"{path.name}-hidden")) for path in files_of(manager, instance_id)]
+    for path, elsewhere in hidden:
+        path.rename(elsewhere)
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
+    for path, elsewhere in hidden:
+        elsewhere.rename(path)
+    assert run(reuse, ids)[1].loaded_tokens == 96
+
+
+def test_a_storage_that_takes_nothing_costs_only_the_saving(
+    connect: Connect, manager: ManagerProcess, instance_id: str
+) -> None:
+    reuse, ids = connect(), prompt(100)
+    run(reuse, prompt(20, seed=8))
+    (directory,) = {path.parents[1] for path in files_of(manager, instance_id)}
+    directory.rename(directory.with_name("elsewhere"))
+    directory.write_bytes(b"in the way")
+    before = reuse.counters["start_write"].ok
+    output, report = run(reuse, ids)
+    assert torch.equal(output, plain(ids))
+    assert report.blocks_saved == 0
+    assert report.reason
+    assert reuse.counters["start_write"].ok == before + 1  # blocks behind a failure are not even begun
+    directory.unlink()
+    directory.with_name("elsewhere").rename(directory)
+    output, report = run(reuse, ids)  # the session was aborted, so the blocks can be written at once
+    assert report.blocks_saved == 7
+
+
+class LateStorage:
+    """A storage that is busy with everything behind the third block, and changes that memory later."""
+
+    def __init__(self, mover: FileMover) -> None:
+        self._mover = mover
+        self.late: list[memoryview] = []
+
+    def load(self, items: list[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        self.late += [buffer for item in items[3:] for buffer in item.buffers]
+        pending = not_moved(Failure.PENDING, "the deadline passed while the storage was busy with the item")
+        return self._mover.load(items[:3], deadline_seconds) + [pending] * len(items[3:])
+
+    def save(self, items: list[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        return self._mover.save(items, deadline_seconds)
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def scribble(self) -> None:
+        for buffer in self.late:
+            buffer[:] = b"\x7f" * len(buffer)
+
+
+def test_memory_that_a_late_load_may_change_is_not_used(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(100)
+    expected, _ = run(connect(), ids)
+    storages: list[LateStorage] = []
+
+    def make(configs: list[StorageConfig], threads: int | None) -> LateStorage:
+        storages.append(LateStorage(FileMover.for_storages(configs, threads)))
+        return storages[-1]
+
+    monkeypatch.setitem(MOVERS, "file", make)
+    reuse = connect()
+
+    # The late reads arrive when the prefill begins.
+    handle = MODEL.register_forward_pre_hook(lambda *_: storages[0].scribble())
+    try:
+        output, report = run(reuse, ids)
+    finally:
+        handle.remove()
+    assert storages[0].late
+    assert report.loaded_tokens == 3 * BLOCK
+    assert torch.equal(output, expected)
+
+
+def test_a_model_with_other_weights_is_refused_and_computes(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    ids = prompt(100)
+    run(connect(), ids)
+    for other in (make_model(seed=1), make_model(rms_norm_eps=1e-5), make_model(dtype=torch.bfloat16)):
+        caplog.clear()
+        with caplog.at_level(logging.ERROR):
+            reuse = connect(other)
+        assert reuse.registration.state is RegistrationState.REFUSED
+        assert len(caplog.records) == 1
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids, other))
+        assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
+        assert "not registered" in report.reason
+    assert connect(block_tokens=32).registration.state is RegistrationState.REFUSED
+    assert connect(make_model()).registration.ok
+
+
+def test_settings_that_leave_kv_alone_may_differ(connect: Connect) -> None:
+    run(connect(), prompt(40))
+    assert connect(make_model(eos_token_id=7, use_cache=False)).registration.ok
+
+
+def test_the_manager_may_die_between_turns_and_come_back(
+    new_manager: Callable[..., ManagerProcess], connect: Connect
+) -> None:
+    manager = new_manager()
+    reuse = connect(address=manager.address, settings=ReuseSettings(call_seconds=1.0))
+    ids = prompt(100)
+    run(reuse, ids)
+    manager.kill()
+    for _ in range(4):
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids))
+        assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
+        assert report.reason
+    manager = new_manager(manager.ports)  # when its metadata is gone, registering again is ours to do
+    for _ in range(200):  # the breaker lets a probe through after a while
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids))
+        if report.blocks_saved or report.loaded_tokens:
+            break
+    else:
+        pytest.fail(f"the manager is back and is not used: {report.reason}")
+    assert run(reuse, ids)[1].loaded_tokens == 96
+
+
+def test_the_manager_may_be_absent_at_the_start(
+    new_manager: Callable[..., ManagerProcess], connect: Connect, closed_port: int, black_hole: int
+) -> None:
+    ids = prompt(100)
+    for port in (closed_port, black_hole):
+        reuse = connect(address=f"127.0.0.1:{port}", settings=ReuseSettings(call_seconds=0.2, register_seconds=0.2))
+        assert reuse.registration.state is RegistrationState.UNREACHABLE
+        for _ in range(3):
+            output, report = run(reuse, ids)
+            assert torch.equal(output, plain(ids))
+            assert report.load_seconds < 3.0
+    # The first of these addresses begins to serve.
+    reuse = connect(address=f"127.0.0.1:{closed_port}", settings=ReuseSettings(call_seconds=1.0, register_seconds=0.2))
+    manager = new_manager()
+    manager.stop()
+    new_manager(manager.ports | {"rpc_port": closed_port})
+    for _ in range(200):
+        if run(reuse, ids)[1].blocks_saved:
+            break
+    else:
+        pytest.fail("the manager is there and is not used")
+    assert run(reuse, ids)[1].loaded_tokens == 96
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": prompt(20).repeat(2, 1)}, r"input_ids has shape \(2, 20\)"),
+        ({"input_ids": prompt(20)[0]}, r"input_ids has shape \(20,\)"),
+        ({"attention_mask": torch.tensor([[0] + [1] * 19])}, "attention_mask"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences is 2"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size"),
+        ({"use_cache": False}, "use_cache"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted"),
+    ],
+)
+def test_what_cannot_be_reused_is_refused_clearly(connect: Connect, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        connect().generate(**{"input_ids": prompt(20), "max_new_tokens": 2} | arguments)
+
+
+def test_sliding_windows_are_refused() -> None:
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    with pytest.raises(InvalidArgumentError, match="DynamicSlidingWindowLayer"):
+        KVReuse.connect(MistralForCausalLM(config), "127.0.0.1:1", "default", "i")
