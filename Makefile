@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports unit proto bench-smoke acceptance-manager clean
+.PHONY: setup run test demo check lint types imports unit proto smoke acceptance-manager clean
 
 setup: $(VENV)/.dev
 
@@ -48,14 +48,18 @@ demo: setup
 proto: setup
 	$(BIN)/python proto/generate.py
 
-# Full figures, committed under benchmarks/results/.
+# Full figures, committed under benchmarks/results/, and the documents that show them.
 acceptance-manager: setup
 	$(BIN)/python benchmarks/match.py --json benchmarks/results/match.json
-	$(BIN)/python docs/examples/demo/run.py --json benchmarks/results/demo.json
+	$(BIN)/python benchmarks/reuse.py --json benchmarks/results/reuse.json
+	$(BIN)/python benchmarks/readme.py
 
-# Every benchmark runs and writes its JSON; figures of so short a run mean little.
-bench-smoke: setup
-	$(BIN)/python benchmarks/match.py --quick --json $(or $(TMPDIR),/tmp)/kvcm-match.json
+# The demo, and every benchmark once: figures of so short a run mean little, so misses are shown and do not count.
+smoke: setup
+	mkdir -p build
+	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
+	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
+	$(BIN)/python benchmarks/match.py --quick --json build/match.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

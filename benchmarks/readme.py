@@ -40,9 +40,27 @@ def cpu_table(rows: Rows) -> list[str]:
     ]
 
 
+def turns_table(rows: Rows) -> list[str]:
+    """Turns of benchmarks/reuse.py."""
+    header = ["| turn | alone | with the manager | ratio |", "|---|---|---|---|"]
+    return header + [
+        f"| {row['case']} | {row['baseline']:.2f} s | {row['value']:.2f} s | {row['ratio']:.2f} |"
+        for row in rows
+        if row["metric"] == "time to first token"
+    ]
+
+
+def checks_table(rows: Rows) -> list[str]:
+    """Checks of benchmarks/reuse.py."""
+    header = ["| check | wanted |", "|---|---|"]
+    return header + [f"| {row['case']} | {row['target']} |" for row in rows if row["metric"] == "holds"]
+
+
 TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "match", "match.json", match_table),
     ("README.md", "cpu", "match.json", cpu_table),
+    ("docs/demo.md", "turns", "reuse.json", turns_table),
+    ("docs/demo.md", "checks", "reuse.json", checks_table),
 ]
 
 
