@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def test_a_taken_user_name_keeps_its_role(api: Api) -> None:
     fields = {"user_name": user, "password": "q", "role": "ROLE_ADMIN"}
     assert api.refused("AdminService.AddAccount", **fields).code == "DUPLICATE_ENTITY"
     assert _accounts(api)[user] == "ROLE_USER"
+
+
+def test_of_many_who_add_the_same_account_at_once_one_succeeds(server: ManagerProcess) -> None:
+    user = unique("user")
+
+    def add(transport: str) -> int:
+        with server.api(transport) as api:
+            return int(api.call("AdminService.AddAccount", user_name=user, password="p").header.status.code)
+
+    with ThreadPoolExecutor(6) as pool:
+        codes = sorted(pool.map(add, ["grpc", "http"] * 3))
+    assert codes == [admin.OK, *[admin.DUPLICATE_ENTITY] * 5]
 
 
 @pytest.fixture(scope="module")

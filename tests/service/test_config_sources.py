@@ -157,7 +157,7 @@ def test_a_store_of_a_later_release_is_refused_without_telling_its_password(load
 
 
 def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, load: Loader) -> None:
-    with pytest.raises(ConfigError, match="missing.conf"):
+    with pytest.raises(ConfigError, match=r"missing\.conf"):
         load_settings(tmp_path / "missing.conf", (), {}, load.warnings.append)
     assert "kvcm.conf" in load.refusal(b"\xff\xfe")
 
@@ -165,3 +165,8 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, lo
 def test_allowed_roots_are_absolute_paths_separated_by_commas(load: Loader) -> None:
     assert load("kvcm.storage.allowed_roots=/a, /b/c").allowed_roots == (Path("/a"), Path("/b/c"))
     assert load().allowed_roots is None
+
+
+def test_settings_that_only_the_original_uses_are_named_as_without_effect(load: Loader) -> None:
+    assert load().without_effect() == []
+    assert load("kvcm.service.io_thread_num=4").without_effect() == ["kvcm.service.io_thread_num"]

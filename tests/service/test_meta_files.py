@@ -12,7 +12,7 @@ from test_transport_drivers import eventually
 from test_transport_sites import Site, mask, specs
 
 SIZE = 8192
-DELAY_MS = 400
+DELAY_MS = 300
 
 
 class Slot(NamedTuple):
@@ -76,15 +76,22 @@ class Files:
     def lease(self, keys: list[int], lease_ms: int = 60_000) -> str:
         """Match blocks with a read lease; returns its id."""
         query = {"instance_id": self.instance, "block_keys": keys, "query_type": "QT_PREFIX_MATCH"}
+        begin = time.time()
         answer = self.site.api.ok("GetCacheLocation", read_lease_ms=lease_ms, **query)
         assert len(answer.locations) == len(keys)
-        assert 0 <= answer.read_lease_deadline_ms / 1000 - time.time() <= lease_ms / 1000
+        assert begin + lease_ms / 1000 - 0.01 < answer.read_lease_deadline_ms / 1000 <= time.time() + lease_ms / 1000
         return str(answer.read_lease_id)
 
 
 @pytest.fixture
 def files(site: Site, tmp_path: Path) -> Files:
     return Files(site, tmp_path, 1)
+
+
+@pytest.fixture
+def quick(site: Site, tmp_path: Path) -> Files:
+    """Files that are deleted at once, unless something holds them."""
+    return Files(site, tmp_path, 1, delay_ms=0)
 
 
 @pytest.fixture
@@ -183,6 +190,31 @@ def test_bytes_on_a_disabled_storage_are_still_deleted(files: Files) -> None:
     eventually(lambda: not slot.path.exists())
 
 
+def _readd(files: Files, keys_per_file: int) -> dict[str, Any]:
+    spec = {"root_path": f"{files.root}/", "key_count_per_file": keys_per_file}
+    return {"global_unique_name": files.storage, "nfs": spec}
+
+
+def test_a_packed_file_goes_with_its_last_block_also_after_an_update_of_its_storage(packed: Files) -> None:
+    first, second = packed.write([1, 2])
+    packed.site.api.ok("AdminService.UpdateStorage", storage=_readd(packed, 2))
+    packed.remove(1)
+    eventually(lambda: first.read() == {0})
+    assert second.read() == {2}
+    packed.remove(2)
+    eventually(lambda: not first.path.exists())
+
+
+def test_a_packed_file_goes_with_its_last_block_also_after_its_storage_was_removed_and_added(packed: Files) -> None:
+    first, second = packed.write([1, 2])
+    packed.site.api.ok("AdminService.RemoveStorage", storage_unique_name=packed.storage)
+    packed.site.api.ok("AdminService.AddStorage", storage=_readd(packed, 4))
+    assert packed.site.hits(packed.instance, [1, 2]) == [1, 2]
+    packed.remove(1, 2)
+    eventually(lambda: second.read() in ({0}, set()))
+    eventually(lambda: not first.path.exists(), seconds=2)
+
+
 # ── Read leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -195,65 +227,83 @@ def test_a_read_lease_keeps_the_file_beyond_the_delay(files: Files) -> None:
     assert files.site.hits(files.instance, [1]) == []
 
 
-def test_a_leased_file_goes_soon_after_the_lease_is_released(files: Files) -> None:
-    leased, free = files.write([1, 2])
-    lease = files.lease([1])
-    files.remove(1, 2)
+def test_a_leased_file_goes_soon_after_the_lease_is_released(quick: Files) -> None:
+    leased, free = quick.write([1, 2])
+    lease = quick.lease([1])
+    quick.remove(1, 2)
     eventually(lambda: not free.path.exists())
-    files.site.api.ok("LeaseService.ReleaseReadLease", instance_id=files.instance, read_lease_id=lease)
+    quick.site.api.ok("LeaseService.ReleaseReadLease", instance_id=quick.instance, read_lease_id=lease)
     eventually(lambda: not leased.path.exists(), seconds=3)
 
 
-def test_a_leased_file_goes_when_the_lease_ends_by_itself(files: Files) -> None:
-    (leased,) = files.write([1])
-    files.lease([1], 900)
+def test_a_leased_file_goes_when_the_lease_ends_by_itself(quick: Files) -> None:
+    (leased,) = quick.write([1])
+    quick.lease([1], 900)
     begin = time.monotonic()
-    files.remove(1)
+    quick.remove(1)
     eventually(lambda: not leased.path.exists())
     assert time.monotonic() - begin > 0.7
 
 
-def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(files: Files) -> None:
-    renewed, free = files.write([1, 2])
-    lease = files.lease([1], 800)
-    files.lease([2], 1200)
-    fields = {"instance_id": files.instance, "read_lease_id": lease}
-    answer = files.site.api.ok("LeaseService.RenewReadLease", read_lease_ms=60_000, **fields)
+def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(quick: Files) -> None:
+    renewed, free = quick.write([1, 2])
+    lease = quick.lease([1], 600)
+    quick.lease([2], 900)
+    fields = {"instance_id": quick.instance, "read_lease_id": lease}
+    answer = quick.site.api.ok("LeaseService.RenewReadLease", read_lease_ms=60_000, **fields)
     assert 55 < answer.read_lease_deadline_ms / 1000 - time.time() <= 60
-    files.remove(1, 2)
+    quick.remove(1, 2)
     eventually(lambda: not free.path.exists())
     assert renewed.read() == {1}
 
 
-def test_the_file_stays_until_the_last_of_its_leases_is_over(files: Files) -> None:
-    (leased,) = files.write([1])
-    files.lease([1], 900)
-    released = files.lease([1], 800)
-    files.site.api.ok("LeaseService.ReleaseReadLease", instance_id=files.instance, read_lease_id=released)
+def test_a_lease_can_be_shortened(quick: Files) -> None:
+    (leased,) = quick.write([1])
+    fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1])}
+    quick.site.api.ok("LeaseService.RenewReadLease", read_lease_ms=1, **fields)
+    quick.remove(1)
+    eventually(lambda: not leased.path.exists())
+    assert quick.site.api.refused("LeaseService.RenewReadLease", read_lease_ms=1, **fields).code == "INVALID_ARGUMENT"
+
+
+def test_releasing_a_lease_that_has_just_ended_is_no_error(quick: Files) -> None:
+    quick.write([1])
+    for _ in range(20):
+        fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1], 1)}
+        end = time.time() + 0.001
+        eventually(lambda end=end: time.time() > end)
+        quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+
+
+def test_the_file_stays_until_the_last_of_its_leases_is_over(quick: Files) -> None:
+    (leased,) = quick.write([1])
+    quick.lease([1], 900)
+    released = quick.lease([1], 800)
+    quick.site.api.ok("LeaseService.ReleaseReadLease", instance_id=quick.instance, read_lease_id=released)
     begin = time.monotonic()
-    files.remove(1)
+    quick.remove(1)
     eventually(lambda: not leased.path.exists())
     assert time.monotonic() - begin > 0.7
 
 
-def test_a_match_without_hits_or_without_the_wish_has_no_lease(files: Files) -> None:
-    files.write([1])
-    query = {"instance_id": files.instance, "query_type": "QT_PREFIX_MATCH"}
+def test_a_match_without_hits_or_without_the_wish_has_no_lease(quick: Files) -> None:
+    quick.write([1])
+    query = {"instance_id": quick.instance, "query_type": "QT_PREFIX_MATCH"}
     for more in ({"block_keys": [404], "read_lease_ms": 1000}, {"block_keys": [1]}):
-        answer = files.site.api.ok("GetCacheLocation", **query, **more)
+        answer = quick.site.api.ok("GetCacheLocation", **query, **more)
         assert (answer.read_lease_id, answer.read_lease_deadline_ms) == ("", 0)
 
 
-def test_releasing_a_lease_twice_is_no_error_as_its_contract_says(files: Files) -> None:
-    files.write([1])
-    fields = {"instance_id": files.instance, "read_lease_id": files.lease([1])}
-    files.site.api.ok("LeaseService.ReleaseReadLease", **fields)
-    files.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+def test_releasing_a_lease_twice_is_no_error_as_its_contract_says(quick: Files) -> None:
+    quick.write([1])
+    fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1])}
+    quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+    quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
 
 
-def test_a_released_lease_cannot_be_renewed(files: Files) -> None:
-    files.write([1])
-    fields = {"instance_id": files.instance, "read_lease_id": files.lease([1])}
-    files.site.api.ok("LeaseService.ReleaseReadLease", **fields)
-    code, message = files.site.api.refused("LeaseService.RenewReadLease", read_lease_ms=1000, **fields)
+def test_a_released_lease_cannot_be_renewed(quick: Files) -> None:
+    quick.write([1])
+    fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1])}
+    quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
+    code, message = quick.site.api.refused("LeaseService.RenewReadLease", read_lease_ms=1000, **fields)
     assert (code, "read_lease_id" in message) == ("INVALID_ARGUMENT", True)

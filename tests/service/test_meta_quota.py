@@ -88,6 +88,15 @@ def test_max_key_count_is_per_instance(site: Site) -> None:
         assert len(site.write(site.instance(group), [1])) == 1
 
 
+def test_a_changed_key_limit_does_not_reach_existing_instances(site: Site) -> None:
+    storage = site.storage()
+    group = site.group(storage, max_keys=2)
+    instance = site.instance(group)
+    site.update_group(group, storage, max_keys=1)
+    assert len(site.write(instance, [1, 2])) == 2
+    assert len(site.write(site.instance(group), [1, 2])) == 1
+
+
 def test_failed_blocks_give_their_space_back_invariant_4(site: Site) -> None:
     instance = site.instance(site.group(capacity=2 * BLOCK))
     site.finish(instance, site.start(instance, [1, 2]), mask(0))

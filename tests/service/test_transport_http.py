@@ -100,6 +100,18 @@ def test_a_body_that_is_not_the_message_is_400_with_an_empty_object(driver: Http
     assert "content-type" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    "body",
+    ['{"sw_size":"\\r\\nSet-Cookie: a"}', '{"ü\u2028\\r\\nx":1,"ü\u2028\\r\\nx":2}', '{"block_keys":[0,"x"]}'],
+)
+def test_the_reason_of_a_400_is_one_printable_header(driver: HttpDriver, body: str) -> None:
+    answer = post(driver.data, "/api/getCacheLocation", body.encode())
+    assert (answer.status, answer.body, "set-cookie" in answer.headers) == (400, b"{}", False)
+    assert answer.headers["x-kvcm-error"].isprintable()
+    if "block_keys" in body:
+        assert "block_keys[1]" in answer.headers["x-kvcm-error"]
+
+
 def test_a_message_of_only_defaults_is_an_empty_object(driver: HttpDriver) -> None:
     assert _json(driver, "checkHealth", "{}", admin=True)["header"]["status"]["code"] == "OK"
 
