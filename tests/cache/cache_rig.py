@@ -1,0 +1,164 @@
+"""A CacheManager on memory and dummy storages, with time and ids injected."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.model.groups import (
+    CacheConfig,
+    CachePreferStrategy,
+    CacheReclaimStrategy,
+    InstanceGroup,
+    InstanceGroupQuota,
+    MetaIndexerConfig,
+    QuotaConfig,
+)
+from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.masks import BlockMask
+from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
+from kvcm.protocol import meta_service_pb2
+from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.registry.registry import Registry
+from kvcm.storage.directory import OPENERS, StorageDirectory
+from kvcm.storage.dummy import DummyStorage
+
+SPECS = {"tp0": 10, "tp1": 10}
+
+
+@dataclass
+class FakeClock:
+    time: float = 1_000_000.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@dataclass
+class TableView:
+    """Storages as a table of speed ranks; what is not listed is unavailable."""
+
+    ranks: dict[str, int] = field(default_factory=dict)
+    types: dict[str, StorageType] = field(default_factory=dict)
+    generation: int = 0
+
+    def rank(self, storage: str) -> int | None:
+        return self.ranks.get(storage)
+
+    def type_of(self, storage: str) -> StorageType | None:
+        return self.types.get(storage)
+
+    def backend(self, storage: str) -> None:
+        raise NotImplementedError
+
+
+def group(
+    *,
+    storages: Sequence[str] = ("slow", "slow2"),
+    capacity: int = 1 << 40,
+    quotas: dict[StorageType, int] | None = None,
+    strategy: CachePreferStrategy = CachePreferStrategy.CPS_PREFER_3FS,
+    delay_ms: int = 2000,
+    max_key_count: int = 0,
+) -> InstanceGroup:
+    return InstanceGroup(
+        "group",
+        tuple(storages),
+        quota=InstanceGroupQuota(capacity, tuple(QuotaConfig(t, limit) for t, limit in (quotas or {}).items())),
+        cache_config=CacheConfig(
+            CacheReclaimStrategy(delay_before_delete_ms=delay_ms), strategy, MetaIndexerConfig(max_key_count)
+        ),
+    )
+
+
+def instance(specs: dict[str, int] | None = None, groups: dict[str, tuple[str, ...]] | None = None) -> Instance:
+    return Instance(
+        "",
+        "group",
+        "i",
+        16,
+        tuple(LocationSpecInfo(name, size) for name, size in (specs or SPECS).items()),
+        ModelDeployment("m", "bf16"),
+        tuple(LocationSpecGroup(name, names) for name, names in (groups or {}).items()),
+    )
+
+
+def location(
+    storage: str,
+    specs: Sequence[str] = ("tp0", "tp1"),
+    status: LocationStatus = LocationStatus.SERVING,
+    storage_type: StorageType = StorageType.ST_DUMMY,
+    location_id: str = "l",
+) -> Location:
+    chunk = encode_chunk(
+        storage_type, len(specs), [SpecUri(n, f"dummy://{storage}/{location_id}?size=1") for n in specs]
+    )
+    return Location(location_id, storage, storage_type, status, tuple(specs), chunk, 10 * len(specs), 0.0)
+
+
+class Rig:
+    """The manager and everything around it."""
+
+    def __init__(self, configured: InstanceGroup, registered: Instance) -> None:
+        self.clock = FakeClock()
+        self.storages = StorageDirectory("cluster")
+        self.registry = Registry(self.storages)
+        self.executor = DeletionExecutor(self.storages, self.clock)
+        ids = iter(range(1, 1 << 30))
+        self.manager = CacheManager(
+            self.registry, self.storages, self.executor, self.clock, lambda length: f"{next(ids):0{length}x}"
+        )
+        self.executor.hold_while(self.manager.held_until)
+        for name in ("slow", "slow2"):
+            self.registry.storages.add(StorageConfig(name, DummyStorageSpec()))
+        self.registry.storages.add(StorageConfig("pool", TairMemPoolStorageSpec(domain="d")))
+        self.registry.groups.create(configured)
+        self.manager.register_instance(registered)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.time += seconds
+
+    def enable(self, storage: str, enabled: bool) -> None:
+        self.registry.storages.set_enabled(storage, enabled=enabled)
+
+    async def start(self, keys: Sequence[int], **fields: object) -> StartedWrite:
+        return await self.manager.start_write("i", WriteRequest(keys, **fields))  # type: ignore[arg-type]
+
+    async def store(self, keys: Sequence[int], **fields: object) -> StartedWrite:
+        """Write blocks and finish them."""
+        started = await self.start(keys, **fields)
+        await self.manager.finish_write("i", started.session.id, BlockMask(offset=len(started.chunks)))
+        return started
+
+    async def record(self, key: int) -> BlockRecord | None:
+        (record,) = await self.manager.cache("i").index.get([key])
+        return record
+
+    async def statuses(self, keys: Sequence[int]) -> list[list[str]]:
+        records = await self.manager.cache("i").index.get(keys)
+        return [[place.status.name for place in record.locations] if record else [] for record in records]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.manager.group_usage_bytes("group").values())
+
+
+@contextmanager
+def opened(configured: InstanceGroup | None = None, registered: Instance | None = None) -> Iterator[Rig]:
+    """A rig whose storage `pool`, of a kind this release cannot open, stands in with dummy addresses."""
+    stand_in = {StorageType.ST_TAIRMEMPOOL: lambda config, _: DummyStorage(config.global_unique_name, "/p/", 1)}
+    with patch.dict(OPENERS, stand_in):
+        rig = Rig(configured or group(), registered or instance())
+        try:
+            yield rig
+        finally:
+            rig.storages.close_all()
+
+
+def uris(chunks: Sequence[bytes]) -> list[dict[str, str]]:
+    """Per location its uris by spec, read as a client does."""
+    answer = meta_service_pb2.GetCacheLocationResponse.FromString(b"".join(chunks))
+    return [{spec.name: spec.uri for spec in each.location_specs} for each in answer.locations]

@@ -1,0 +1,185 @@
+"""What a StartWriteCache writes and masks (decision 17)."""
+
+from collections.abc import Sequence
+
+import pytest
+from cache_rig import TableView, group, location
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcm.cache.selection import Candidate
+from kvcm.cache.usage import Room
+from kvcm.cache.write_plan import Planner, WritePlan, missing_specs, plan_write
+from kvcm.model.instances import LocationSpecInfo
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.storages import StorageType
+
+WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, LocationStatus.DELETING
+DUMMY, POOL = StorageType.ST_DUMMY, StorageType.ST_TAIRMEMPOOL
+VIEW = TableView({"a": 1, "b": 1})
+INFOS = tuple(LocationSpecInfo(name, 10) for name in ("tp0", "tp1"))
+TP0, TP1 = ("tp0",), ("tp1",)
+BOTH = ("tp0", "tp1")
+
+
+def missing(*locations: Location, replicas: int = 1) -> tuple[str, ...]:
+    record = BlockRecord(None, 0, locations) if locations else None
+    return tuple(info.name for info in missing_specs(record, INFOS, VIEW, replicas))
+
+
+@pytest.mark.parametrize(
+    ("locations", "replicas", "lacking"),
+    [
+        ([], 1, BOTH),
+        ([location("a")], 1, ()),
+        ([location("a", status=WRITING)], 1, ()),
+        ([location("a", status=DELETING)], 1, BOTH),
+        # Only available storages count.
+        ([location("off")], 1, BOTH),
+        ([location("off", status=WRITING)], 1, BOTH),
+        ([location("off"), location("b")], 1, ()),
+        # Spec by spec, from several locations together.
+        ([location("a", TP0)], 1, TP1),
+        ([location("a", TP0), location("b", TP1)], 1, ()),
+        ([location("a", TP0), location("b", TP1, WRITING)], 1, ()),
+        ([location("a", TP0), location("off", TP1)], 1, TP1),
+        # Replicas; a spec being written is masked whatever their number.
+        ([location("a")], 2, BOTH),
+        ([location("a"), location("b")], 2, ()),
+        ([location("a"), location("b", TP0)], 2, TP1),
+        ([location("a", status=WRITING)], 3, ()),
+        ([location("a"), location("b", TP1, WRITING)], 2, TP0),
+        ([location("a"), location("off")], 2, BOTH),
+    ],
+)
+def test_missing_specs(locations: list[Location], replicas: int, lacking: tuple[str, ...]) -> None:
+    assert missing(*locations, replicas=replicas) == lacking
+
+
+def test_specs_that_nobody_asks_for_do_not_matter() -> None:
+    record = BlockRecord(None, 0, (location("a", TP0),))
+    assert missing_specs(record, INFOS[:1], VIEW, 1) == ()
+    assert missing_specs(None, (), VIEW, 1) == ()
+
+
+def plan(
+    keys: Sequence[int],
+    records: dict[int, BlockRecord] | None = None,
+    *,
+    capacity: int = 1 << 30,
+    quotas: dict[StorageType, int] | None = None,
+    used: dict[StorageType, int] | None = None,
+    free_keys: int = 100,
+    head: tuple[int | None, int] = (None, 0),
+    wanted: Sequence[tuple[LocationSpecInfo, ...]] | None = None,
+) -> WritePlan:
+    found = [(records or {}).get(key) for key in keys]
+    asked = wanted or [INFOS] * len(keys)
+    lacking = [missing_specs(record, specs, VIEW, 1) for record, specs in zip(found, asked, strict=True)]
+    room = Room(group(capacity=capacity, quotas=quotas), used or {})
+    planner = Planner([Candidate("a", DUMMY), Candidate("b", POOL)], room, free_keys, 100)
+    return plan_write(planner, keys, lacking, found, head)
+
+
+def test_new_blocks_are_written_in_order_with_parents_and_depths() -> None:
+    blocks = plan([7, 8, 9]).blocks
+    assert [(b.position, b.key, b.parent, b.depth) for b in blocks] == [(0, 7, None, 0), (1, 8, 7, 1), (2, 9, 8, 2)]
+    assert [(b.candidate.storage, b.size_bytes, b.specs) for b in blocks] == [("a", 20, INFOS)] * 3
+
+
+def test_a_chain_goes_on_behind_its_parent() -> None:
+    blocks = plan([7, 8], head=(5, 3)).blocks
+    assert [(b.parent, b.depth) for b in blocks] == [(5, 3), (7, 4)]
+
+
+def test_depth_follows_what_is_known() -> None:
+    """A masked block keeps its recorded depth, and what follows counts on from there."""
+    blocks = plan([7, 8, 9], {8: BlockRecord(7, 11, (location("a"),))}).blocks
+    assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (9, 8, 12)]
+
+
+def test_a_key_repeated_in_one_request_is_masked_at_its_later_positions() -> None:
+    assert [b.position for b in plan([7, 7, 8, 7, 8]).blocks] == [0, 2]
+
+
+def test_what_follows_a_repeated_key_hangs_on_its_first_position() -> None:
+    blocks = plan([7, 8, 7, 9]).blocks
+    assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (8, 7, 1), (9, 7, 1)]
+
+
+def test_a_repeated_key_is_masked_with_another_spec_group_too() -> None:
+    first = plan([7, 7], wanted=[INFOS[:1], INFOS])
+    assert [(b.position, b.specs) for b in first.blocks] == [(0, INFOS[:1])]
+
+
+def test_missing_specs_go_to_the_type_of_the_others() -> None:
+    records = {7: BlockRecord(None, 0, (location("b", TP0, storage_type=POOL),))}
+    assert [(b.key, b.candidate.storage, b.specs) for b in plan([7, 8], records).blocks] == [
+        (7, "b", INFOS[1:]),
+        (8, "a", INFOS),
+    ]
+
+
+def test_missing_specs_go_elsewhere_when_that_type_is_full() -> None:
+    records = {7: BlockRecord(None, 0, (location("b", TP0, storage_type=POOL),))}
+    (block,) = plan([7], records, quotas={POOL: 0}).blocks
+    assert block.candidate.storage == "a"
+
+
+def test_a_full_type_makes_way_for_the_next_candidate() -> None:
+    assert [b.candidate.storage for b in plan([1, 2, 3], quotas={DUMMY: 45}).blocks] == ["a", "a", "b"]
+
+
+def test_the_suffix_of_a_refused_block_is_refused_too() -> None:
+    """The third would fit on its own, being smaller."""
+    result = plan([1, 2, 3], capacity=45, wanted=[INFOS, (*INFOS, LocationSpecInfo("big", 90)), INFOS[:1]])
+    assert [b.key for b in result.blocks] == [1]
+    assert result.refused == 2
+    assert "45 bytes" in result.refusal
+
+
+def test_masked_blocks_behind_a_refused_one_are_not_refused() -> None:
+    result = plan([1, 2, 3], {3: BlockRecord(2, 2, (location("a"),))}, capacity=20)
+    assert ([b.key for b in result.blocks], result.refused) == ([1], 1)
+
+
+def test_the_key_limit_refuses_new_blocks_only() -> None:
+    known = {1: BlockRecord(None, 0, (location("a", TP0),)), 2: BlockRecord(1, 1, (location("a", TP0),))}
+    result = plan([1, 2, 3, 4], known, free_keys=1)
+    assert ([b.key for b in result.blocks], result.refused) == ([1, 2, 3], 1)
+    assert "max_key_count of 100" in result.refusal
+
+
+def test_nothing_to_write_is_never_refused() -> None:
+    result = plan([1], {1: BlockRecord(None, 0, (location("a"),))}, capacity=0, free_keys=0)
+    assert result == WritePlan([], 0, "")
+    assert plan([], capacity=0) == WritePlan([], 0, "")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    keys=st.lists(st.integers(0, 6), max_size=10),
+    known=st.sets(st.integers(0, 6)),
+    capacity=st.integers(0, 200),
+    quota=st.integers(0, 200),
+    used=st.integers(0, 60),
+    free_keys=st.integers(0, 7),
+)
+def test_a_plan_is_a_prefix_that_fits(
+    keys: list[int], known: set[int], capacity: int, quota: int, used: int, free_keys: int
+) -> None:
+    records = {key: BlockRecord(None, 0, (location("a"),)) for key in known}
+    limits = {"capacity": capacity, "quotas": {DUMMY: quota}, "used": {DUMMY: used}, "free_keys": free_keys}
+    result = plan(keys, records, **limits)  # type: ignore[arg-type]
+    wanted = [key for key in dict.fromkeys(keys) if key not in known]
+    planned = [block.key for block in result.blocks]
+    assert planned == wanted[: len(planned)]
+    assert result.refused == len(wanted) - len(planned)
+    assert bool(result.refusal) == bool(result.refused)
+    assert [keys.index(block.key) for block in result.blocks] == [block.position for block in result.blocks]
+    on_dummy = sum(block.size_bytes for block in result.blocks if block.candidate.storage_type is DUMMY)
+    total = used + sum(block.size_bytes for block in result.blocks)
+    assert not planned or (total <= capacity and len(planned) <= free_keys)
+    assert on_dummy == 0 or used + on_dummy <= quota
+    if result.refused:
+        assert total + 20 > capacity or len(planned) == free_keys

@@ -1,0 +1,78 @@
+"""The hand-written encoding of locations is that of protobuf."""
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvcm.model.locations import DecodedLocation, SpecUri, decode_chunk, encode_chunk, retag
+from kvcm.model.storages import StorageType
+from kvcm.protocol import meta_service_pb2 as meta
+
+FIXED = settings(max_examples=200, deadline=None, derandomize=True)
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from(["", "a" * 127, "a" * 128, "鍵" * 43, "u" * 16384, "\x00"]),
+)
+SPECS = st.lists(st.builds(SpecUri, TEXTS, TEXTS), max_size=5)
+TYPES = st.sampled_from(list(StorageType))
+SIZES = st.one_of(st.integers(0, 300), st.just(2**31 - 1))
+
+REPEATED_LOCATIONS: list[FieldDescriptor] = [
+    field
+    for message in meta.DESCRIPTOR.message_types_by_name.values()
+    for field in message.fields
+    if field.message_type is meta.CacheLocation.DESCRIPTOR and field.is_repeated
+]
+
+
+def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> meta.CacheLocation:
+    messages = [meta.LocationSpec(name=name, uri=uri) for name, uri in specs]
+    return meta.CacheLocation(type=int(storage_type), spec_size=spec_size, location_specs=messages)
+
+
+@FIXED
+@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
+@example(storage_type=StorageType.ST_UNSPECIFIED, spec_size=0, specs=[])
+def test_a_chunk_is_what_protobuf_writes(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
+    answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
+    assert encode_chunk(storage_type, spec_size, specs) == answer.SerializeToString()
+
+
+@FIXED
+@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
+def test_decoding_gives_back_what_was_encoded(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
+    decoded = decode_chunk(encode_chunk(storage_type, spec_size, iter(specs)))
+    assert decoded == DecodedLocation(storage_type, spec_size, tuple(specs))
+    assert isinstance(decoded.storage_type, StorageType)
+
+
+@FIXED
+@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
+def test_decoding_reads_what_protobuf_wrote(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
+    answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
+    assert decode_chunk(answer.SerializeToString()) == DecodedLocation(storage_type, spec_size, tuple(specs))
+
+
+@FIXED
+@given(chunks=st.lists(st.tuples(TYPES, SIZES, SPECS), max_size=5))
+def test_joined_chunks_are_an_answer(chunks: list[tuple[StorageType, int, list[SpecUri]]]) -> None:
+    answer = meta.GetCacheLocationResponse.FromString(b"".join(encode_chunk(*chunk) for chunk in chunks))
+    assert list(answer.locations) == [location(*chunk) for chunk in chunks]
+
+
+def test_several_answers_carry_locations() -> None:
+    assert len(REPEATED_LOCATIONS) >= 3
+
+
+@pytest.mark.parametrize("field", REPEATED_LOCATIONS, ids=lambda field: field.containing_type.name)
+@FIXED
+@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
+def test_retag_moves_a_chunk_to_the_field_of_another_answer(
+    field: FieldDescriptor, storage_type: StorageType, spec_size: int, specs: list[SpecUri]
+) -> None:
+    answer = GetMessageClass(field.containing_type)(**{field.name: [location(storage_type, spec_size, specs)]})
+    chunk = encode_chunk(storage_type, spec_size, specs)
+    assert retag(chunk, field.number) == answer.SerializeToString()
+    assert decode_chunk(retag(chunk, field.number)) == decode_chunk(chunk)

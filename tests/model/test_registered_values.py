@@ -1,0 +1,154 @@
+"""Values of what is registered: instances, groups, storages."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcm.model.groups import CachePreferStrategy, InstanceGroupQuota, QuotaConfig
+from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, LocationSpecKind, ModelDeployment
+from kvcm.model.storages import (
+    DummyStorageSpec,
+    LocalStorageSpec,
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    StorageType,
+    TairMemPoolStorageSpec,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
+from kvcm.protocol import admin_service_pb2, meta_service_pb2
+
+FULL, LINEAR, UNKNOWN = (
+    LocationSpecKind.LSK_FULL_ATTENTION,
+    LocationSpecKind.LSK_LINEAR_ATTENTION,
+    LocationSpecKind.LSK_UNSPECIFIED,
+)
+
+
+def instance(specs: dict[str, LocationSpecKind], groups: dict[str, tuple[str, ...]] | None = None) -> Instance:
+    return Instance(
+        "quota",
+        "group",
+        "i",
+        16,
+        tuple(LocationSpecInfo(name, 64, kind) for name, kind in specs.items()),
+        ModelDeployment("m", "bf16", user_data="first"),
+        tuple(LocationSpecGroup(name, names) for name, names in (groups or {}).items()),
+    )
+
+
+BASE = instance({"a": UNKNOWN, "b": UNKNOWN}, {"g": ("a",)})
+
+
+def test_a_registration_does_not_differ_from_itself() -> None:
+    assert BASE.difference(BASE) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("instance_group_name", {"instance_group_name": "other"}),
+        ("block_size", {"block_size": 17}),
+        ("location_spec_infos", {"location_spec_infos": tuple(reversed(BASE.location_spec_infos))}),
+        ("location_spec_infos", {"location_spec_infos": BASE.location_spec_infos[:1]}),
+        ("location_spec_infos", {"location_spec_infos": (LocationSpecInfo("a", 65), BASE.location_spec_infos[1])}),
+        (
+            "location_spec_infos",
+            {"location_spec_infos": (LocationSpecInfo("a", 64, FULL), BASE.location_spec_infos[1])},
+        ),
+        ("location_spec_groups", {"location_spec_groups": ()}),
+        ("location_spec_groups", {"location_spec_groups": (LocationSpecGroup("g", ("b",)),)}),
+        ("model_deployment", {"model_deployment": replace(BASE.model_deployment, tp_size=2)}),
+        ("model_deployment", {"model_deployment": replace(BASE.model_deployment, lora_name="l", user_data="x")}),
+    ],
+)
+def test_a_difference_is_named(field: str, change: dict[str, Any]) -> None:
+    assert BASE.difference(replace(BASE, **change)) == field
+    assert replace(BASE, **change).difference(BASE) == field
+
+
+def test_user_data_and_the_quota_group_are_no_difference() -> None:
+    deployment = replace(BASE.model_deployment, user_data="second")
+    assert BASE.difference(replace(BASE, model_deployment=deployment, quota_group_name="elsewhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "groups", "linear"),
+    [
+        ({"a": UNKNOWN, "b": UNKNOWN}, {}, set()),
+        ({"a": FULL, "b": LINEAR}, {}, {"b"}),
+        ({"a": FULL, "b": FULL}, {}, set()),
+        # Declared ones win over what the groups suggest.
+        ({"a": UNKNOWN, "b": UNKNOWN, "c": LINEAR}, {"x": ("a",), "y": ("a", "b")}, {"c"}),
+        # Undeclared: what some group lacks.
+        ({"kv": UNKNOWN, "state": UNKNOWN}, {"light": ("kv",), "full": ("kv", "state")}, {"state"}),
+        ({"kv": UNKNOWN, "state": UNKNOWN}, {"light": ("kv",)}, {"state"}),
+        ({"kv": UNKNOWN, "state": UNKNOWN}, {"full": ("kv", "state")}, set()),
+        ({"a": UNKNOWN, "b": UNKNOWN, "c": UNKNOWN}, {"x": ("a", "b"), "y": ("a", "c")}, {"b", "c"}),
+        # Disjoint groups say nothing.
+        ({"a": UNKNOWN, "b": UNKNOWN}, {"x": ("a",), "y": ("b",)}, set()),
+    ],
+)
+def test_linear_specs(specs: dict[str, LocationSpecKind], groups: dict[str, tuple[str, ...]], linear: set[str]) -> None:
+    assert instance(specs, groups).linear_spec_names == linear
+
+
+@pytest.mark.parametrize(
+    ("strategy", "preferred", "exclusive"),
+    [
+        (CachePreferStrategy.CPS_UNSPECIFIED, None, False),
+        (CachePreferStrategy.CPS_ALWAYS_3FS, StorageType.ST_3FS, True),
+        (CachePreferStrategy.CPS_PREFER_3FS, StorageType.ST_3FS, False),
+        (CachePreferStrategy.CPS_ALWAYS_MOONCAKE, StorageType.ST_MOONCAKE, True),
+        (CachePreferStrategy.CPS_PREFER_MOONCAKE, StorageType.ST_MOONCAKE, False),
+        (CachePreferStrategy.CPS_ALWAYS_TAIR_MEMPOOL, StorageType.ST_TAIRMEMPOOL, True),
+        (CachePreferStrategy.CPS_PREFER_TAIR_MEMPOOL, StorageType.ST_TAIRMEMPOOL, False),
+        (CachePreferStrategy.CPS_ALWAYS_VCNS_3FS, StorageType.ST_VCNS_3FS, True),
+        (CachePreferStrategy.CPS_PREFER_VCNS_3FS, StorageType.ST_VCNS_3FS, False),
+    ],
+)
+def test_strategies_name_a_type(strategy: CachePreferStrategy, preferred: StorageType | None, exclusive: bool) -> None:
+    assert (strategy.preferred_type, strategy.is_exclusive) == (preferred, exclusive)
+    assert admin_service_pb2.CachePreferStrategy.Value(strategy.name) == strategy
+
+
+def test_every_strategy_is_tested_above() -> None:
+    assert len(CachePreferStrategy) == 9
+
+
+def test_a_quota_of_a_type_that_is_not_listed_is_none() -> None:
+    quota = InstanceGroupQuota(10, (QuotaConfig(StorageType.ST_NFS, 5), QuotaConfig(StorageType.ST_3FS, 0)))
+    assert [quota.capacity_of(t) for t in (StorageType.ST_NFS, StorageType.ST_3FS, StorageType.ST_DUMMY)] == [
+        5,
+        0,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("storage_type", StorageType)
+def test_kinds_and_numbers_of_storage_types(storage_type: StorageType) -> None:
+    assert StorageType.of_kind(storage_type.kind) is storage_type
+    assert meta_service_pb2.StorageType.Value(storage_type.name) == storage_type
+
+
+def test_an_unknown_kind_is_a_key_error() -> None:
+    with pytest.raises(KeyError):
+        StorageType.of_kind("nfs")
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (LocalStorageSpec(), "unspecified"),
+        (ThreeFSStorageSpec(), "hf3fs"),
+        (VcnsThreeFSStorageSpec(), "vcns_hf3fs"),
+        (MooncakeStorageSpec(), "mooncake"),
+        (TairMemPoolStorageSpec(), "pace"),
+        (NfsStorageSpec(), "file"),
+        (DummyStorageSpec(), "dummy"),
+    ],
+)
+def test_the_spec_decides_the_type(spec: Any, kind: str) -> None:
+    assert StorageConfig("s", spec).storage_type.kind == kind

@@ -1,0 +1,181 @@
+"""Requests that are cut off while the store is at work: a client hangs up, the store fails, the store takes too long.
+
+Whatever happens to one request, a session ends exactly once and each of its blocks is serving or gone afterwards
+(invariant 3), quotas hold, and what was marked for deletion is deleted. Every test cuts at many moments in turn.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_manager_over_slow_store import SlowWorld
+
+from kvcm.cache.sessions import WriteRequest
+from kvcm.index.backends.backend import Change
+from kvcm.model.errors import CapacityError, KvcmError, StorageIOError
+from kvcm.model.groups import InstanceGroupQuota
+from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.storages import StorageType
+
+KEYS = (1, 2, 3, 4, 5, 6)
+TURNS = range(1, 20)
+"""After how many turns of the loop a call is cut off; some are after its end."""
+
+
+@contextmanager
+def slow_world(turns: int = 0) -> Iterator[SlowWorld]:
+    world = SlowWorld(seed=turns, capacity=10_000)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+async def cut_off(awaitable: Awaitable[Any], turns: int) -> None:
+    """Cancel a call after so many turns of the loop, and wait for its end."""
+    task = asyncio.ensure_future(awaitable)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def statuses_at_rest(world: SlowWorld) -> set[str]:
+    records = await world.come_to_rest()
+    return {place.status.name for record in records for place in record.locations}
+
+
+async def test_invariant_3_a_start_that_is_cut_off_leaves_nothing_writing() -> None:
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            await cut_off(world.manager.start_write("i", WriteRequest(KEYS)), turns)
+            assert await statuses_at_rest(world) == set(), turns
+
+
+async def test_invariant_3_a_finish_that_is_cut_off_leaves_nothing_writing() -> None:
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            started = await world.manager.start_write("i", WriteRequest(KEYS))
+            await cut_off(world.manager.finish_write("i", started.session.id, BlockMask(offset=3)), turns)
+            assert await statuses_at_rest(world) <= {"SERVING"}, turns
+
+
+async def test_invariant_3_a_client_that_hangs_up_does_not_lose_the_sessions_of_others() -> None:
+    """Overdue sessions are rolled back inside the next start; that client may be gone before it is done."""
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            for keys in ((1, 2), (3, 4), (5, 6)):
+                await world.manager.start_write("i", WriteRequest(keys, timeout_seconds=1))
+            world.clock.advance(2)
+            await cut_off(world.manager.start_write("i", WriteRequest((9,))), turns)
+            assert await statuses_at_rest(world) == set(), turns
+
+
+async def test_a_removal_that_is_cut_off_is_deleted_all_the_same() -> None:
+    """A record that is marked as deleting and known to no executor would count as usage for ever."""
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            started = await world.manager.start_write("i", WriteRequest(KEYS))
+            await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
+            await cut_off(world.manager.remove("i", KEYS, NO_MASK), turns)
+            assert await statuses_at_rest(world) <= {"SERVING"}, turns
+
+
+class StoreFailure:
+    """Makes the store refuse one write."""
+
+    def __init__(self, write_many: Callable[[Sequence[Change]], Awaitable[None]]) -> None:
+        self._write_many = write_many
+        self._failed = False
+
+    async def __call__(self, changes: Sequence[Change]) -> None:
+        if not self._failed:
+            self._failed = True
+            raise StorageIOError("the store is gone for a moment")
+        await self._write_many(changes)
+
+
+def break_store_once(world: SlowWorld) -> None:
+    world.backend.inner.write_many = StoreFailure(world.backend.inner.write_many)  # type: ignore[method-assign]
+
+
+async def test_invariant_3_a_finish_that_the_store_refuses_leaves_nothing_writing() -> None:
+    with slow_world() as world:
+        started = await world.manager.start_write("i", WriteRequest(KEYS))
+        break_store_once(world)
+        with pytest.raises(StorageIOError):
+            await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
+        assert await statuses_at_rest(world) <= {"SERVING"}
+
+
+async def test_invariant_3_an_expiry_that_the_store_refuses_leaves_nothing_writing() -> None:
+    with slow_world() as world:
+        await world.manager.start_write("i", WriteRequest(KEYS))
+        break_store_once(world)
+        world.clock.advance(100)
+        with pytest.raises(StorageIOError):
+            await world.manager.expire()
+        assert await statuses_at_rest(world) == set()
+
+
+async def test_deletions_go_on_after_the_store_refused_one() -> None:
+    """Nothing that was submitted is forgotten, whether bytes or metadata could not be deleted."""
+    with slow_world() as world:
+        started = await world.manager.start_write("i", WriteRequest(KEYS))
+        await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
+        await world.manager.remove("i", KEYS, NO_MASK)
+        break_store_once(world)
+        world.clock.advance(10)
+        await asyncio.gather(world.executor.run_due(), return_exceptions=True)
+        assert await statuses_at_rest(world) == set()
+
+
+async def test_writers_with_parents_never_exceed_the_quota_together() -> None:
+    """Usage promises that writes which overlap can never exceed a limit together."""
+    with slow_world() as world:
+        group = world.registry.groups.get("group")
+        capacity = 40  # two blocks
+        world.registry.groups.update(replace(group, quota=InstanceGroupQuota(capacity), version=1), current_version=0)
+        starts = [
+            world.manager.start_write("i", WriteRequest((key, key + 1), parent_key=key - 1)) for key in (10, 20, 30)
+        ]
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        assert world.stored_bytes <= capacity
+        assert [type(o) for o in outcomes if isinstance(o, BaseException)] == [CapacityError] * 2
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_invariant_3_a_start_that_outlives_its_session_leaves_nothing_writing(hangs_up: bool) -> None:
+    """The store hangs until the session is overdue; its blocks must not come to life after its end."""
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            task = asyncio.create_task(world.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=1)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            world.clock.advance(2)
+            expiry = asyncio.create_task(world.manager.expire())
+            await asyncio.sleep(0)
+            if hangs_up:
+                task.cancel()
+            (outcome, _) = await asyncio.gather(task, expiry, return_exceptions=True)
+            assert not isinstance(outcome, Exception) or isinstance(outcome, KvcmError)
+            assert await statuses_at_rest(world) == set(), turns
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_invariant_4_an_instance_removed_during_a_start_leaves_no_usage(hangs_up: bool) -> None:
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            task = asyncio.create_task(world.manager.start_write("i", WriteRequest(KEYS)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            removal = asyncio.create_task(world.manager.remove_instance("i"))
+            await asyncio.sleep(0)
+            if hangs_up:
+                task.cancel()
+            await asyncio.gather(task, removal, return_exceptions=True)
+            assert await statuses_at_rest(world) == set(), turns
+            assert world.manager.group_usage_bytes("group")[StorageType.ST_DUMMY] == 0, turns

@@ -1,0 +1,212 @@
+"""The open storages of a manager: opened, replaced, enabled, disabled, closed."""
+
+from pathlib import Path
+
+import pytest
+
+from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError, UnsupportedError
+from kvcm.model.storages import (
+    DummyStorageSpec,
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    StorageType,
+    TairMemPoolStorageSpec,
+    ThreeFSStorageSpec,
+)
+from kvcm.model.uri import LocationUri
+from kvcm.storage.backend import Allocation, Part
+from kvcm.storage.directory import OPENERS, StorageDirectory
+from kvcm.storage.dummy import DummyStorage
+
+DUMMY = StorageConfig("d", DummyStorageSpec())
+
+
+def file_config(root: Path, name: str = "f", keys_per_file: int = 1) -> StorageConfig:
+    return StorageConfig(name, NfsStorageSpec(str(root), keys_per_file))
+
+
+@pytest.fixture
+def directory() -> StorageDirectory:
+    return StorageDirectory("cluster")
+
+
+def test_an_open_storage_is_known_and_available(directory: StorageDirectory) -> None:
+    directory.open(DUMMY)
+    assert directory.rank("d") is not None
+    assert directory.type_of("d") is StorageType.ST_DUMMY
+    assert directory.backend("d") is not None
+
+
+def test_what_is_not_open_is_unknown(directory: StorageDirectory) -> None:
+    assert (directory.rank("x"), directory.type_of("x"), directory.backend("x")) == (None, None, None)
+
+
+def test_a_disabled_storage_is_open_and_not_available(directory: StorageDirectory) -> None:
+    """Deletions go on while reads and writes stop."""
+    directory.open(DUMMY)
+    directory.set_enabled("d", enabled=False)
+    assert directory.rank("d") is None
+    assert directory.type_of("d") is StorageType.ST_DUMMY
+    assert directory.backend("d") is not None
+    directory.set_enabled("d", enabled=True)
+    assert directory.rank("d") is not None
+
+
+def test_a_storage_that_is_configured_as_unavailable_opens_disabled(directory: StorageDirectory) -> None:
+    directory.open(StorageConfig("d", DummyStorageSpec(), is_available=False))
+    assert directory.rank("d") is None
+    assert directory.backend("d") is not None
+
+
+def test_every_change_is_a_new_generation(directory: StorageDirectory) -> None:
+    """Whoever keeps ready answers throws them away at each."""
+    generations = [directory.generation]
+    for change in (
+        lambda: directory.open(DUMMY),
+        lambda: directory.set_enabled("d", enabled=False),
+        lambda: directory.set_enabled("d", enabled=True),
+        lambda: directory.open(DUMMY),
+        lambda: directory.close("d"),
+        lambda: directory.open(DUMMY),
+        directory.close_all,
+    ):
+        change()
+        generations.append(directory.generation)
+    assert generations == sorted(set(generations))
+
+
+def test_closing_forgets(directory: StorageDirectory) -> None:
+    directory.open(DUMMY)
+    directory.close("d")
+    assert (directory.rank("d"), directory.type_of("d"), directory.backend("d")) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [MooncakeStorageSpec("h", "m", "tcp", "", "e"), ThreeFSStorageSpec("c", "/m", "r"), TairMemPoolStorageSpec("d")],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_a_type_without_an_opener_is_refused_with_what_there_is(
+    directory: StorageDirectory, spec: MooncakeStorageSpec
+) -> None:
+    config = StorageConfig("s", spec)
+    with pytest.raises(UnsupportedError, match=f"{config.storage_type.kind}.*dummy.*file"):
+        directory.open(config)
+    assert directory.backend("s") is None
+
+
+@pytest.mark.parametrize("faster", range(4))
+def test_faster_media_have_lower_ranks(
+    directory: StorageDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, faster: int
+) -> None:
+    for storage_type in (StorageType.ST_TAIRMEMPOOL, StorageType.ST_MOONCAKE, StorageType.ST_3FS):
+        monkeypatch.setitem(OPENERS, storage_type, lambda config, _: DummyStorage(config.global_unique_name, "/", 1))
+    configs = [
+        StorageConfig("pool", TairMemPoolStorageSpec(domain="d")),
+        StorageConfig("mc", MooncakeStorageSpec()),
+        StorageConfig("fs", ThreeFSStorageSpec()),
+        file_config(tmp_path, "nfs"),
+    ]
+    for config in configs:
+        directory.open(config)
+    ranks = [directory.rank(config.global_unique_name) or 0 for config in configs]
+    assert all(ranks[faster] < slower for slower in ranks[faster + 1 :])
+
+
+# Replacing.
+
+
+async def test_a_replacement_knows_what_the_old_one_knew(directory: StorageDirectory, tmp_path: Path) -> None:
+    directory.open(file_config(tmp_path / "old", keys_per_file=8))
+    old = directory.backend("f")
+    assert old is not None
+    uris = old.allocate(Allocation("i", "aa", [Part("kv", key, 8) for key in range(2)]))
+    path = Path(LocationUri.parse(uris[0]).path)
+    directory.open(file_config(tmp_path / "new", keys_per_file=8))
+    new = directory.backend("f")
+    assert new is not None
+    assert new is not old
+    write_file(path)
+    assert await new.delete(uris[:1]) == [None]
+    assert exists(path)
+    assert await new.delete(uris[1:]) == [None]
+    assert not exists(path)
+
+
+def write_file(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * 16)
+
+
+def exists(path: Path) -> bool:
+    return path.exists()
+
+
+def test_a_replacement_that_cannot_be_opened_changes_nothing(directory: StorageDirectory, tmp_path: Path) -> None:
+    directory.open(file_config(tmp_path / "old"))
+    before = (directory.backend("f"), directory.rank("f"), directory.generation)
+    for bad in ("relative/path", "/proc/nowhere/at/all"):
+        with pytest.raises(KvcmError):
+            directory.open(file_config(Path(bad)))
+    assert (directory.backend("f"), directory.rank("f"), directory.generation) == before
+
+
+# Roots.
+
+
+@pytest.mark.parametrize("inside", ["", "a", "a/b"])
+def test_roots_inside_the_allowed_ones_open(tmp_path: Path, inside: str) -> None:
+    directory = StorageDirectory("c", [tmp_path / "elsewhere", tmp_path / "ok"])
+    directory.open(file_config(tmp_path / "ok" / inside))
+    assert (tmp_path / "ok" / inside).is_dir()
+
+
+@pytest.mark.parametrize("outside", ["", "okay", "ok/../secret", "link/x"])
+def test_roots_outside_the_allowed_ones_are_refused(tmp_path: Path, outside: str) -> None:
+    """Also those that only look as if they were inside."""
+    (tmp_path / "ok").mkdir()
+    (tmp_path / "ok" / "way-out").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    directory = StorageDirectory("c", [tmp_path / "ok"])
+    for root in (tmp_path / outside, tmp_path / "ok" / "way-out" / "secret"):
+        with pytest.raises(InvalidArgumentError, match="outside the allowed roots"):
+            directory.open(file_config(root))
+        assert not root.is_dir() or root == tmp_path
+    directory.open(DUMMY)
+
+
+def test_no_allowed_root_allows_no_file_storage(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="allowed_roots"):
+        StorageDirectory("c", []).open(file_config(tmp_path))
+
+
+# What a `file` storage opens.
+
+
+@pytest.mark.parametrize("root", ["", ".", "nfs", "./nfs", "~/nfs"])
+def test_a_root_must_be_absolute(directory: StorageDirectory, root: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="absolute"):
+        directory.open(StorageConfig("f", NfsStorageSpec(root)))
+
+
+@pytest.mark.parametrize("character", ["?", "#", "\n", "\x00"])
+def test_a_root_must_fit_into_a_uri(directory: StorageDirectory, tmp_path: Path, character: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="root_path"):
+        directory.open(StorageConfig("f", NfsStorageSpec(f"{tmp_path}/a{character}b")))
+
+
+def test_a_root_that_is_a_file_is_refused(directory: StorageDirectory, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StorageIOError, match="root_path"):
+            directory.open(file_config(root))
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "//"])
+def test_slashes_at_the_end_of_a_root_do_not_matter(directory: StorageDirectory, tmp_path: Path, suffix: str) -> None:
+    directory.open(StorageConfig("f", NfsStorageSpec(f"{tmp_path}/r{suffix}")))
+    backend = directory.backend("f")
+    assert backend is not None
+    (uri,) = backend.allocate(Allocation("i", "aa", [Part("kv", 1, 8)]))
+    assert uri == f"file://f{tmp_path}/r/cluster/i/kv/1.aa?size=8"
