@@ -105,7 +105,7 @@ class Manager:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.storages.close_all)
             servers = await self._bind(stack)
-            endpoint = servers.endpoint(self.leadership.node_id, self._settings.host)
+            endpoint = servers.endpoint(self.leadership.node_id, self._settings.bind_address)
             duties = (("keep_time", self._keep_time), ("deletions", self.deletions.run))
             stack.push_async_callback(_cancel, [asyncio.create_task(_keep_running(*duty)) for duty in duties])
             self.leadership.tick()
@@ -152,7 +152,7 @@ class _Servers:
     """The listeners of a manager. The admin plane shares the data plane's gRPC port unless it has its own."""
 
     def __init__(self, settings: Settings) -> None:
-        host, body = settings.host, settings.max_body_bytes
+        host, body = settings.bind_address, settings.max_body_bytes
         self._rpc = GrpcServer(host, settings.rpc_port, body)
         shared = settings.admin_rpc_port in {0, settings.rpc_port}
         self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, body)

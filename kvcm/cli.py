@@ -68,7 +68,7 @@ def serve(
         typer.Option("--data-dir", help="Directory for the cluster id and, below nfs/, the built-in file storage."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other hosts although nobody is authenticated.")
+        bool, typer.Option("--insecure", help="Serve on all addresses although nobody is authenticated.")
     ] = False,
     daemon: Annotated[
         bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")
@@ -79,28 +79,33 @@ def serve(
     Settings take effect in this order, later ones win: defaults, the config file, -e, environment variables of the same
     dotted name. Ports: kvcm.service.rpc_port (6381), http_port (6382), admin_rpc_port (6491), admin_http_port (6492).
     """
-    if daemon:
-        _detach()
-        return
-    overrides = list(env or ())
-    if data_dir is not None:
-        overrides.append(f"kvcm.data_dir={data_dir.absolute()}")
-    if insecure:
-        overrides.append("kvcm.service.insecure=true")
+    # The first of a key wins: what has an option of its own goes before -e.
+    options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
+    options += ["kvcm.service.insecure=true"] if insecure else []
     configure_logs(LEVELS["INFO"])
     log = structlog.get_logger("kvcm")
     if log_config_file is not None:
         log.warning("ignored", option="--log_config_file", reason="logs go to stderr; set kvcm.logger.log_level")
     try:
-        settings = load_settings(config_file, overrides, os.environ, lambda text: log.warning("settings", reason=text))
-        configure_logs(LEVELS[settings.log_level_name])
-        log.info("settings", **_changed(settings))
-        for key in settings.without_effect():
-            log.warning("settings", reason=f"{key} has no effect in this release")
-        uvloop.run(Manager(settings).serve())
+        settings = load_settings(
+            config_file, [*options, *(env or ())], os.environ, lambda text: log.warning("settings", reason=text)
+        )
+        if daemon:
+            _detach()
+        else:
+            _run(settings)
     except (ConfigError, KvcmError) as error:
         typer.echo(f"kvcm: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _run(settings: Settings) -> None:
+    configure_logs(LEVELS[settings.log_level_name])
+    log = structlog.get_logger("kvcm")
+    log.info("settings", **_changed(settings))
+    for key in settings.without_effect():
+        log.warning("settings", reason=f"{key} has no effect in this release")
+    uvloop.run(Manager(settings).serve())
 
 
 def _changed(settings: Settings) -> dict[str, str]:

@@ -101,7 +101,7 @@ class Settings:
     admin_http_port: int = _setting("kvcm.service.admin_http_port", 6492, _PORT)
     io_thread_num: int = _setting("kvcm.service.io_thread_num", 0, _COUNT)
     enable_debug_service: bool = _setting("kvcm.service.enable_debug_service", False, lambda value: value == "true")
-    host: str = _setting("kvcm.service.host", "127.0.0.1")
+    host: str = _setting("kvcm.service.host", "")
     insecure: bool = _setting("kvcm.service.insecure", False, _flag)
     require_leader: bool = _setting("kvcm.service.require_leader", False, _flag)
     log_level: int = _setting("kvcm.logger.log_level", 0, _log_level)
@@ -125,9 +125,14 @@ class Settings:
         return {2: "ERROR", 3: "WARN", 5: "DEBUG"}.get(self.log_level, "INFO")
 
     @property
+    def bind_address(self) -> str:
+        """Address to bind: the configured one, else all of them with --insecure, else loopback."""
+        return self.host or ("0.0.0.0" if self.insecure else "127.0.0.1")  # noqa: S104
+
+    @property
     def is_loopback(self) -> bool:
         """Whether the server can be reached from this host only."""
-        return self.host == "localhost" or ip_address(self.host).is_loopback
+        return self.bind_address == "localhost" or ip_address(self.bind_address).is_loopback
 
     def without_effect(self) -> list[str]:
         """Return the keys that are set and, though the original knows them, change nothing here."""
@@ -237,5 +242,8 @@ def _shown(value: object) -> str:
 def _redacted(value: str) -> str:
     if "://" not in value:
         return value
-    password = urlsplit(value).password
+    try:
+        password = urlsplit(value).password
+    except ValueError:  # not a uri after all, and perhaps still a secret
+        return "***"
     return value.replace(f":{password}@", ":***@") if password else value

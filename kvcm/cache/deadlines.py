@@ -1,7 +1,8 @@
 """A table of things that end at a deadline: write sessions and read leases.
 
 Expiry is exact and cheap with many open entries: a heap of (deadline, id). Entries that ended early or were renewed
-stay in the heap until their old deadline passes, and are recognised then by the deadline stored in the table.
+stay in the heap until their old deadline passes, and are recognised then by the deadline stored in the table; when they
+outweigh the open ones the heap is built anew.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class DeadlineTable(Generic[Entry]):
         """Add an entry, or replace the one of the same id by a renewed one."""
         self._entries[entry.id] = entry
         heapq.heappush(self._heap, (entry.deadline, entry.id))
+        if len(self._heap) > 2 * len(self._entries) + 1024:
+            self._heap = [(entry.deadline, entry.id) for entry in self._entries.values()]
+            heapq.heapify(self._heap)
 
     def get(self, entry_id: str) -> Entry | None:
         """Return an open entry, None when there is none of that id."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvcm.index.answers import filter_specs
+from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Instance, LocationSpecInfo
-from kvcm.model.locations import SpecUri, encode_chunk
+from kvcm.model.locations import SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 
 __all__ = ["InstanceCache"]
+
+_MOST_FILTERS = 16  # engines ask for their own rank's specs: a few distinct sets per instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class InstanceCache:
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
         full_specs: names of the other specs.
+        present: remembers which specs a location holds.
+        filters: remember locations reduced to some specs, by the names of those; the latest few.
     """
 
     instance: Instance
@@ -33,6 +39,8 @@ class InstanceCache:
     specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)
     linear_specs: frozenset[str] = field(init=False)
     full_specs: frozenset[str] = field(init=False)
+    present: ChunkMemo[frozenset[str]] = field(init=False)
+    filters: dict[frozenset[str], ChunkMemo[bytes]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         names = self.instance.spec_names
@@ -46,6 +54,17 @@ class InstanceCache:
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
         object.__setattr__(self, "full_specs", frozenset(names) - linear)
+        object.__setattr__(self, "present", ChunkMemo(_names_in))
+
+    def filtered(self, chunks: Sequence[bytes], spec_names: frozenset[str]) -> Sequence[bytes]:
+        """Return the locations with only the named specs."""
+        if spec_names >= frozenset(self.instance.spec_names):
+            return chunks
+        memo = self.filters.pop(spec_names, None) or ChunkMemo(lambda chunk: filter_specs(chunk, spec_names))
+        self.filters[spec_names] = memo  # the latest in use stays longest
+        if len(self.filters) > _MOST_FILTERS:
+            del self.filters[next(iter(self.filters))]
+        return memo.map(chunks)
 
     def specs_per_key(self, group_names: Sequence[str], count: int) -> list[tuple[LocationSpecInfo, ...]]:
         """Return which specs each of `count` blocks is to be stored with.
@@ -69,3 +88,7 @@ class InstanceCache:
                 f"location_spec_group_names holds {unknown}, registered are {sorted(self.specs_of_group)}"
             )
         return [self.specs_of_group[name] for name in group_names]
+
+
+def _names_in(chunk: bytes) -> frozenset[str]:
+    return frozenset(spec.name for spec in decode_chunk(chunk).specs)

@@ -22,6 +22,7 @@ __all__ = ["MAX_LEASE_MS", "ReadLease", "ReadLeases"]
 
 MAX_LEASE_MS = 600_000
 _MAX_LEASES = 100_000
+_MAX_PINS = 2_000_000  # some 300 bytes each
 
 Pin = tuple[str, int, str]
 """Instance id, block key, location id."""
@@ -57,6 +58,7 @@ class ReadLeases:
         self._new_id = new_id
         self._leases: DeadlineTable[ReadLease] = DeadlineTable()
         self._holders: dict[Pin, set[str]] = {}
+        self._pin_count = 0
 
     async def acquire(self, cache: InstanceCache, match: Match, lease_ms: int) -> ReadLease:
         """Pin every serving location of the keys that a match hit.
@@ -77,8 +79,11 @@ class ReadLeases:
             for location in (record.locations if record is not None else ())
             if location.status is LocationStatus.SERVING
         )
+        if self._pin_count + len(pins) > _MAX_PINS:
+            raise CapacityError(f"{_MAX_PINS} locations are pinned: release some leases or let them expire")
         lease = ReadLease(self._new_id(), instance_id, deadline, pins)
         self._leases.put(lease)
+        self._pin_count += len(pins)
         for pin in pins:
             self._holders.setdefault(pin, set()).add(lease.id)
         return lease
@@ -129,8 +134,11 @@ class ReadLeases:
         return lease
 
     def _forget(self, lease: ReadLease | None) -> None:
-        for pin in lease.pins if lease is not None else ():
+        if lease is None:
+            return
+        self._pin_count -= len(lease.pins)
+        for pin in lease.pins:
             holders = self._holders.get(pin, set())
-            holders.discard(lease.id if lease is not None else "")
+            holders.discard(lease.id)
             if not holders:
                 self._holders.pop(pin, None)

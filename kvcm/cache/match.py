@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvcm.cache.instance_cache import InstanceCache
-from kvcm.index.answers import filter_specs
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.locations import decode_chunk
 from kvcm.model.masks import NO_MASK, BlockMask
 
 __all__ = ["Match", "MatchMode", "MatchQuery", "match"]
@@ -69,7 +67,7 @@ async def match(cache: InstanceCache, query: MatchQuery) -> Match:
     found = await _MODES[query.mode](cache, query)
     if not query.spec_names:
         return found
-    return Match([filter_specs(chunk, query.spec_names) for chunk in found.chunks], found.keys)
+    return Match(cache.filtered(found.chunks, query.spec_names), found.keys)
 
 
 async def _prefix(cache: InstanceCache, query: MatchQuery) -> Match:
@@ -81,11 +79,8 @@ async def _prefix(cache: InstanceCache, query: MatchQuery) -> Match:
 async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery) -> Match:
     """The longest prefix with all full-attention specs whose last block has the linear-attention state too."""
     prefix = await _prefix(cache, query)
-    if not cache.linear_specs:
-        return prefix
     length = 0
-    for position, chunk in enumerate(prefix.chunks, start=1):
-        present = {spec.name for spec in decode_chunk(chunk).specs}
+    for position, present in enumerate(cache.present.map(prefix.chunks), start=1):
         if not cache.full_specs <= present:
             break
         if cache.linear_specs <= present:

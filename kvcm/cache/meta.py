@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.pages import pages
 from kvcm.index.answers import StorageView
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.masks import BlockMask
@@ -33,9 +35,12 @@ class BlockMeta:
 
 async def block_metas(cache: InstanceCache, keys: Sequence[int], mask: BlockMask, view: StorageView) -> list[BlockMeta]:
     """Return one entry per unmasked key, in order."""
-    wanted = [keys[i] for i in mask.unmasked(len(keys))]
-    records = await cache.index.get(wanted)
-    return [_meta(key, record, view) for key, record in zip(wanted, records, strict=True)]
+    metas: list[BlockMeta] = []
+    for page in pages([keys[i] for i in mask.unmasked(len(keys))]):
+        records = await cache.index.get(page)
+        metas += [_meta(key, record, view) for key, record in zip(page, records, strict=True)]
+        await asyncio.sleep(0)
+    return metas
 
 
 def _meta(key: int, record: BlockRecord | None, view: StorageView) -> BlockMeta:

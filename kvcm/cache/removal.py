@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.pages import pages
 from kvcm.index.meta_index import Change, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
@@ -75,7 +76,9 @@ class Remover:
             nonlocal removed
             removed += self._submit_removed(cache, changes)
 
-        await cache.index.read_modify_write(keys, mark, submit)
+        for page in pages(list(keys)):
+            await cache.index.read_modify_write(page, mark, submit)
+            await asyncio.sleep(0)
         return removed
 
     def _submit_removed(self, cache: InstanceCache, changes: Sequence[Change]) -> int:
@@ -95,7 +98,6 @@ class Remover:
         removed = 0
         async for page in cache.index.scan():
             removed += await self.remove(cache, page, which)
-            await asyncio.sleep(0)  # a large instance must not hold up other requests
         return removed
 
     async def forget_all(self, cache: InstanceCache) -> int:

@@ -13,11 +13,13 @@ back. A finish turns to serving only what is still writing for this very session
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.pages import pages
 from kvcm.cache.removal import Remover, rolled_back
 from kvcm.cache.selection import Storages, candidates
 from kvcm.cache.usage import UsageLedger
@@ -87,13 +89,17 @@ class WriteSessions:
         if plan.refusal and not plan.blocks:
             raise CapacityError(plan.refusal)
         session = self._open(cache, request, plan)
-        locations = self._allocate(session, plan)
         wanted: Counter[StorageType] = Counter()
         for block in plan.blocks:
             wanted[block.candidate.storage_type] += block.size_bytes
+        locations: dict[int, Location] = {}
+        lost: set[int] = set()
         try:
-            with self._usage.reserve(group.name, wanted):
-                changes = await cache.index.read_modify_write(locations, self._adder(request, plan, locations))
+            with self._usage.reserve(group.name, wanted), cache.index.reserve_keys(plan.new_keys):
+                for page in pages(plan.blocks):
+                    locations |= self._allocate(session, page)
+                    lost |= await self._add(session, request, page, locations)
+                    await asyncio.sleep(0)
         finally:
             # It expired, or its instance was removed, while the store was busy: blocks that came later have no owner.
             ended = self._sessions.get(session.id) is None
@@ -101,7 +107,7 @@ class WriteSessions:
                 await uninterrupted(self._end(session, [False] * len(session.keys)))
         if ended:
             raise NotReadyError("the write session ended before its blocks were stored: start the write again")
-        return self._started(session, request, plan, locations, changes)
+        return self._started(session, request, plan, locations, lost)
 
     async def _plan(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> WritePlan:
         keys = request.keys
@@ -134,18 +140,14 @@ class WriteSessions:
         self._sessions.put(session)
         return session
 
-    def _allocate(self, session: WriteSession, plan: WritePlan) -> dict[int, Location]:
+    def _allocate(self, session: WriteSession, blocks: Sequence[PlannedBlock]) -> dict[int, Location]:
         """Return a writing location with addresses for every planned block, allocated in one batch per storage."""
         by_storage: defaultdict[str, list[PlannedBlock]] = defaultdict(list)
-        for block in plan.blocks:
+        for block in blocks:
             by_storage[block.candidate.storage].append(block)
-        try:
-            uris = {storage: self._uris(session, storage, blocks) for storage, blocks in by_storage.items()}
-        except BaseException:
-            self._sessions.take(session.id)
-            raise
+        uris = {storage: self._uris(session, storage, part) for storage, part in by_storage.items()}
         now = self._clock.now()
-        return {block.key: _location(session, block, uris[block.candidate.storage], now) for block in plan.blocks}
+        return {block.key: _location(session, block, uris[block.candidate.storage], now) for block in blocks}
 
     def _uris(self, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock]) -> dict[tuple[str, int], str]:
         instance = session.cache.instance
@@ -160,20 +162,26 @@ class WriteSessions:
         uris = backend.allocate(Allocation(instance.instance_id, session.location_id, parts))
         return {(part.spec_name, part.key): uri for part, uri in zip(parts, uris, strict=True)}
 
-    def _adder(
-        self, request: WriteRequest, plan: WritePlan, locations: dict[int, Location]
-    ) -> Callable[[int, BlockRecord | None], BlockRecord | None]:
-        blocks = {block.key: block for block in plan.blocks}
+    async def _add(
+        self,
+        session: WriteSession,
+        request: WriteRequest,
+        blocks: Sequence[PlannedBlock],
+        locations: dict[int, Location],
+    ) -> set[int]:
+        """Add the locations to the records; return the blocks that another writer began in the meantime."""
+        planned = {block.key: block for block in blocks}
 
         def add_location(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            block = blocks[key]
+            block = planned[key]
             if old is None:
                 return BlockRecord(block.parent, block.depth, (locations[key],))
             if missing_specs(old, block.specs, self._storages, request.replicas) != block.specs:
-                return old  # another writer began in the meantime: this one has lost the block
+                return old
             return old._replace(locations=(*old.locations, locations[key]))
 
-        return add_location
+        changes = await session.cache.index.read_modify_write(planned, add_location, reserved=True)
+        return {change.key for change in changes if change.new is change.old}
 
     def _started(
         self,
@@ -181,9 +189,8 @@ class WriteSessions:
         request: WriteRequest,
         plan: WritePlan,
         locations: dict[int, Location],
-        changes: Sequence[Change],
+        lost: set[int],
     ) -> StartedWrite:
-        lost = {change.key for change in changes if change.new is change.old}
         if lost:
             session = replace(session, keys=tuple(key for key in session.keys if key not in lost))
             self._sessions.put(session)
@@ -266,9 +273,20 @@ class WriteSessions:
         def delete_dropped(changes: Sequence[Change]) -> None:
             self._remover.delete_now(session.cache, rolled_back(session.cache, changes))
 
-        changes = await session.cache.index.read_modify_write(session.keys, settle, delete_dropped)
-        served = sum(change.new is not change.old and change.key in succeeded for change in changes)
+        served = 0
+        for page in pages(session.keys):
+            changes = await session.cache.index.read_modify_write(page, settle, delete_dropped)
+            served += sum(change.key in succeeded and _serves(change.new, session) for change in changes)
+            await asyncio.sleep(0)
         return FinishedWrite(served, len(session.keys) - len(succeeded), len(succeeded) - served)
+
+
+def _serves(record: BlockRecord | None, session: WriteSession) -> bool:
+    """Whether the session's location serves now; it may have since a first finish that was cut off."""
+    return record is not None and any(
+        location.id == session.location_id and location.status is LocationStatus.SERVING
+        for location in record.locations
+    )
 
 
 def _timeout_seconds(requested: int) -> int:

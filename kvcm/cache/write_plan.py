@@ -43,15 +43,17 @@ class WritePlan:
         blocks: what is to be written.
         refused: number of blocks that should be written and do not fit.
         refusal: why the first of them does not fit; "" when all do.
+        new_keys: blocks of the plan that the index does not know yet.
     """
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     refused: int = 0
     refusal: str = ""
+    new_keys: int = 0
 
 
 def missing_specs(record: BlockRecord | None, wanted: Specs, view: StorageView, min_replica_count: int) -> Specs:
-    """Return the specs that a block still lacks: not being written, and on fewer available storages than asked for."""
+    """Return the specs that a block still lacks: not being written, and in fewer available locations than asked for."""
     if record is None:
         return wanted
     writing: set[str] = set()
@@ -92,6 +94,7 @@ class Planner:
             candidate, refusal = self._place(size_bytes, record)
             if candidate is not None:
                 self.free_keys -= record is None
+                self.plan.new_keys += record is None
                 self.room.take(candidate.storage_type, size_bytes)
                 self.plan.blocks.append(PlannedBlock(position, key, *chain, specs, candidate, size_bytes))
                 return

@@ -16,7 +16,8 @@ A backend that never suspends needs no locks on one loop, and none are taken for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from random import Random
 
 from kvcm.index.answers import AnswerBook, StorageView, compose_answer
@@ -72,6 +73,7 @@ class MetaIndex:
         self._on_usage = on_usage
         self._usage: Counter[StorageType] = Counter()
         self._incoming = 0
+        self._reserved = 0
         self._writes = 0
 
     @property
@@ -86,8 +88,8 @@ class MetaIndex:
 
     @property
     def free_key_count(self) -> int:
-        """Blocks that still fit, not counting those on their way in."""
-        return max(0, self._max_key_count - self._backend.key_count - self._incoming)
+        """Blocks that still fit beside those that are there, on their way in, or reserved."""
+        return max(0, self._max_key_count - self._backend.key_count - self._incoming - self._reserved)
 
     @property
     def usage_bytes(self) -> Mapping[StorageType, int]:
@@ -145,8 +147,22 @@ class MetaIndex:
         """Remove records."""
         return await self.read_modify_write(keys, lambda _key, _old: None)
 
+    @contextmanager
+    def reserve_keys(self, count: int) -> Iterator[None]:
+        """Keep room for so many new blocks, for calls of read-modify-write with `reserved`."""
+        self._reserved += count
+        try:
+            yield
+        finally:
+            self._reserved -= count
+
     async def read_modify_write(
-        self, keys: Iterable[int], modify: Modify, applied: Applied = lambda _changes: None
+        self,
+        keys: Iterable[int],
+        modify: Modify,
+        applied: Applied = lambda _changes: None,
+        *,
+        reserved: bool = False,
     ) -> list[Change]:
         """Apply `modify` to every key, atomically per key.
 
@@ -156,23 +172,26 @@ class MetaIndex:
             keys: block keys; a repeated one counts once.
             modify: from the old record to the new one.
             applied: told of the changes of each sub-batch once they are stored, whatever happens afterwards.
+            reserved: the caller holds a reservation for all new keys, so none is refused.
 
         Returns:
             One change per distinct key, in the order of `keys`.
         """
         distinct = list(dict.fromkeys(keys))
         if not self._backend.awaits:
-            return await self._apply(distinct, modify, applied)
+            return await self._apply(distinct, modify, applied, reserved)
         changes: dict[int, Change] = {}
         for batch in plan_sub_batches(distinct, self._shard_count, self._batch_key_size):
             async with self._locks.hold(batch.shards):
-                changes.update((change.key, change) for change in await self._apply(batch.keys, modify, applied))
+                changes.update(
+                    (change.key, change) for change in await self._apply(batch.keys, modify, applied, reserved)
+                )
         return [changes[key] for key in distinct]
 
-    async def _apply(self, keys: Sequence[int], modify: Modify, applied: Applied) -> list[Change]:
+    async def _apply(self, keys: Sequence[int], modify: Modify, applied: Applied, reserved: bool) -> list[Change]:
         records = await self._backend.get_many(keys)
         changes = [Change(key, old, modify(key, old)) for key, old in zip(keys, records, strict=True)]
-        changes, incoming = self._within_limit(changes)
+        changes, incoming = (changes, 0) if reserved else self._within_limit(changes)
         self._incoming += incoming  # at once: whatever runs before the store answers has to see it
         store = self._store(changes, incoming, applied)
         await (uninterrupted(store) if self._backend.awaits else store)

@@ -28,6 +28,7 @@ __all__ = ["DeletionExecutor", "StorageFinder"]
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
+_MOST_ITEMS = 1024  # larger submissions are cut, so that none holds up the event loop
 _HELD_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
 
 _log = structlog.get_logger("kvcm.reclaim")
@@ -80,7 +81,8 @@ class DeletionExecutor:
 
     def submit(self, index: MetaIndex, items: Sequence[DeletionItem], due: float) -> None:
         """Delete `items`, which are marked as deleting in `index`, at unix time `due` or soon after."""
-        self._push(index, items, due, attempt=0)
+        for start in range(0, len(items), _MOST_ITEMS):
+            self._push(index, items[start : start + _MOST_ITEMS], due, attempt=0)
 
     def _push(self, index: MetaIndex, items: Sequence[DeletionItem], due: float, attempt: int) -> None:
         heapq.heappush(self._heap, _Batch(due, next(self._numbers), index, items, attempt))

@@ -108,6 +108,7 @@ def builtin_document(root_path: Path) -> StartupDocument:
         for storage_type in (StorageType.ST_NFS, StorageType.ST_3FS, StorageType.ST_TAIRMEMPOOL)
     )
     reclaim = CacheReclaimStrategy(
+        storage_unique_name="nfs_01",
         reclaim_policy=ReclaimPolicy.POLICY_LRU,
         trigger_strategy=TriggerStrategy(used_percentage=0.8),
         delay_before_delete_ms=1000,
@@ -164,8 +165,14 @@ class _Reader:
     def text(self, key: str, default: str = "") -> str:
         return str(self._value(key, str, default))
 
-    def number(self, key: str, default: int = 0) -> int:
-        return int(self._value(key, int, default))
+    def number(self, key: str, default: int = 0, bits: int = 64) -> int:
+        return self._bounded(key, int(self._value(key, int, default)), bits)
+
+    def _bounded(self, key: str, value: int, bits: int) -> int:
+        most = (1 << (bits - 1)) - 1
+        if not -most - 1 <= value <= most:
+            raise self.fail(key, value, f"numbers from {-most - 1} to {most}")
+        return value
 
     def ratio(self, key: str) -> float:
         return float(self._value(key, float, 0.0))
@@ -183,8 +190,9 @@ class _Reader:
         return [_Reader(item, f"{self._path}.{key}[{i}]") for i, item in enumerate(self.items(key))]
 
     def any(self, key: str, like: object) -> object:
-        """Return a value of the type of `like`, which is also its default."""
-        return self._value(key, type(like), like)
+        """Return a value of the type of `like`, which is also its default; numbers are 32-bit ones."""
+        value = self._value(key, type(like), like)
+        return self._bounded(key, value, 32) if type(value) is int else value
 
     def fail(self, key: str, value: object, allowed: object) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self._path}.{key} is {value!r}, allowed are {allowed}")
@@ -214,7 +222,7 @@ def _group(reader: _Reader) -> InstanceGroup:
         global_quota_group_name=reader.text("global_quota_group_name"),
         max_instance_count=reader.number("max_instance_count"),
         quota=InstanceGroupQuota(quota.number("capacity"), tuple(map(_quota, quota.objects("quota_config")))),
-        cache_config=_cache_config(reader.inner("cache_config")),
+        cache_config=_cache_config(reader.inner("cache_config"), first_candidate=names[0] if names else ""),
         user_data=reader.text("user_data"),
         version=reader.number("version"),
     )
@@ -227,17 +235,18 @@ def _quota(reader: _Reader) -> QuotaConfig:
     return QuotaConfig(StorageType.of_kind(kind), reader.number("capacity"))
 
 
-def _cache_config(reader: _Reader) -> CacheConfig:
+def _cache_config(reader: _Reader, first_candidate: str) -> CacheConfig:
     reclaim = reader.inner("reclaim_strategy")
     trigger = reclaim.inner("trigger_strategy")
     strategy = CacheReclaimStrategy(
-        storage_unique_name=reclaim.text("storage_unique_name"),
+        # The API wants one: so that a group of a document can be read, changed and sent back.
+        storage_unique_name=reclaim.text("storage_unique_name", first_candidate),
         reclaim_policy=_enum(reclaim, "reclaim_policy", ReclaimPolicy),
         trigger_strategy=TriggerStrategy(trigger.number("used_size"), trigger.ratio("used_percentage")),
-        trigger_period_seconds=reclaim.number("trigger_period_seconds"),
-        reclaim_step_size=reclaim.number("reclaim_step_size"),
-        reclaim_step_percentage=reclaim.number("reclaim_step_percentage"),
-        delay_before_delete_ms=reclaim.number("delay_before_delete_ms"),
+        trigger_period_seconds=reclaim.number("trigger_period_seconds", bits=32),
+        reclaim_step_size=reclaim.number("reclaim_step_size", bits=32),
+        reclaim_step_percentage=reclaim.number("reclaim_step_percentage", bits=32),
+        delay_before_delete_ms=reclaim.number("delay_before_delete_ms", bits=32),
     )
     prefer = _enum(reader, "cache_prefer_strategy", CachePreferStrategy)
     return CacheConfig(strategy, prefer, _indexer(reader.inner("meta_indexer_config")))
@@ -256,7 +265,7 @@ def _indexer(reader: _Reader) -> MetaIndexerConfig:
         meta_cache_policy_config=MetaCachePolicyConfig(
             policy.number("capacity", 1024),
             policy.text("type", "lru"),
-            policy.number("cache_shard_bits", 6),
+            policy.number("cache_shard_bits", 6, bits=32),
             policy.ratio("high_pri_pool_ratio"),
         ),
     )

@@ -66,20 +66,27 @@ class StorageRegistry:
             InvalidArgumentError: a field is malformed, or there is no such storage.
             KvcmError: it cannot be opened.
         """
-        check_storage(config)
-        self._known(config.global_unique_name)
+        self._check_same_type(config)
         self._replace(config, self._opener.prepare(config))
 
     async def update_while_serving(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
-        check_storage(config)
-        self._known(config.global_unique_name)
+        self._check_same_type(config)
         self._replace(config, await asyncio.to_thread(self._opener.prepare, config))
 
     def _check_new(self, config: StorageConfig) -> None:
         check_storage(config)
         if config.global_unique_name in self._configs:
             raise DuplicateEntityError(f"storage {config.global_unique_name!r} exists; use UpdateStorage to change it")
+
+    def _check_same_type(self, config: StorageConfig) -> None:
+        check_storage(config)
+        known = self._known(config.global_unique_name).storage_type
+        if config.storage_type is not known:
+            raise InvalidArgumentError(
+                f"storage {config.global_unique_name!r} is of type {known.kind} and holds blocks of that: "
+                f"to make it {config.storage_type.kind}, remove it and add it again"
+            )
 
     def _replace(self, config: StorageConfig, prepared: Any) -> None:
         is_available = self._known(config.global_unique_name).is_available

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
-from kvcm.model.groups import CacheConfig, CachePreferStrategy, InstanceGroup, MetaIndexerConfig
+from kvcm.model.groups import CacheConfig, InstanceGroup, MetaIndexerConfig
 from kvcm.model.instances import Instance
 from kvcm.model.names import check_name, check_storage_name
 from kvcm.model.storages import (
@@ -100,11 +100,6 @@ def _check_reclaim(config: CacheConfig) -> None:
     path = "InstanceGroup.cache_config"
     strategy = config.reclaim_strategy
     trigger = strategy.trigger_strategy
-    require(
-        config.data_storage_strategy is not CachePreferStrategy.CPS_UNSPECIFIED,
-        f"{path}.data_storage_strategy",
-        "is required, allowed are the named values of CachePreferStrategy",
-    )
     _at_least_zero(f"{path}.reclaim_strategy.trigger_strategy.used_size", trigger.used_size)
     ratio = trigger.used_percentage
     require(

@@ -332,6 +332,11 @@ def _read_group(api: str, request: Any) -> InstanceGroup:
     require(config.HasField("reclaim_strategy"), "InstanceGroup.CacheConfig.reclaim_strategy")
     path = "InstanceGroup.CacheConfig"
     require(config.reclaim_strategy.storage_unique_name, f"{path}.CacheReclaimStrategy.storage_unique_name")
+    require(
+        config.data_storage_strategy,
+        f"{path}.data_storage_strategy",
+        "is required, allowed are the named values of CachePreferStrategy",
+    )
     indexer = config.meta_indexer_config
     require(
         indexer.meta_storage_backend_config.storage_type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from kvcm.service.translate import mask_of
 
 __all__ = ["BlockCalls"]
 
+_TOKENS_ON_LOOP = 16_384  # some milliseconds; more are hashed in a thread, beside other requests
 _NO_LOCATION = b"\x12\x00"  # an empty CacheLocation as field 2 of an answer
 
 
@@ -39,7 +41,7 @@ class BlockCalls:
         self._meta_response = meta_response
         self._common_response = common_response
 
-    def keys(self, api: str, request: Any) -> Sequence[int]:
+    async def keys(self, api: str, request: Any) -> Sequence[int]:
         """Return the block keys of a request: as given, else made from its tokens (wire.md 5.2).
 
         Raises:
@@ -56,18 +58,21 @@ class BlockCalls:
                 f"tokens size per block error: instance {instance.instance_id!r} has block_size "
                 f"{instance.block_size}, token_ids need one > 0"
             )
-        return block_keys_from_tokens(request.token_ids, instance.block_size)
+        tokens = list(request.token_ids)
+        if len(tokens) <= _TOKENS_ON_LOOP:
+            return block_keys_from_tokens(tokens, instance.block_size)
+        return await asyncio.to_thread(block_keys_from_tokens, tokens, instance.block_size)
 
     async def get_cache_meta(self, request: Any) -> Reply:
         """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
-        keys = self.keys("GetCacheMeta", request)
+        keys = await self.keys("GetCacheMeta", request)
         blocks = await self._cache.metas(request.instance_id, keys, mask_of(request, "block_mask"))
         message = self._meta_response(metas=[_meta_text(block, request.detail_level) for block in blocks])
         return Reply(message, [block.locations[0].chunk if block.locations else _NO_LOCATION for block in blocks])
 
     async def remove_cache(self, request: Any) -> Reply:
         """Answer RemoveCache."""
-        keys = self.keys("RemoveCache", request)
+        keys = await self.keys("RemoveCache", request)
         await self._cache.remove(request.instance_id, keys, mask_of(request, "block_mask"))
         return Reply(self._common_response())
 

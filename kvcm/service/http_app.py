@@ -46,8 +46,14 @@ class HttpApp:
         if call is None:
             await _respond(send, 404, b"404 Not Found", [])
             return
+        headers = dict(scope["headers"])
+        if b"origin" in headers:
+            # Only browsers send it. Nobody is authenticated: a page that somebody on this host looks at must not act
+            # here.
+            await _respond(send, 403, b"{}", _reason("requests from web pages are not served"))
+            return
         try:
-            body = await self._read(scope, receive)
+            body = await self._read(headers, receive)
         except _BodyTooLargeError:
             await _respond(send, 413, b"{}", _reason(f"the body is larger than {self._max_body_bytes} bytes"))
             return
@@ -59,9 +65,8 @@ class HttpApp:
         reply = await self._caller.answer(call, request)
         await _respond(send, 200, print_response(reply.complete()), _JSON)
 
-    async def _read(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if int(declared) > self._max_body_bytes:
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
             raise _BodyTooLargeError
         parts: list[bytes] = []
         size = 0

@@ -55,6 +55,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            ws="none",
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )

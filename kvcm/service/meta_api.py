@@ -28,6 +28,7 @@ __all__ = ["MetaApi"]
 _META = "kv_cache_manager.proto.meta.MetaService"
 _LEASE = "kvcm.v1.LeaseService"
 _START_WRITE_LOCATIONS_FIELD = 4
+_MOST_REPLICAS = 16  # each further one costs the bytes of the block once more
 
 
 class MetaApi:
@@ -123,7 +124,7 @@ class MetaApi:
         mask = mask_of(request, "block_mask")
         query = MatchQuery(
             _match_mode(request),
-            self._blocks.keys("GetCacheLocation", request),
+            await self._blocks.keys("GetCacheLocation", request),
             mask,
             request.sw_size,
             frozenset(request.location_spec_names),
@@ -143,14 +144,18 @@ class MetaApi:
         """Answer GetCacheLocationLen: the number of hits."""
         self._cache.cache(request.instance_id)
         mode = _match_mode(request)
-        keys = self._blocks.keys("GetCacheLocationLen", request)
+        keys = await self._blocks.keys("GetCacheLocationLen", request)
         found = await self._cache.match(request.instance_id, MatchQuery(mode, keys, window=request.sw_size))
         return Reply(pb.GetCacheLocationLenResponse(cache_location_len=len(found.keys)))
 
     async def start_write(self, request: Any) -> Reply:
         """Answer StartWriteCache. Blocks that do not fit are masked, and the header's message says why."""
+        if request.min_replica_count > _MOST_REPLICAS:
+            raise InvalidArgumentError(
+                f"min_replica_count is {request.min_replica_count}, must be at most {_MOST_REPLICAS}"
+            )
         write = WriteRequest(
-            self._blocks.keys("StartWriteCache", request),
+            await self._blocks.keys("StartWriteCache", request),
             list(request.location_spec_group_names),
             request.write_timeout_seconds,
             request.min_replica_count,

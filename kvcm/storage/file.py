@@ -59,6 +59,8 @@ class FileStorage:
         root = Path(config.spec.root_path)
         if not root.is_absolute():
             raise InvalidArgumentError(f"root_path {config.spec.root_path!r} is not an absolute path")
+        if root == Path(root.anchor):
+            raise InvalidArgumentError("root_path is '/', must be a directory below it")
         if set(str(root)) & set("?#") or not str(root).isprintable():
             raise InvalidArgumentError(f"root_path {config.spec.root_path!r} holds characters that a uri cannot carry")
         try:

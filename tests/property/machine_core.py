@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from model_parts import SERVING, WRITING, Shelf
 
+from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import CachePreferStrategy, InstanceGroup, MetaIndexerConfig
@@ -55,14 +56,18 @@ STRATEGIES = [
 RANKS = {StorageType.ST_TAIRMEMPOOL: 0, StorageType.ST_3FS: 2, StorageType.ST_NFS: 3, StorageType.ST_DUMMY: 3}
 
 
+def random_quotas(kinds: Sequence[StorageType]) -> st.SearchStrategy[dict[StorageType, int]]:
+    return st.dictionaries(st.sampled_from(kinds), st.sampled_from([0, 112, 400, 1 << 40]), max_size=2)
+
+
 def random_group(draw: st.DrawFn, names: Sequence[str], kinds: Sequence[StorageType]) -> InstanceGroup:
     return group_of(
         draw(st.permutations(names)),
-        capacity=draw(st.sampled_from([1 << 40, 1 << 40, 700, 200])),
-        quotas=draw(st.dictionaries(st.sampled_from(kinds), st.sampled_from([0, 112, 400, 1 << 40]), max_size=2)),
+        capacity=draw(st.sampled_from([1 << 40, 1 << 40, 1 << 40, 700, 200])),
+        quotas=draw(st.one_of(st.just({}), st.just({}), random_quotas(kinds))),
         strategy=draw(st.sampled_from(STRATEGIES)),
         delay_ms=draw(st.sampled_from([0, 1000, 2500])),
-        indexer=MetaIndexerConfig(max_key_count=draw(st.sampled_from([0, 0, 4, 9])), mutex_shard_num=2),
+        indexer=MetaIndexerConfig(max_key_count=draw(st.sampled_from([0, 0, 0, 3, 5])), mutex_shard_num=2),
     )
 
 
@@ -110,6 +115,12 @@ class MachineCore(RuleBasedStateMachine):
 
         return self.runner.run(run())
 
+    def switch(self, name: str, enabled: bool) -> None:
+        """Enable or disable a configured storage."""
+        self.model.shelves[name].enabled = enabled
+        self.world.registry.storages.set_enabled(name, enabled=enabled)
+        self.storages_always_up &= enabled
+
     def any_session(self, pick: int) -> str | None:
         """One of the sessions that ever were, the open ones more often."""
         known = [*self.model.sessions, *self.model.sessions, *sorted(self.ended)]
@@ -132,6 +143,23 @@ class MachineCore(RuleBasedStateMachine):
             answers = self.runner.run(self.manager.cache(owner).index.answers(POOL))
             shown = [decoded([answer])[0] if answer is not None else None for answer in answers]
             assert shown == [self.model.answer(owner, key) for key in POOL]
+
+    @invariant()
+    def every_mode_matches_the_whole_chain(self) -> None:
+        for owner in self.model.instances:
+            for mode in MatchMode:
+                self.check_match(owner, MatchQuery(mode, POOL, window=2))
+
+    def check_match(self, owner: str, query: MatchQuery) -> Match | None:
+        """Compare a match with what the model says; None when it is refused."""
+        expected = self.model.match(owner, query)
+        found = self.call(self.manager.match(owner, query))
+        if isinstance(expected, type):
+            assert found is expected
+            return None
+        assert (decoded(found.chunks), list(found.keys)) == expected
+        assert isinstance(found, Match)
+        return found
 
     @invariant()
     def invariant_2_one_writer_per_block_and_spec(self) -> None:

@@ -6,7 +6,7 @@ import client_bytes
 from cache_world import decoded
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from machine_core import CHAINS, GROUPS, INSTANCES, KEYS, OWNERS, PICKS, MachineCore
+from machine_core import CHAINS, GROUPS, INSTANCES, KEYS, OWNERS, PICKS, POOL, MachineCore
 from model_parts import Plan
 
 from kvcm.cache.sessions import WriteRequest
@@ -58,6 +58,21 @@ class WriterRules(MachineCore):
             for uris in self.uris_of[session_id]:
                 self.put_bytes(uris)
             self.finish_call(owner, session_id, BlockMask(offset=len(self.uris_of[session_id])))
+
+    @rule(owner=OWNERS, end=st.integers(1, 7), replicas=st.sampled_from([1, 2]))
+    def write_a_prefix(self, owner: str, end: int, replicas: int) -> None:
+        self.write_everything(owner, list(POOL[:end]), None, replicas)
+
+    @rule(owner=OWNERS, keys=CHAINS, pick=PICKS, groups=GROUPS)
+    def write_copies_on_one_storage(self, owner: str, keys: list[int], pick: int, groups: list[str] | None) -> None:
+        """While the other storages are down, so that blocks come to lie on several of different speeds."""
+        up = [name for name in self.model.shelves if self.model.rank(name) is not None]
+        others = [name for name in up if name != up[pick % len(up)]]
+        for name in others:
+            self.switch(name, enabled=False)
+        self.write_everything(owner, keys, groups, 3)
+        for name in others:
+            self.switch(name, enabled=True)
 
     def check_new_address(self, uri: str, storage: str, size: int) -> None:
         """Invariant 5: no extent is ever handed out twice."""

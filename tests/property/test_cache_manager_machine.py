@@ -18,7 +18,7 @@ from model_parts import DELETING
 
 from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.model.errors import KvcmError
-from kvcm.model.masks import BlockMask
+from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import StorageConfig
 
 pytestmark = pytest.mark.timeout(400)  # seconds to make a failure small; a pass takes ten
@@ -42,8 +42,9 @@ class CacheMachine(WriterRules):
     def note_ended(self) -> None:
         self.ended = set(self.uris_of) - set(self.model.sessions)
 
-    @rule()
-    def delete_due(self) -> None:
+    @rule(seconds=st.sampled_from([0.0, 1.0, 2.5, 31.0]))
+    def delete_due(self, seconds: float) -> None:
+        self.clock.advance(seconds)
         self.check_bytes()
         self.model.delete_due()
         self.runner.run(self.world.executor.run_due())
@@ -89,15 +90,14 @@ class CacheMachine(WriterRules):
         name = sorted(self.configured)[pick % len(self.configured)]
         known = self.model.shelves.get(name)
         if what in {"disable", "enable"} and known is not None:
-            known.enabled = what == "enable"
-            self.world.registry.storages.set_enabled(name, enabled=known.enabled)
+            self.switch(name, enabled=what == "enable")
         elif what == "remove" and known is not None:
             del self.model.shelves[name]
             self.world.registry.storages.remove(name)
         elif what == "add" and known is None:
             self.model.shelves[name] = self.shelf(name)
             self.world.registry.storages.add(self.configured[name])
-        self.storages_always_up &= what not in {"disable", "remove"}
+        self.storages_always_up &= what != "remove"
 
     # Readers.
 
@@ -120,16 +120,19 @@ class CacheMachine(WriterRules):
         specs: tuple[str, ...],
         lease: int | None,
     ) -> None:
-        query = MatchQuery(mode, tuple(keys), mask, window, frozenset(specs))
-        expected = self.model.match(owner, query)
-        found = self.call(self.manager.match(owner, query))
-        if isinstance(expected, type):
-            assert found is expected
-            return
-        assert (decoded(found.chunks), list(found.keys)) == expected
-        self.note_handed_out(found)
-        if lease is not None:
+        found = self.check_match(owner, MatchQuery(mode, tuple(keys), mask, window, frozenset(specs)))
+        if found is not None:
+            self.note_handed_out(found)
+        if found is not None and lease is not None:
             self.acquire(owner, found, lease)
+
+    @rule(owner=OWNERS, keys=CHAINS, leases=st.lists(st.sampled_from([500, 4000, 60_000]), max_size=2))
+    def remove_under_the_eyes_of_readers(self, owner: str, keys: list[int], leases: list[int]) -> None:
+        """What somebody was just given is removed and everything due is deleted."""
+        for lease in leases:
+            self.match(owner, keys, NO_MASK, MatchMode.BATCH_GET, 0, (), lease)
+        self.remove(owner, keys, NO_MASK)
+        self.delete_due(2.5)
 
     def note_handed_out(self, found: Match) -> None:
         """Invariant 6: from now on these must stay readable for the group's delay."""

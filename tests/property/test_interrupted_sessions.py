@@ -6,16 +6,16 @@ Whatever happens to one request, a session ends exactly once and each of its blo
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_manager_over_slow_store import SlowWorld
 
-from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.sessions import FinishedWrite, WriteRequest
 from kvcm.index.backends.backend import Change
-from kvcm.model.errors import CapacityError, KvcmError, StorageIOError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.groups import InstanceGroupQuota
 from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import StorageType
@@ -61,6 +61,20 @@ async def test_invariant_3_a_finish_that_is_cut_off_leaves_nothing_writing() -> 
             started = await world.manager.start_write("i", WriteRequest(KEYS))
             await cut_off(world.manager.finish_write("i", started.session.id, BlockMask(offset=3)), turns)
             assert await statuses_at_rest(world) <= {"SERVING"}, turns
+
+
+async def test_a_finish_that_is_cut_off_can_be_asked_for_again() -> None:
+    """The client retries: it is told that its blocks are served or that the session is over, not that they are gone."""
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            started = await world.manager.start_write("i", WriteRequest(KEYS))
+            success = BlockMask(offset=len(KEYS))
+            await cut_off(world.manager.finish_write("i", started.session.id, success), turns)
+            with suppress(InvalidArgumentError):
+                finished = await world.manager.finish_write("i", started.session.id, success)
+                assert finished == FinishedWrite(len(KEYS), 0, 0), turns
+            records = await world.records()
+            assert {place.status.name for record in records for place in record.locations} == {"SERVING"}
 
 
 async def test_invariant_3_a_client_that_hangs_up_does_not_lose_the_sessions_of_others() -> None:

@@ -21,6 +21,7 @@ from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import StorageType
 
 CAPACITY, SHARDS = 150, 4
+INDEXER = MetaIndexerConfig(mutex_shard_num=SHARDS, batch_key_size=2)
 CHAINS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
@@ -39,9 +40,8 @@ ROUNDS = st.lists(st.lists(st.builds(Client, VERBS, CHAINS, st.booleans()), min_
 class SlowWorld(World):
     """A manager whose one instance has its records in a slow store."""
 
-    def __init__(self, seed: int, capacity: int = CAPACITY, most: int = 2) -> None:
-        self.backend = SuspendingBackend(Random(seed), most=most, on_write=self.on_write)
-        indexer = MetaIndexerConfig(mutex_shard_num=SHARDS, batch_key_size=2)
+    def __init__(self, seed: int, capacity: int = CAPACITY, indexer: MetaIndexerConfig = INDEXER) -> None:
+        self.backend = SuspendingBackend(Random(seed), on_write=self.on_write)
         group = group_of(["one", "two"], capacity=capacity, indexer=indexer)
         instances = [instance("i", {"tp0": 10, "tp1": 10}, {"half": ("tp0",), "all": ("tp0", "tp1")})]
         super().__init__(group, instances, [dummy("one"), dummy("two")], lambda: self.backend)

@@ -7,7 +7,6 @@ import pytest
 from registry_rig import GROUP, INSTANCE
 
 from kvcm.model.errors import InvalidArgumentError, KvcmError, UnsupportedError
-from kvcm.model.groups import CachePreferStrategy as Prefer
 from kvcm.model.groups import (
     CacheReclaimStrategy,
     InstanceGroup,
@@ -88,7 +87,6 @@ def test_good_groups_pass(group: InstanceGroup) -> None:
         (quota(1, (NFS, -7)), ["quota_config", "capacity", "-7", ">= 0"]),
         (quota(1, (StorageType.ST_UNSPECIFIED, 1)), ["quota_config", "storage_type", "required"]),
         (quota(1, (NFS, 1), (NFS, 2)), ["quota_config", "file", "more than once"]),
-        (group_with(data_storage_strategy=Prefer.CPS_UNSPECIFIED), ["data_storage_strategy", "CachePreferStrategy"]),
         (group_with(trigger_strategy=TriggerStrategy(-1)), ["used_size", "-1", ">= 0"]),
         (group_with(trigger_strategy=TriggerStrategy(0, -0.1)), ["used_percentage", "-0.1", ">= 0"]),
         (group_with(trigger_strategy=TriggerStrategy(0, float("nan"))), ["used_percentage", "nan"]),
