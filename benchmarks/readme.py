@@ -23,7 +23,7 @@ def match_table(rows: Rows) -> list[str]:
     """In-process rows of benchmarks/match.py."""
     header = ["| specs per block | encoded records | building messages | ratio |", "|---|---|---|---|"]
     return header + [
-        f"| {row['case'].partition(' hits, ')[2].partition(',')[0]} | {row['value']:,.0f} µs | "
+        f"| {row['case'].partition(' hits, ')[2].removesuffix(', in process')} | {row['value']:,.0f} µs | "
         f"{row['baseline']:,.0f} µs | {row['ratio']:.1f}× |"
         for row in rows
         if row["case"].endswith("in process")

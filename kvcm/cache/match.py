@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import cast
 
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.model.errors import InvalidArgumentError
@@ -73,7 +74,7 @@ async def match(cache: InstanceCache, query: MatchQuery) -> Match:
 async def _prefix(cache: InstanceCache, query: MatchQuery) -> Match:
     keys = _unmasked_keys(query)
     answers = await cache.index.answers(keys, stop_at_miss=True)
-    return Match([answer for answer in answers if answer is not None], keys[: len(answers)])
+    return Match(cast("list[bytes]", answers), keys[: len(answers)])  # it ends before the first None
 
 
 async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery) -> Match:

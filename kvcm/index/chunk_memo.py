@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 __all__ = ["ChunkMemo"]
 
@@ -31,11 +31,11 @@ class ChunkMemo(Generic[Value]):
     def map(self, chunks: Sequence[bytes]) -> list[Value]:
         """Return the function's result for every chunk, in order."""
         found = list(map(self._known.get, chunks))
-        if None in found:
-            if len(self._known) > self._most:
-                self._known.clear()
-            found = [self._value(chunk) for chunk in chunks]
-        return [value for value in found if value is not None]
+        if None not in found:
+            return cast("list[Value]", found)
+        if len(self._known) > self._most:
+            self._known.clear()
+        return [self._value(chunk) for chunk in chunks]
 
     def _value(self, chunk: bytes) -> Value:
         value = self._known.get(chunk)

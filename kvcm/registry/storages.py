@@ -66,12 +66,14 @@ class StorageRegistry:
             InvalidArgumentError: a field is malformed, or there is no such storage.
             KvcmError: it cannot be opened.
         """
-        self._check_same_type(config)
+        check_storage(config)
+        self._known(config.global_unique_name)
         self._replace(config, self._opener.prepare(config))
 
     async def update_while_serving(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
-        self._check_same_type(config)
+        check_storage(config)
+        self._known(config.global_unique_name)
         self._replace(config, await asyncio.to_thread(self._opener.prepare, config))
 
     def _check_new(self, config: StorageConfig) -> None:
@@ -79,18 +81,14 @@ class StorageRegistry:
         if config.global_unique_name in self._configs:
             raise DuplicateEntityError(f"storage {config.global_unique_name!r} exists; use UpdateStorage to change it")
 
-    def _check_same_type(self, config: StorageConfig) -> None:
-        check_storage(config)
-        known = self._known(config.global_unique_name).storage_type
-        if config.storage_type is not known:
+    def _replace(self, config: StorageConfig, prepared: Any) -> None:
+        known = self._known(config.global_unique_name)
+        if config.storage_type is not known.storage_type:
             raise InvalidArgumentError(
-                f"storage {config.global_unique_name!r} is of type {known.kind} and holds blocks of that: "
+                f"storage {config.global_unique_name!r} is of type {known.storage_type.kind} and holds blocks of that: "
                 f"to make it {config.storage_type.kind}, remove it and add it again"
             )
-
-    def _replace(self, config: StorageConfig, prepared: Any) -> None:
-        is_available = self._known(config.global_unique_name).is_available
-        self._install(replace(config, is_available=is_available), prepared)
+        self._install(replace(config, is_available=known.is_available), prepared)
 
     def _install(self, config: StorageConfig, prepared: Any) -> None:
         self._opener.install(config, prepared)

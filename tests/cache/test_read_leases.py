@@ -160,3 +160,14 @@ async def test_a_lease_on_nothing_pins_nothing() -> None:
         held = await lease(rig, [1], 1_000)
         assert held.pins == ()
         assert len(held.id) == 32
+
+
+async def test_pinned_locations_are_bounded_over_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcm.cache.leases._MAX_PINS", 5)
+    with opened() as rig:
+        await rig.store([1, 2, 3])
+        first = await lease(rig, [1, 2, 3], 60_000)
+        with pytest.raises(CapacityError, match="5 locations"):
+            await lease(rig, [1, 2, 3], 60_000)
+        rig.manager.leases.release("i", first.id)
+        await lease(rig, [1, 2, 3], 60_000)

@@ -68,6 +68,15 @@ def test_an_update_keeps_the_operators_switch(registry: Registry) -> None:
     assert (config.spec, config.is_available) == (NfsStorageSpec("/other"), False)
 
 
+def test_an_update_cannot_change_the_type(registry: Registry, opener: Opener) -> None:
+    """Blocks of the old type would be served with addresses of a storage that is not there any more."""
+    registry.storages.add(NFS)
+    with pytest.raises(InvalidArgumentError, match=r"file.*dummy.*remove it and add it again"):
+        registry.storages.update(replace(NFS, spec=DummyStorageSpec()))
+    assert registry.storages.all() == [NFS]
+    assert opener.calls == [("open", "nfs")]
+
+
 def test_an_update_that_does_not_open_changes_nothing(registry: Registry, opener: Opener) -> None:
     registry.storages.add(NFS)
     opener.refusal = StorageIOError("no such mount")

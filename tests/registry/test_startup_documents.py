@@ -241,3 +241,27 @@ def test_a_printed_storage_reads_back(name: str, spec: StorageSpec, available: b
     (printed,) = json.loads(storage_configs_json([config]))
     storage, _ = parse({"storage_config": printed, "instance_group": {}})
     assert storage == config
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("instance_group", "version"), 1 << 63),
+        (("instance_group", "quota", "capacity"), 10**23),
+        (("instance_group", "cache_config", "reclaim_strategy", "delay_before_delete_ms"), 1 << 31),
+        (("storage_config", "storage_spec", "key_count_per_file"), -(1 << 31) - 1),
+    ],
+)
+def test_numbers_that_no_answer_could_carry_are_refused(path: tuple[str, ...], value: int) -> None:
+    document = deepcopy(BUILTIN)
+    target = document
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(InvalidArgumentError, match=rf"{path[-1]} is {value}, allowed are numbers from"):
+        parse(document)
+
+
+def test_a_group_of_a_document_names_a_storage_to_reclaim_from_as_the_api_wants() -> None:
+    _, group = parse(BUILTIN)
+    assert group.cache_config.reclaim_strategy.storage_unique_name == "nfs_01"

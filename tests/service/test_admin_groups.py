@@ -43,6 +43,16 @@ def test_a_group_comes_back_as_it_was_created(site: Site) -> None:
     assert [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
 
 
+def test_the_built_in_group_can_be_read_changed_and_sent_back(site: Site) -> None:
+    """The first thing an operator does: raise the quota of what is there."""
+    group = site.api.ok("AdminService.GetInstanceGroup", name="default").instance_group
+    version = group.version
+    group.quota.capacity += 1
+    group.version += 1
+    site.api.ok("AdminService.UpdateInstanceGroup", instance_group=group, current_version=version)
+    assert site.api.ok("AdminService.GetInstanceGroup", name="default").instance_group == group
+
+
 def test_all_groups_are_listed_in_order_of_names(site: Site) -> None:
     created = {site.group() for _ in range(3)}
     names = [group.name for group in site.api.ok("GroupService.ListInstanceGroup").instance_groups]

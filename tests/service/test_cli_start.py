@@ -157,8 +157,9 @@ def test_the_cluster_id_survives_a_restart_in_the_data_directory(tmp_path: Path)
     assert found[0] == found[1] == (tmp_path / "data" / "cluster_id").read_text()
 
 
-def test_with_insecure_every_address_is_served(tmp_path: Path) -> None:
-    with manager(tmp_path, "--insecure", "kvcm.service.host=0.0.0.0") as process:
+@pytest.mark.parametrize("host", [(), ("kvcm.service.host=0.0.0.0",)])
+def test_with_insecure_every_address_is_served_unless_one_is_named(tmp_path: Path, host: tuple[str, ...]) -> None:
+    with manager(tmp_path, "--insecure", *host) as process:
         port = int(process.address.admin_rpc.rpartition(":")[2])
         with socket.create_connection(("127.0.0.2", port), timeout=5):
             pass

@@ -48,7 +48,7 @@ def test_precedence_is_default_then_file_then_option_then_environment(load: Load
 def test_the_defaults_are_the_ports_of_the_original_on_loopback(load: Loader) -> None:
     settings = load()
     ports = (settings.rpc_port, settings.http_port, settings.admin_rpc_port, settings.admin_http_port)
-    assert (ports, settings.host, settings.auth_mode) == ((6381, 6382, 6491, 6492), "127.0.0.1", "off")
+    assert (ports, settings.bind_address, settings.auth_mode) == ((6381, 6382, 6491, 6492), "127.0.0.1", "off")
     assert not settings.require_leader
 
 
@@ -107,7 +107,7 @@ BAD = {
     "kvcm.service.insecure": ["1"],
     "kvcm.auth.mode": ["required", "on", ""],
     "kvcm.logger.log_level": ["loud", "1", "9"],
-    "kvcm.service.host": ["nowhere.example", ""],
+    "kvcm.service.host": ["nowhere.example"],
     "kvcm.storage.allowed_roots": ["relative/path"],
     "kvcm.limits.max_body_bytes": ["0", "many"],
 }
