@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports unit proto smoke acceptance-manager clean
+.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager clean
 
 setup: $(VENV)/.dev
 
@@ -27,7 +27,7 @@ run: $(VENV)/.server
 
 test: check unit
 
-check: lint types imports
+check: lint types imports figures
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -38,6 +38,10 @@ types: setup
 
 imports: setup
 	$(BIN)/lint-imports
+
+# The documents show the committed figures.
+figures: setup
+	$(BIN)/python benchmarks/readme.py --check
 
 unit: setup
 	$(BIN)/python -m pytest
