@@ -9,8 +9,9 @@ returns the verdict. A client only carries the steps out. Rules:
 3. With several addresses each gets a share of what is left, and a failed attempt moves on to the next at once; after
    each full round there is a pause, drawn from 0 to an exponentially growing limit ("full jitter"), so that the engines
    of a cluster do not come back all at the same moment.
-4. After several failed conversations in a row the breaker opens: calls are misses at once, without a byte sent, until a
-   single probe succeeds. A dead manager then costs its deadline a few times and not once per request.
+4. After several conversations in a row that ended without an answer the breaker opens: calls are misses at once,
+   without a byte sent, until a single probe is answered. A dead manager then costs its deadline a few times and not
+   once per request. Conversations that sent nothing do not count.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RetrySettings:
         max_rounds: most times the list of addresses is walked for one call.
         first_pause_seconds: limit of the pause after the first round; it doubles with every round.
         max_pause_seconds: where the doubling ends.
-        breaker_failures: failed calls in a row that open the breaker.
+        breaker_failures: calls in a row without an answer that open the breaker.
         breaker_seconds: how long it stays open at first; doubles while probes fail.
         breaker_max_seconds: where that doubling ends.
     """
@@ -102,7 +103,8 @@ class Verdict(Generic[AnswerT]):
 # What to do next → what came of it (None after a pause) → how it ended.
 Conversation: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, Verdict[AnswerT]]
 
-_Attempts: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, tuple[Verdict[AnswerT], bool]]
+# With the verdict: whether a manager is alive, None when nothing was sent.
+_Attempts: TypeAlias = Generator[Send | Pause, Reply[AnswerT] | None, tuple[Verdict[AnswerT], bool | None]]
 
 
 class Breaker:
@@ -179,21 +181,19 @@ class Policy:
         Args:
             budget_seconds: time for everything; each `Send` and `Pause` stays inside it.
         """
-        if not self._breaker.allows():
-            return Verdict(Outcome.MISS_ON_ERROR, reason="no manager answered lately; not asked")
         deadline = self._clock() + budget_seconds
         attempts: _Attempts[AnswerT] = self._attempts(deadline)
-        verdict, is_final = yield from attempts
-        # A final answer, whatever it says, shows that a manager is alive.
-        if is_final:
+        verdict, is_alive = yield from attempts
+        if is_alive:
             self._breaker.succeeded()
-        else:
+        elif is_alive is not None:
             self._breaker.failed()
         return verdict
 
     def _attempts(self, deadline: float) -> _Attempts[AnswerT]:
-        """Yield the attempts; return the last verdict, and whether it is one that repeating would not change."""
+        """Yield the attempts; return the last verdict, and whether a manager is alive, None when nothing was sent."""
         first = self._preferred
+        is_alive: bool | None = None
         last: Verdict[AnswerT] = Verdict(Outcome.TIMEOUT, reason="the budget is 0 or less")
         for attempt in range(self._settings.max_rounds * self._addresses):
             round_number, position = divmod(attempt, self._addresses)
@@ -205,14 +205,19 @@ class Policy:
             left_seconds = deadline - self._clock()
             if left_seconds <= 0:
                 break
+            # Asked only now: whoever is let through as the probe also sends it.
+            if attempt == 0 and not self._breaker.allows():
+                return Verdict(Outcome.MISS_ON_ERROR, reason="no manager answered lately; not asked"), None
             address = (first + position) % self._addresses
             reply = yield Send(address, left_seconds / (self._addresses - position))
             assert reply is not None
             last, is_final = _judge(reply, attempt)
+            # Every answer comes from a living manager, whatever it says, and so do statuses that stay.
+            is_alive = is_final or reply.answer is not None
             if is_final:
                 self._preferred = address
-                return last, True
-        return last, False
+                break
+        return last, is_alive
 
     def _pause_seconds(self, round_number: int) -> float:
         doubled = self._settings.first_pause_seconds * 2.0 ** (round_number - 1)

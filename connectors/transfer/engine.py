@@ -54,9 +54,6 @@ class TransferEngine:
         Args:
             storages: candidates of the instance's group; those without a mover here are left out.
             threads: most system calls at once per scheme; default is the number of cores, at most 4.
-
-        Raises:
-            InvalidArgumentError: a storage's root is not an absolute directory below `/`.
         """
         # vcns_hf3fs storages hand out hf3fs uris
         schemes = {storage.storage_type.kind.removeprefix("vcns_") for storage in storages}

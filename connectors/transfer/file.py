@@ -9,15 +9,17 @@ report that it failed, on close.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import cache
 
 from connectors.transfer.mover import Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import check_root, components_below, open_below
+from connectors.transfer.paths import NotMountedError, check_root, components_below, open_below
 from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from connectors.transfer.vectored import EndOfFileError, byte_views, read_exactly, write_exactly
 from kvcm.model.errors import InvalidArgumentError
@@ -28,6 +30,7 @@ __all__ = ["FileMover"]
 # Items of one file share one open and close; more than a few of them are worth a second thread.
 _ITEMS_PER_TASK = 8
 _LINK_ERRORS = frozenset({errno.ELOOP, errno.ENOTDIR})
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,16 @@ class FileMover:
         self._pool = WorkerPool(threads or min(4, os.cpu_count() or 1), "kvcm-file")
         self._modes = (file_mode, directory_mode)
         self._clock = clock
+        # Storages that a load found not mounted. A save must not make their directories on the local disk: nobody else
+        # would see the blocks, and what other engines stored would look lost from then on.
+        self._not_mounted: set[str] = set()
 
     @classmethod
     def for_storages(cls, storages: Sequence[StorageConfig], threads: int | None = None) -> FileMover:
-        """Return a mover for those of the storages that are directories."""
+        """Return a mover for those of the storages that are directories; unusable roots are logged and left out."""
         specs = {storage.global_unique_name: storage.spec for storage in storages}
-        return cls({name: spec.root_path for name, spec in specs.items() if isinstance(spec, NfsStorageSpec)}, threads)
+        roots = {name: spec.root_path for name, spec in specs.items() if isinstance(spec, NfsStorageSpec)}
+        return cls({name: root for name, root in roots.items() if _is_usable(name, root)}, threads)
 
     def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         """Read each item's range of its file into its buffers."""
@@ -100,7 +107,9 @@ class FileMover:
         return [results[index] for index in range(len(items))]
 
     def _task(self, direction: _Direction, items: dict[int, TransferItem], deadline: float) -> _FileTask:
-        return _FileTask(self._roots, direction, items, self._modes, lambda: self._clock() >= deadline)
+        return _FileTask(
+            self._roots, self._not_mounted, direction, items, self._modes, lambda: self._clock() >= deadline
+        )
 
 
 class _FileTask:
@@ -109,6 +118,7 @@ class _FileTask:
     def __init__(
         self,
         roots: Mapping[str, str],
+        not_mounted: set[str],
         direction: _Direction,
         items: dict[int, TransferItem],
         modes: tuple[int, int],
@@ -117,6 +127,7 @@ class _FileTask:
         self.items = items
         self.results: dict[int, TransferResult] = {}
         self._roots = roots
+        self._not_mounted = not_mounted
         self._direction = direction
         self._modes = modes
         self._is_late = is_late
@@ -143,7 +154,13 @@ class _FileTask:
         root = self._roots.get(uri.storage)
         if root is None:
             raise InvalidArgumentError(f"storage {uri.storage!r} is none of {sorted(self._roots)}")
-        return open_below(root, components_below(root, uri.path), self._direction.flags, *self._modes)
+        components = components_below(root, uri.path)
+        begin = uri.storage not in self._not_mounted
+        try:
+            return open_below(root, components, self._direction.flags, *self._modes, begin=begin)
+        except NotMountedError:
+            self._not_mounted.add(uri.storage)
+            raise
 
     def _move(self, descriptor: int, item: TransferItem) -> TransferResult:
         total = 0
@@ -162,6 +179,16 @@ class _FileTask:
 
     def _fail_all(self, result: TransferResult) -> None:
         self.results = dict.fromkeys(self.items, result)
+
+
+@cache  # registering again and again logs it once
+def _is_usable(storage: str, root: str) -> bool:
+    try:
+        check_root(storage, root)
+    except InvalidArgumentError as error:
+        _log.warning("storage left out: %s", error)
+        return False
+    return True
 
 
 def _by_file(items: Sequence[TransferItem]) -> Iterator[dict[int, TransferItem]]:

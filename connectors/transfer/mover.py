@@ -16,8 +16,8 @@ class Failure(StrEnum):
     """Why an item was not moved."""
 
     REFUSED = "refused"  # the item itself is wrong: unknown scheme or storage, path escape, length mismatch
-    LOST = "lost"  # the storage answered, and the bytes are not there (load only)
-    ERROR = "error"  # the storage failed: no space, I/O error
+    LOST = "lost"  # the storage is there, and the bytes are not (load only)
+    ERROR = "error"  # the storage failed: not mounted, no space, I/O error
     CANCELLED = "cancelled"  # the deadline passed before the item was begun
     PENDING = "pending"  # the deadline passed while the item was moving: its buffers may still change
 

@@ -9,16 +9,21 @@ the operator's and may be a link. That costs a microsecond or two per component 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["check_root", "components_below", "open_below"]
+__all__ = ["NotMountedError", "check_root", "components_below", "open_below"]
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe that somebody left in the storage must not hang; for regular files it means nothing.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class NotMountedError(OSError):
+    """The storage's root, or the first directory below it that everything lies in, is not there."""
 
 
 def check_root(storage: str, root_path: str) -> str:
@@ -46,7 +51,9 @@ def components_below(root: str, path: str) -> tuple[str, ...]:
     return components
 
 
-def open_below(root: str, components: tuple[str, ...], flags: int, file_mode: int, directory_mode: int) -> int:
+def open_below(
+    root: str, components: tuple[str, ...], flags: int, file_mode: int, directory_mode: int, *, begin: bool = True
+) -> int:
     """Open the regular file `root/components` and return its descriptor.
 
     Args:
@@ -55,20 +62,31 @@ def open_below(root: str, components: tuple[str, ...], flags: int, file_mode: in
         flags: access mode, and O_CREAT when the file and its directories are to be made.
         file_mode: mode of a file made here.
         directory_mode: mode of directories made here.
+        begin: with O_CREAT, make the root and the first component too; False takes their absence for an error.
 
     Raises:
+        NotMountedError: the root or the first component is missing and not to be made.
         OSError: as `os.open`; ELOOP or ENOTDIR when a component is a link.
         InvalidArgumentError: it is not a regular file.
     """
     create = bool(flags & os.O_CREAT)
-    directory = _open_root(root, create)
+    is_mounted = False
     try:
-        for name in components[:-1]:
-            parent, directory = directory, _open_directory(name, directory, directory_mode if create else None)
-            os.close(parent)
-        return _open_regular(components[-1], directory, flags, file_mode)
-    finally:
-        os.close(directory)
+        directory = _open_root(root, create and begin)
+        try:
+            for name in components[:-1]:
+                make = create and (begin or is_mounted)
+                parent, directory = directory, _open_directory(name, directory, directory_mode if make else None)
+                os.close(parent)
+                is_mounted = True
+            return _open_regular(components[-1], directory, flags, file_mode)
+        finally:
+            os.close(directory)
+    except FileNotFoundError as error:
+        if is_mounted:
+            raise
+        missing = f"{root}/{components[0]}"
+        raise NotMountedError(errno.ENOENT, "The storage is not mounted here, or was emptied", missing) from error
 
 
 def _open_root(root: str, create: bool) -> int:

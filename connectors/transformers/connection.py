@@ -7,7 +7,6 @@ from connectors.layout import BlockLayout
 from connectors.results import Registration, RegistrationState
 from connectors.transfer import TransferEngine
 from connectors.transformers.settings import ReuseSettings
-from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 __all__ = ["SPEC", "Connection"]
@@ -72,9 +71,6 @@ class Connection:
         )
         if not self.registration.ok:
             return
-        try:
-            self._engine = TransferEngine.for_storages(self.registration.storages, self._settings.transfer_threads)
-        except InvalidArgumentError as error:
-            self.registration = Registration(RegistrationState.REFUSED, message=str(error))
+        self._engine = TransferEngine.for_storages(self.registration.storages, self._settings.transfer_threads)
         if before is not None:
             before.close()

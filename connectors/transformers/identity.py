@@ -17,13 +17,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from connectors.layout import BlockLayout
 from connectors.layout.tensors import dtype_name
+from connectors.transformers.checksum import tensor_checksum
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import ModelDeployment
 
 __all__ = ["ModelKV", "inspect_model", "model_deployment"]
 
-_KEYS_VERSION = "kvcm-chain/1"
-_SAMPLES_PER_WEIGHT = 16
+_KEYS_VERSION = "kvcm-chain/2"
 # Settings that leave the KV of given tokens as it is. Everything else counts, known or not.
 _IRRELEVANT_SETTINGS = frozenset(
     {
@@ -132,15 +132,12 @@ def _config_digest(model: PreTrainedModel) -> str:
 
 
 def _weights_digest(model: PreTrainedModel) -> str:
-    """Hash a few elements of every weight: cheap, and enough to tell fine-tuned or differently seeded models apart."""
+    """Hash everything that is saved of the model, every element of it: one may be all that fine-tuning changed."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        digest.update(_samples(weight.detach()))
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+            digest.update(tensor_checksum(value))
+        else:  # what a module returns from `get_extra_state`
+            digest.update(f"{name} {json.dumps(value, sort_keys=True, default=str)}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def _samples(weight: torch.Tensor) -> bytes:
-    flat = weight.reshape(-1)
-    step = max(1, flat.numel() // _SAMPLES_PER_WEIGHT)
-    return flat[::step].clone().cpu().view(torch.uint8).numpy().tobytes()

@@ -23,7 +23,7 @@ class LoadedPrefix:
     Attributes:
         blocks: leading blocks that are completely there; only these may be used.
         bytes_loaded: bytes read, also of blocks that cannot be used.
-        lost: indices of blocks whose bytes are gone although their storage works.
+        lost: indices of blocks whose bytes are gone although their storage is there.
         refused: the engine does not know a storage or refuses an address.
         is_tainted: memory behind the leading blocks may still change and must not be used again.
         reason: why not all blocks were loaded, "" when they were.
@@ -79,9 +79,7 @@ def load_prefix(
 def _summary(results: Sequence[TransferResult]) -> LoadedPrefix:
     failed = [index for index, result in enumerate(results) if not result.ok]
     kinds = {result.failure for result in results}
-    # "Not found" from a storage that gave nothing at all can also mean that it is not mounted here.
-    storage_works = len(failed) < len(results)
-    lost = [index for index in failed if results[index].failure is Failure.LOST and storage_works]
+    lost = [index for index in failed if results[index].failure is Failure.LOST]
     return LoadedPrefix(
         blocks=failed[0] if failed else len(results),
         bytes_loaded=sum(result.moved_bytes for result in results),

@@ -47,6 +47,8 @@ __all__ = ["KVReuse"]
 
 # Room for new tokens that is allocated at once; longer answers make the cache grow.
 _MAX_SPARE_TOKENS = 1024
+# The manager refuses longer read leases.
+_MAX_LEASE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,26 +241,32 @@ class KVReuse:
         usable = keys[: (len(tokens) - 1) // self._chain.block_tokens]
         if not usable:
             return _Prefix(keys, engine=engine)
-        lease_ms = int(self._settings.load_seconds * 1000)
         timeout = self._settings.call_seconds
+        # The lease begins in the manager, the load when the answer is here. Nothing is begun after the lease: the slots
+        # of blocks that were deleted since then hold zeros.
+        lease_seconds = min(self._settings.load_seconds + timeout, _MAX_LEASE_SECONDS)
+        lease_ends = self._clock() + lease_seconds
         match = self._connection.client.match(
-            usable, spec_names=[SPEC], read_lease_ms=lease_ms, timeout_seconds=timeout
+            usable, spec_names=[SPEC], read_lease_ms=int(lease_seconds * 1000), timeout_seconds=timeout
         )
         if match.outcome is not Outcome.OK:
             # A manager that cannot tell what is there will hardly take more: this prompt is not published either.
             return _Prefix(keys, reason=match.reason, engine=self._after_failed_match(match))
         locations = [location for location in match.locations if location is not None]
-        loaded = self._load_blocks(engine, layers, locations)
+        load_seconds = min(self._settings.load_seconds, lease_ends - self._clock())
+        loaded = self._load_blocks(engine, layers, locations, load_seconds)
         self._after_load(match, loaded, keys)
         return _Prefix(keys, len(locations), loaded, engine, loaded.reason)
 
     def _load_blocks(
-        self, engine: TransferEngine, layers: Sequence[PreallocatedLayer], locations: Sequence[Location]
+        self,
+        engine: TransferEngine,
+        layers: Sequence[PreallocatedLayer],
+        locations: Sequence[Location],
+        load_seconds: float,
     ) -> LoadedPrefix:
         buffers = [layer.buffers() for layer in layers]
-        return load_prefix(
-            engine, self._load_staging, buffers, locations, SPEC, self._settings.load_seconds, self._clock
-        )
+        return load_prefix(engine, self._load_staging, buffers, locations, SPEC, load_seconds, self._clock)
 
     def _after_failed_match(self, match: MatchResult) -> TransferEngine | None:
         if match.code != ErrorCode.INSTANCE_NOT_EXIST:

@@ -64,7 +64,8 @@ class FileStorage:
         if set(str(root)) & set("?#") or not str(root).isprintable():
             raise InvalidArgumentError(f"root_path {config.spec.root_path!r} holds characters that a uri cannot carry")
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            # With the cluster's directory: an engine that does not find it knows that the storage is not mounted there.
+            (root / path_component(cluster_id)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageIOError(f"root_path {str(root)!r} cannot be created: {error.strerror}") from error
         if not os.access(root, os.W_OK | os.X_OK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import subprocess
@@ -106,15 +107,23 @@ def test_many_files_keep_their_order(mover: FileMover, root: Path) -> None:
 
 
 def test_missing_and_short_files_are_lost_and_the_others_load(mover: FileMover, root: Path) -> None:
-    (root / "whole").write_bytes(b"w" * 64)
-    (root / "short").write_bytes(b"s" * 100)
-    buffers = [bytearray(64) for _ in range(4)]
-    targets = [uri(root / "whole", 64), uri(root / "gone", 64), uri(root / "short", 64, 0), uri(root / "short", 64, 1)]
+    cluster = root / "cluster"
+    cluster.mkdir()
+    (cluster / "whole").write_bytes(b"w" * 64)
+    (cluster / "short").write_bytes(b"s" * 100)
+    buffers = [bytearray(64) for _ in range(5)]
+    targets = [
+        uri(cluster / "whole", 64),
+        uri(cluster / "gone", 64),
+        uri(cluster / "short", 64, 0),
+        uri(cluster / "short", 64, 1),
+        uri(cluster / "instance" / "gone", 64),
+    ]
     items = [TransferItem(target, [memoryview(buffer)]) for target, buffer in zip(targets, buffers, strict=True)]
     results = mover.load(items, DEADLINE)
-    assert failures(results) == [None, Failure.LOST, None, Failure.LOST]
+    assert failures(results) == [None, Failure.LOST, None, Failure.LOST, Failure.LOST]
     assert "ends at byte 100" in results[3].reason
-    assert not (root / "gone").exists()
+    assert not (cluster / "gone").exists()
     assert buffers[0] == b"w" * 64
 
 
@@ -237,14 +246,33 @@ def test_new_files_are_private_whatever_the_umask(mover: FileMover, root: Path) 
     assert (root / "d").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_missing_root_is_made_for_a_save_and_lost_for_a_load(tmp_path: Path) -> None:
+def test_a_missing_root_is_made_for_a_save(tmp_path: Path) -> None:
     root = tmp_path / "later" / "store"
     mover = FileMover({STORAGE: str(root)})
-    item = TransferItem(uri(root / "f", 1), [memoryview(bytearray(b"1"))])
-    assert mover.load([item], DEADLINE)[0].failure is Failure.LOST
-    assert not root.exists()
+    item = TransferItem(uri(root / "cluster" / "f", 1), [memoryview(bytearray(b"1"))])
     assert mover.save([item], DEADLINE)[0].ok
     assert mover.load([item], DEADLINE)[0].ok
+    mover.close()
+
+
+@pytest.mark.parametrize("there", [[], ["store"], ["store", "store/other"]])
+def test_a_storage_that_is_not_mounted_has_lost_nothing(tmp_path: Path, there: list[str]) -> None:
+    for name in there:
+        (tmp_path / name).mkdir()
+    root = tmp_path / "store"
+    mover = FileMover({STORAGE: str(root)})
+    items = [
+        TransferItem(uri(root / "cluster" / "instance" / name, 1), [memoryview(bytearray(b"1"))]) for name in ("a", "b")
+    ]
+    results = mover.load(items, DEADLINE)
+    assert failures(results) == [Failure.ERROR] * 2
+    assert "not mounted" in results[0].reason
+    # Nor is it made on the local disk by a save: then it would seem to be there.
+    assert failures(mover.save(items, DEADLINE)) == [Failure.ERROR] * 2
+    assert not (root / "cluster").exists()
+    (root / "cluster").mkdir(parents=True)  # mounted
+    assert failures(mover.load(items, DEADLINE)) == [Failure.LOST] * 2
+    assert failures(mover.save(items, DEADLINE)) == [None] * 2
     mover.close()
 
 
@@ -276,6 +304,27 @@ def test_a_closed_mover_moves_nothing(root: Path) -> None:
 def test_roots_must_be_absolute(bad: str) -> None:
     with pytest.raises(InvalidArgumentError, match="root_path"):
         FileMover({STORAGE: bad})
+
+
+def test_a_storage_with_an_unusable_root_refuses_only_its_own_uris(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storages = [
+        StorageConfig("whole_disk", NfsStorageSpec("/", 8)),
+        StorageConfig(STORAGE, NfsStorageSpec(str(root), 8)),
+    ]
+    items = [
+        TransferItem(LocationUri("file", "whole_disk", str(root / "c" / "f"), 1), [memoryview(bytearray(b"1"))]),
+        TransferItem(uri(root / "c" / "f", 1), [memoryview(bytearray(b"1"))]),
+    ]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            engine = TransferEngine.for_storages(storages)
+            assert failures(engine.save(items, DEADLINE)) == [Failure.REFUSED, None]
+            assert failures(engine.load(items, DEADLINE)) == [Failure.REFUSED, None]
+            engine.close()
+    assert len(caplog.records) == 1
+    assert "root_path '/' of storage whole_disk" in caplog.text
 
 
 def test_engine_routes_counts_and_refuses(root: Path) -> None:

@@ -192,3 +192,45 @@ def test_a_refusal_shows_that_the_manager_lives() -> None:
     for _ in range(5):
         carry_out(living, clock, lambda _: answer(ErrorCode.INVALID_ARGUMENT))
         assert len(clock.steps) == 1
+
+
+@pytest.mark.parametrize("code", [ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER])
+def test_an_answer_that_is_tried_again_shows_life_too(code: ErrorCode) -> None:
+    clock = ManualClock()
+    settings = RetrySettings(max_rounds=2, breaker_failures=1, breaker_seconds=10.0)
+    living = policy(clock, settings=settings)
+    for _ in range(5):
+        carry_out(living, clock, lambda _: answer(code))
+        assert sum(isinstance(step, Send) for step in clock.steps) == 2
+    replies = iter([UNAVAILABLE, answer(code)])
+    carry_out(living, clock, lambda _: next(replies))
+    assert carry_out(living, clock, lambda _: OK).outcome is Outcome.OK  # the last reply decides
+    carry_out(living, clock, lambda _: UNAVAILABLE)
+    assert carry_out(living, clock, lambda _: OK).outcome is Outcome.MISS_ON_ERROR
+    clock.seconds += 10.0
+    carry_out(living, clock, lambda _: answer(code))  # the probe is answered
+    assert carry_out(living, clock, lambda _: OK).outcome is Outcome.OK
+
+
+@pytest.mark.parametrize("budget", [0.0, -1.0])
+def test_a_call_that_sends_nothing_says_nothing_about_the_manager(budget: float) -> None:
+    clock = ManualClock()
+    idle = policy(clock, settings=RetrySettings(breaker_failures=2))
+    for _ in range(5):
+        assert carry_out(idle, clock, lambda _: OK, budget).outcome is Outcome.TIMEOUT
+        assert clock.steps == []
+    assert carry_out(idle, clock, lambda _: OK).outcome is Outcome.OK
+    carry_out(idle, clock, lambda _: TIMEOUT)
+    carry_out(idle, clock, lambda _: OK, budget)  # neither a success nor a failure
+    assert carry_out(idle, clock, lambda _: OK).outcome is Outcome.OK
+
+
+def test_a_probe_that_sends_nothing_leaves_the_probe_to_the_next() -> None:
+    clock = ManualClock()
+    broken = policy(clock, settings=RetrySettings(max_rounds=1, breaker_failures=1, breaker_seconds=10.0))
+    carry_out(broken, clock, lambda _: UNAVAILABLE)
+    clock.seconds = 10.0
+    carry_out(broken, clock, lambda _: OK, budget_seconds=0.0)
+    probe: Conversation[Common] = broken.converse(1.0)
+    assert isinstance(probe.send(None), Send)
+    assert carry_out(broken, clock, lambda _: OK).outcome is Outcome.MISS_ON_ERROR  # still open for all others

@@ -27,6 +27,7 @@ from connectors.results import RegistrationState
 from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
 from connectors.transfer.mover import Failure, not_moved
 from connectors.transformers import KVReuse, ReuseSettings
+from connectors.transformers import reuse as reuse_module
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 
@@ -60,20 +61,44 @@ def _file_of_block(reuse: KVReuse, manager: ManagerProcess, instance_id: str, id
         return Path(location.uris["tp0"].path)
 
 
-def test_a_storage_that_gives_nothing_is_not_blamed(
-    connect: Connect, manager: ManagerProcess, instance_id: str
-) -> None:
-    """When every file is missing, the storage may just not be mounted here: nobody's blocks are removed."""
+def test_blocks_that_are_all_gone_are_stored_again(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     reuse, ids = connect(), prompt(100)
     expected, _ = run(reuse, ids)
-    hidden = [(path, path.with_name(f"{path.name}-hidden")) for path in files_of(manager, instance_id)]
-    for path, elsewhere in hidden:
-        path.rename(elsewhere)
+    for path in files_of(manager, instance_id):
+        path.unlink()
     output, report = run(reuse, ids)
     assert torch.equal(output, expected)
-    assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
-    for path, elsewhere in hidden:
-        elsewhere.rename(path)
+    assert (report.matched_tokens, report.loaded_tokens) == (96, 0)
+    assert report.blocks_saved == 6  # those that were tried; the seventh is of the answer
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.reason) == (96, "")
+
+
+@pytest.mark.parametrize("missing", ["root", "cluster"])
+def test_a_storage_that_is_not_mounted_is_not_blamed(
+    new_manager: Callable[..., ManagerProcess], connect: Connect, missing: str
+) -> None:
+    """Nobody's blocks are removed, and nothing is stored on the disk below, however often it is tried."""
+    manager = new_manager()
+    reuse, ids = connect(address=manager.address), prompt(100)
+    expected, _ = run(reuse, ids)
+    stored = manager.files
+    root = manager.data_dir / "nfs"
+    (cluster,) = {root / path.relative_to(root).parts[0] for path in stored}
+    hidden = root if missing == "root" else cluster
+    hidden.rename(manager.data_dir / "elsewhere")
+    for _ in range(2):
+        output, report = run(reuse, ids)
+        assert torch.equal(output, expected)
+        assert (report.matched_tokens, report.loaded_tokens, report.blocks_saved) == (96, 0, 0)
+        assert "not mounted" in report.reason
+        assert run(reuse, prompt(100, seed=7))[1].blocks_saved == 0
+    assert not cluster.exists()
+    if hidden.exists():
+        hidden.rmdir()
+    (manager.data_dir / "elsewhere").rename(hidden)
+    assert manager.files == stored
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
@@ -244,3 +269,66 @@ def test_sliding_windows_are_refused() -> None:
     )
     with pytest.raises(InvalidArgumentError, match="DynamicSlidingWindowLayer"):
         KVReuse.connect(MistralForCausalLM(config), "127.0.0.1:1", "default", "i")
+
+
+@pytest.mark.parametrize(
+    ("load_seconds", "lease_ms", "loads_for"), [(10.0, 30_000, 10.0), (599.0, 600_000, 599.0), (1e9, 600_000, 600.0)]
+)
+def test_the_read_lease_outlasts_the_load(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, load_seconds: float, lease_ms: int, loads_for: float
+) -> None:
+    leases: list[int] = []
+    deadlines: list[float] = []
+    match, load = ManagerClient.match, reuse_module.load_prefix
+
+    def spy_match(self: ManagerClient, keys: list[int], *, read_lease_ms: int, **options: Any) -> object:
+        leases.append(read_lease_ms)
+        return match(self, keys, read_lease_ms=read_lease_ms, **options)
+
+    def spy_load(*arguments: Any) -> object:
+        deadlines.append(arguments[5])
+        return load(*arguments)
+
+    monkeypatch.setattr(ManagerClient, "match", spy_match)
+    monkeypatch.setattr(reuse_module, "load_prefix", spy_load)
+    ids = prompt(40)
+    reuse = connect(settings=ReuseSettings(load_seconds=load_seconds, call_seconds=20.0))
+    run(reuse, ids)
+    assert run(reuse, ids)[1].loaded_tokens == 32
+    assert leases == [lease_ms] * 2
+    assert all(loads_for - 5.0 < deadline <= loads_for for deadline in deadlines)
+
+
+class Counted(torch.nn.Module):
+    """A module with a persistent buffer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((8,), value))
+
+
+def test_a_model_that_differs_in_one_element_or_a_buffer_is_refused(connect: Connect) -> None:
+    def changed(change: Callable[[Any], object]) -> Any:
+        model = make_model()
+        with torch.no_grad():
+            change(model)
+        return model
+
+    def swap_rows(model: Any) -> None:
+        model.model.embed_tokens.weight[[7, 8]] = model.model.embed_tokens.weight[[8, 7]]
+
+    connect()
+    for change in (lambda model: model.model.layers[1].mlp.up_proj.weight[3, 5].mul_(1.001), swap_rows):
+        assert connect(changed(change)).registration.state is RegistrationState.REFUSED
+    assert connect(make_model()).registration.ok
+
+
+def test_buffers_count(connect: Connect) -> None:
+    def model(scale: float) -> Any:
+        model = make_model()
+        model.model.counted = Counted(scale)
+        return model
+
+    assert connect(model(1.0)).registration.ok
+    assert connect(model(1.0)).registration.ok
+    assert connect(model(2.0)).registration.state is RegistrationState.REFUSED
