@@ -1,6 +1,7 @@
 """What becomes of the bytes in a `file` storage: what clients wrote stays until it is deleted, and only that goes."""
 
 import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -49,6 +50,12 @@ async def test_a_file_goes_with_its_last_slot(tmp_path: Path) -> None:
     assert written.path(0).exists()
     await written.backend.delete(written.uris[7:])
     assert not written.path(0).exists()
+
+
+def test_an_open_storage_shows_that_it_is_mounted(kind: Kind, tmp_path: Path) -> None:
+    """Engines that do not find the cluster's directory know that the storage is not mounted where they are."""
+    kind.open(tmp_path / "root")
+    assert [path.name for path in (tmp_path / "root").iterdir()] == ["cluster"]
 
 
 async def test_a_file_goes_with_its_last_slot_after_the_storage_was_reopened(tmp_path: Path) -> None:
@@ -162,7 +169,7 @@ async def test_ugly_names_are_real_files_below_the_root(kind: Kind, tmp_path: Pa
 
 async def test_a_storage_that_is_gone_says_so(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path / "root")
-    (tmp_path / "root").rmdir()
+    shutil.rmtree(tmp_path / "root")
     with pytest.raises(StorageIOError, match="s-1"):
         await storage.space()
 
