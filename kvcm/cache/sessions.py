@@ -158,7 +158,8 @@ class WriteSessions:
                 by_spec[info.name].append(Part(info.name, block.key, info.size))
         parts = [part for name in instance.spec_names for part in by_spec[name]]
         backend = self._storages.backend(storage)
-        assert backend is not None, storage
+        if backend is None:
+            raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start it again")
         uris = backend.allocate(Allocation(instance.instance_id, session.location_id, parts))
         return {(part.spec_name, part.key): uri for part, uri in zip(parts, uris, strict=True)}
 

@@ -9,6 +9,7 @@ from cache_rig import opened
 
 from kvcm.cache.pages import PAGE_KEYS, pages
 from kvcm.cache.sessions import WriteRequest
+from kvcm.model.errors import NotReadyError
 from kvcm.model.masks import NO_MASK, BlockMask
 
 PAGES = 6
@@ -67,3 +68,20 @@ def test_pages_hold_every_item_once_in_order(count: int) -> None:
     cut = list(pages(items))
     assert [item for page in cut for item in page] == items
     assert all(0 < len(page) <= PAGE_KEYS for page in cut)
+
+
+async def test_a_storage_removed_in_the_middle_of_a_start_is_a_refusal_and_leaves_nothing_writing() -> None:
+    with opened() as rig:
+        start = asyncio.create_task(rig.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for name in rig.registry.groups.get("group").storage_candidates:
+            if rig.storages.backend(name) is not None:
+                rig.storages.close(name)
+        with pytest.raises(NotReadyError, match="removed while the write was being started"):
+            await start
+        rig.wait(5)
+        await rig.manager.expire()
+        await rig.executor.run_due()
+        assert rig.manager.cache("i").index.key_count == 0
+        assert rig.used_bytes == 0
