@@ -250,7 +250,7 @@ def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | 
             return None, _enum_reader(source.enum_type), _enum_printer(source.enum_type)
         case FieldDescriptor.TYPE_MESSAGE:
             return None, None, _shaped
-    raise NotImplementedError(f"{source.full_name} has a type that the contract did not use so far")
+    raise TypeError(f"{source.full_name} has a type that the contract did not use so far")
 
 
 # ── Single values ────────────────────────────────────────────────────────────────────────────────────────────────────

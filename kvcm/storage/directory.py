@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
@@ -38,11 +38,18 @@ class StorageDirectory:
     Args:
         cluster_id: first directory of every object, so that two deployments can share a storage.
         allowed_roots: directories that `file` storages must lie in; None allows any.
+        openers: what opens each storage type.
     """
 
-    def __init__(self, cluster_id: str, allowed_roots: Sequence[Path] | None = None) -> None:
+    def __init__(
+        self,
+        cluster_id: str,
+        allowed_roots: Sequence[Path] | None = None,
+        openers: Mapping[StorageType, Opener] = OPENERS,
+    ) -> None:
         self._cluster_id = cluster_id
         self._allowed_roots = allowed_roots
+        self._openers = openers
         self._backends: dict[str, StorageBackend] = {}
         self._closed: dict[str, StorageBackend] = {}  # what they remember is needed if they come back
         self._ranks: dict[str, int] = {}
@@ -63,9 +70,9 @@ class StorageDirectory:
         Raises:
             KvcmError: it cannot be opened.
         """
-        opener = OPENERS.get(config.storage_type)
+        opener = self._openers.get(config.storage_type)
         if opener is None:
-            known = ", ".join(sorted(storage_type.kind for storage_type in OPENERS))
+            known = ", ".join(sorted(storage_type.kind for storage_type in self._openers))
             raise UnsupportedError(f"storage type {config.storage_type.kind} is not available, available are: {known}")
         self._check_root(config)
         return opener(config, self._cluster_id)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.sessions import StartedWrite, WriteRequest
@@ -52,7 +51,7 @@ class TableView:
         return self.types.get(storage)
 
     def backend(self, storage: str) -> None:
-        raise NotImplementedError
+        raise AssertionError(f"nothing is opened here, not even {storage}")
 
 
 def group(
@@ -99,12 +98,15 @@ def location(
     return Location(location_id, storage, storage_type, status, tuple(specs), chunk, 10 * len(specs), 0.0)
 
 
+STAND_INS = {StorageType.ST_TAIRMEMPOOL: lambda config, _: DummyStorage(config.global_unique_name, "/p/", 1)}
+
+
 class Rig:
     """The manager and everything around it."""
 
     def __init__(self, configured: InstanceGroup, registered: Instance) -> None:
         self.clock = FakeClock()
-        self.storages = StorageDirectory("cluster")
+        self.storages = StorageDirectory("cluster", openers={**OPENERS, **STAND_INS})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
         ids = iter(range(1, 1 << 30))
@@ -149,13 +151,11 @@ class Rig:
 @contextmanager
 def opened(configured: InstanceGroup | None = None, registered: Instance | None = None) -> Iterator[Rig]:
     """A rig whose storage `pool`, of a kind this release cannot open, stands in with dummy addresses."""
-    stand_in = {StorageType.ST_TAIRMEMPOOL: lambda config, _: DummyStorage(config.global_unique_name, "/p/", 1)}
-    with patch.dict(OPENERS, stand_in):
-        rig = Rig(configured or group(), registered or instance())
-        try:
-            yield rig
-        finally:
-            rig.storages.close_all()
+    rig = Rig(configured or group(), registered or instance())
+    try:
+        yield rig
+    finally:
+        rig.storages.close_all()
 
 
 def uris(chunks: Sequence[bytes]) -> list[dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 from kvcm.cache.manager import CacheManager
 from kvcm.index.backends.backend import IndexBackend
@@ -123,10 +122,8 @@ class World:
         storages: Sequence[StorageConfig],
         new_backend: Callable[[], IndexBackend] = MemoryBackend,
     ) -> None:
-        self._stand_ins = patch.dict(OPENERS, STAND_INS)
-        self._stand_ins.start()
         self.clock = FakeClock()
-        self.storages = StorageDirectory(CLUSTER)
+        self.storages = StorageDirectory(CLUSTER, openers={**OPENERS, **STAND_INS})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
         ids = CountingIds()
@@ -140,7 +137,6 @@ class World:
 
     def close(self) -> None:
         self.storages.close_all()
-        self._stand_ins.stop()
 
 
 DecodedChunk = tuple[int, int, tuple[tuple[str, str], ...]]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 from reclaim_rig import Rig
@@ -198,8 +197,11 @@ def index_that_fails_once(rig: Rig) -> Iterator[None]:
             raise error
         await write_many(changes)
 
-    with patch.object(rig.backend, "write_many", refuse_once):
+    rig.backend.write_many = refuse_once  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        rig.backend.write_many = write_many  # type: ignore[method-assign]
 
 
 async def test_nothing_is_forgotten_when_the_index_fails() -> None:
