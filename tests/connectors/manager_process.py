@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -19,10 +21,15 @@ _START_SECONDS = 30.0
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port that nobody uses.
+
+    Below the range that the system gives to outgoing connections: one of those could take it before it is bound.
+    """
+    for port in random.sample(range(10240, 32768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
+    raise AssertionError("no free port")
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,7 @@ class Manager:
 
 def start_manager(data_dir: Path) -> Manager:
     """Start a manager and wait until it is healthy."""
-    with _free_ports(4) as numbers:
-        ports = dict(zip(("rpc_port", "http_port", "admin_rpc_port", "admin_http_port"), numbers, strict=True))
+    ports = dict(zip(("rpc_port", "http_port", "admin_rpc_port", "admin_http_port"), _free_ports(4), strict=True))
     command = [sys.executable, "-m", "kvcm", "serve", "--data-dir", str(data_dir)]
     for name, port in ports.items():
         command += ["-e", f"kvcm.service.{name}={port}"]
@@ -84,14 +83,11 @@ def _wait_until_healthy(manager: Manager) -> None:
     raise SystemExit(f"the manager did not start:\n{(manager.data_dir / 'manager.log').read_text()[-2000:]}")
 
 
-@contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
-    """Yield loopback ports that nobody listens on; held until the end of the block, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        yield [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+def _free_ports(count: int) -> list[int]:
+    """Return ports that nobody uses, below the range that the system gives to outgoing connections."""
+    free: list[int] = []
+    for port in random.sample(range(10240, 32768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            free.append(port)
+    return free[:count]
