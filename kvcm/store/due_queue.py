@@ -1,0 +1,69 @@
+"""When things become due, earliest first: deadlines move and vanish at any time.
+
+Invariants:
+
+* A key with a deadline has one entry in the heap at least that bears exactly this deadline.
+* The heap is at most twice as long as there are deadlines, plus a constant: whatever moved leaves a stale entry behind,
+  and the heap is rebuilt when those prevail.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["DueQueue"]
+
+Key = TypeVar("Key", int, str)
+
+_SPARE_ENTRIES = 64
+
+
+class DueQueue(Generic[Key]):
+    """Deadlines by key."""
+
+    __slots__ = ("_deadlines", "_heap")
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def put(self, key: Key, deadline: float) -> None:
+        """Set or move a deadline, unix seconds."""
+        if self._deadlines.get(key) == deadline:
+            return
+        self._deadlines[key] = deadline
+        heappush(self._heap, (deadline, key))
+        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
+            self._rebuild()
+
+    def discard(self, key: Key) -> None:
+        """Forget a key's deadline if it has one."""
+        if self._deadlines.pop(key, None) is None:
+            return
+        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
+            self._rebuild()
+
+    def until(self, now: float, most: int) -> list[Key]:
+        """Return the keys whose deadline is not after `now`, the earliest first, at most so many. They stay."""
+        found: dict[Key, float] = {}
+        heap = self._heap
+        while heap and heap[0][0] <= now and len(found) < most:
+            deadline, key = heappop(heap)
+            if self._deadlines.get(key) == deadline:
+                found[key] = deadline
+        for key, deadline in found.items():
+            heappush(heap, (deadline, key))
+        return list(found)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._deadlines.clear()
+        self._heap.clear()
+
+    def _rebuild(self) -> None:
+        self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
+        heapify(self._heap)

@@ -1,0 +1,95 @@
+"""What the rooms above ask of a metadata store beside the records of blocks: documents and leases.
+
+One deployment has one store (design.md decision 6): the process's memory, a RocksDB in the data directory, or a
+Redis/Valkey that several managers share. Registry, write sessions and read leases are *documents*: bytes under a name,
+changed by compare-and-set only, so that of several managers exactly one wins and nothing is lost half way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+__all__ = ["Lease", "LeaseState", "Store", "Table"]
+
+
+class Table(Protocol):
+    """Documents by name. Every call raises StorageIOError when the store cannot be asked; a change may have happened
+    nevertheless then."""
+
+    async def get(self, name: str) -> bytes | None:
+        """Return a document, None when there is none of that name."""
+
+    async def all(self) -> Mapping[str, bytes]:
+        """Return every document by name."""
+
+    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
+        """Put `new` in the place of `old`, atomically.
+
+        Args:
+            name: of the document.
+            old: what must be there now; None for nothing.
+            new: what is there afterwards; None for nothing.
+            due: unix seconds when the document becomes due, 0 for never.
+
+        Returns:
+            Whether `old` was there. False: nothing is changed.
+        """
+
+    async def due(self, now: float, most: int) -> list[str]:
+        """Return names of documents that are due at unix time `now`, the earliest first, at most so many."""
+
+    async def version(self) -> int:
+        """Return a number that grows with every change of the table."""
+
+
+class LeaseState(NamedTuple):
+    """Who holds a lease.
+
+    Attributes:
+        holder: node id, "" when nobody does.
+        token: fencing token: grows whenever another holder takes the lease.
+    """
+
+    holder: str
+    token: int
+
+
+class Lease(Protocol):
+    """The right to run the background duties; held by one manager at a time."""
+
+    async def hold(self, node_id: str, seconds: float) -> LeaseState:
+        """Take the lease if it is free, renew it if it is held by `node_id`, and return who holds it now.
+
+        Raises:
+            StorageIOError: the place where the lease is kept cannot be asked.
+        """
+
+    async def release(self, node_id: str) -> None:
+        """Give the lease up if `node_id` holds it."""
+
+
+class Store(Protocol):
+    """One metadata store."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other managers work on the same store."""
+
+    def table(self, name: str, shard_count: int = 1) -> Table:
+        """Return the table of that name.
+
+        Args:
+            name: lower-case letters.
+            shard_count: parts that can lie on different nodes of a cluster. Names in one part share its version.
+        """
+
+    async def flush(self) -> None:
+        """Return when every change applied so far is as durable as configured.
+
+        Raises:
+            StorageIOError: it could not be made so.
+        """
+
+    async def close(self) -> None:
+        """Make everything durable and let go of files and connections."""

@@ -1,0 +1,179 @@
+"""What every store's tables promise. A new store joins with one line in STORES."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcm.model.clock import SystemClock
+from kvcm.store.memory import MemoryStore
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.store import RedisStore
+from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.store.rocks.store import RocksStore
+from kvcm.store.store import Store
+
+Opened = AbstractAsyncContextManager[tuple[Store, Store]]
+
+
+class Kind(NamedTuple):
+    """How to make empty stores of a kind.
+
+    Attributes:
+        name: of the kind.
+        open: opens a new store twice, as two managers do; the same one twice where they cannot share it.
+    """
+
+    name: str
+    open: Callable[[], Opened]
+
+
+@asynccontextmanager
+async def memory_stores() -> AsyncIterator[tuple[Store, Store]]:
+    store = MemoryStore()
+    try:
+        yield store, store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def rocks_stores(directory: Path) -> AsyncIterator[tuple[Store, Store]]:
+    store = RocksStore(directory / uuid4().hex, "never", SystemClock())
+    try:
+        yield store, store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def redis_stores(uri: str) -> AsyncIterator[tuple[Store, Store]]:
+    first, second = (RedisStore(RedisClient.of(parse_redis_uri(uri))) for _ in range(2))
+    try:
+        yield first, second
+    finally:
+        await first.close()
+        await second.close()
+
+
+STORES = ["memory", "rocks", "redis_standalone", "redis_cluster", "redis_sentinel"]
+
+
+@pytest.fixture(params=STORES)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    if request.param == "memory":
+        return Kind("memory", memory_stores)
+    if request.param == "rocks":
+        directory = tmp_path_factory.mktemp("rocks")
+        return Kind("rocks", lambda: rocks_stores(directory))
+    servers = request.getfixturevalue(request.param)
+    return Kind(request.param, lambda: redis_stores(servers.uri(uuid4().hex)))
+
+
+NAMES = st.sampled_from(["a", "b", "ä/{x}", "", "long" * 50])
+DOCUMENTS = st.none() | st.sampled_from([b"", b"1", b"\x00\xff\r\n", b"x" * 3000])
+STEPS = st.tuples(NAMES, DOCUMENTS, DOCUMENTS, st.booleans(), st.sampled_from([0.0, 0.5, 10.25, 1763700000.123456]))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, max_size=30), parts=st.sampled_from([1, 4]), most=st.integers(1, 6))
+async def test_a_table_is_a_dict_with_compare_and_set(
+    kind: Kind, steps: list[tuple[str, bytes | None, bytes | None, bool, float]], parts: int, most: int
+) -> None:
+    documents: dict[str, bytes] = {}
+    dues: dict[str, float] = {}
+    async with kind.open() as (store, other):
+        table, seen_by_other = store.table("things", parts), other.table("things", parts)
+        for name, guess, new, is_right, due in steps:
+            old = documents.get(name) if is_right else guess
+            before = await table.version()
+            replaced = await table.replace(name, old, new, due)
+            assert replaced == (old == documents.get(name))
+            if replaced:
+                documents.pop(name, None)
+                dues.pop(name, None)
+                if new is not None:
+                    documents[name] = new
+                    dues |= {name: due} if due else {}
+                assert await table.version() > before
+            else:
+                assert await table.version() == before
+            assert await seen_by_other.get(name) == documents.get(name)
+            assert await seen_by_other.version() == await table.version()
+        assert await seen_by_other.all() == documents
+        for now in (0.4, 0.5, 11.0, 2e9):
+            found = await seen_by_other.due(now, most)
+            assert len(set(found)) == len(found)
+            assert [dues[name] for name in found] == sorted(due for due in dues.values() if due <= now)[:most]
+
+
+async def test_of_many_writers_exactly_one_wins_each_time(kind: Kind) -> None:
+    async with kind.open() as (store, other):
+        tables = [store.table("things"), other.table("things")]
+
+        async def count(at: int) -> int:
+            table, wins = tables[at % 2], 0
+            while wins < 5:
+                old = await table.get("counter")
+                wins += await table.replace("counter", old, b"%d" % (int(old or b"0") + 1))
+            return wins
+
+        wins = await asyncio.gather(*(count(at) for at in range(8)))
+        assert await store.table("things").get("counter") == b"%d" % sum(wins) == b"40"
+        assert await store.table("things").version() == 40
+
+
+async def test_tables_are_apart(kind: Kind) -> None:
+    async with kind.open() as (store, _):
+        one, two = store.table("one"), store.table("two", 4)
+        assert await one.replace("name", None, b"1", 5.0)
+        assert await two.replace("name", None, b"2")
+        assert await one.all() == {"name": b"1"}
+        assert await two.all() == {"name": b"2"}
+        assert await two.due(10.0, 10) == []
+        assert (await one.version(), await two.version()) == (1, 1)
+
+
+async def test_an_empty_document_is_not_none(kind: Kind) -> None:
+    async with kind.open() as (store, _):
+        table = store.table("things")
+        assert await table.replace("name", None, b"")
+        assert not await table.replace("name", None, b"x")
+        assert await table.get("name") == b""
+        assert await table.all() == {"name": b""}
+        assert await table.replace("name", b"", None)
+        assert await table.get("name") is None
+
+
+async def test_what_is_due_first_is_told_first_over_all_parts(kind: Kind) -> None:
+    async with kind.open() as (store, _):
+        table = store.table("things", 8)
+        for at in range(100):
+            assert await table.replace(f"n{at}", None, b"x", due=1000.0 - at)
+        assert await table.due(1000.0, 10) == [f"n{at}" for at in range(99, 89, -1)]
+        assert await table.replace("n99", b"x", b"y")
+        assert await table.due(1000.0, 1) == ["n98"], "a document that is replaced without a due time has none"
+
+
+async def test_documents_may_be_large_and_many(kind: Kind) -> None:
+    async with kind.open() as (store, other):
+        table = store.table("things", 4)
+        documents = {f"name{at}": b"%d" % at * 20_000 for at in range(40)}
+        done = await asyncio.gather(*(table.replace(name, None, value) for name, value in documents.items()))
+        assert all(done)
+        await store.flush()
+        assert await other.table("things", 4).all() == documents
+
+
+async def test_managers_share_exactly_the_stores_that_say_so(kind: Kind) -> None:
+    async with kind.open() as (store, other):
+        assert store.is_shared == (store is not other)
+        assert store.is_shared == kind.name.startswith("redis")
