@@ -1,0 +1,267 @@
+"""Counters of what a group uses, shared by all managers (design.md decision 2).
+
+Per group two hashes under one tag: the counters, and the open reservations by owner. Fields of the counters, where a
+*field* is `b<storage type>` (bytes) or `k<uid>` (blocks of an instance):
+
+* `u:<field>` used: the sum of all differences that managers reported.
+* `r:<field>` reserved: the sum of the open reservations.
+* `g:<field>` grown: the sum of the positive differences alone; never falls.
+* `s:<node>` the last report of a manager, so that one that is sent twice counts once.
+* `epoch`, `dropped`: see below.
+
+A write reserves before it stores and reports what it stored in the same call that ends its reservation, so used plus
+reserved is never below the truth, and a limit is never exceeded however many managers write. The truth is in the
+counters that change with the records, shard by shard. A manager that dies loses reports; the leader's recount puts the
+sum of those counters in place of `used`:
+
+1. `begin`: a new epoch, and a copy of grown. 2. The counters of all shards are read. 3. `end`: used becomes what was
+read plus what grew since 1, and the epoch changes again.
+
+Additions between 1 and 3 may count twice, never zero times. What shrank is reported with the epoch in which it happened
+and is dropped if that is over, since the recount may have seen it; that errs on the safe side too, is counted in
+`dropped`, and the next recount mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from kvcm.model.names import path_component
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.script import Script, ScriptCall
+
+__all__ = ["Counters", "Demand", "QuotaCounters", "Recount", "Report"]
+
+_encode = msgspec.msgpack.encode
+
+_RESERVE = Script("""
+local counters, rows = KEYS[1], KEYS[2]
+local want = cmsgpack.unpack(ARGV[3])
+local function number(field) return tonumber(redis.call('HGET', counters, field) or 0) end
+local function taken(field) return number('u:' .. field) + number('r:' .. field) end
+local total, more = 0, 0
+for _, field in ipairs(cmsgpack.unpack(ARGV[4])) do total = total + taken(field) end
+local fits = true
+for _, each in ipairs(want) do
+  if string.sub(each[1], 1, 1) == 'b' then more = more + each[2] end
+  if each[3] >= 0 and taken(each[1]) + each[2] > each[3] then fits = false end
+end
+if total + more > tonumber(ARGV[5]) then fits = false end
+if fits and redis.call('HSETNX', rows, ARGV[1], cmsgpack.pack({ARGV[2], want})) == 1 then
+  for _, each in ipairs(want) do redis.call('HINCRBY', counters, 'r:' .. each[1], each[2]) end
+end
+return {fits and 1 or 0, redis.call('HGETALL', counters)}
+""")
+
+_RELEASE = """
+local function release(owner)
+  local row = redis.call('HGET', rows, owner)
+  if not row then return end
+  for _, each in ipairs(cmsgpack.unpack(row)[2]) do redis.call('HINCRBY', counters, 'r:' .. each[1], -each[2]) end
+  redis.call('HDEL', rows, owner)
+end
+"""
+
+_REPORT = Script(
+    "local counters, rows = KEYS[1], KEYS[2]\n"
+    + _RELEASE
+    + """
+local last = 's:' .. ARGV[1]
+if tonumber(redis.call('HGET', counters, last) or 0) < tonumber(ARGV[2]) then
+  redis.call('HSET', counters, last, ARGV[2])
+  local current = (redis.call('HGET', counters, 'epoch') or '0') == ARGV[3]
+  for _, each in ipairs(cmsgpack.unpack(ARGV[4])) do
+    if each[2] > 0 then
+      redis.call('HINCRBY', counters, 'u:' .. each[1], each[2])
+      redis.call('HINCRBY', counters, 'g:' .. each[1], each[2])
+    end
+    if each[3] < 0 then
+      if current then redis.call('HINCRBY', counters, 'u:' .. each[1], each[3])
+      else redis.call('HINCRBY', counters, 'dropped', 1) end
+    end
+  end
+  for _, owner in ipairs(cmsgpack.unpack(ARGV[5])) do release(owner) end
+end
+return redis.call('HGETALL', counters)
+"""
+)
+
+_BEGIN = Script(
+    "local counters, rows = KEYS[1], KEYS[2]\n"
+    + _RELEASE
+    + """
+for _, pair in ipairs({redis.call('HGETALL', rows)}) do
+  for i = 1, #pair, 2 do
+    if tonumber(cmsgpack.unpack(pair[i + 1])[1]) < tonumber(ARGV[1]) then release(pair[i]) end
+  end
+end
+redis.call('HINCRBY', counters, 'epoch', 1)
+redis.call('HSET', counters, 'dropped', 0)
+return redis.call('HGETALL', counters)
+"""
+)
+
+_END = Script("""
+local counters = KEYS[1]
+if (redis.call('HGET', counters, 'epoch') or '0') ~= ARGV[1] then return 0 end
+for _, each in ipairs(cmsgpack.unpack(ARGV[2])) do
+  local grown = tonumber(redis.call('HGET', counters, 'g:' .. each[1]) or 0) - each[3]
+  redis.call('HSET', counters, 'u:' .. each[1], string.format('%.0f', each[2] + grown))
+end
+redis.call('HINCRBY', counters, 'epoch', 1)
+return 1
+""")
+
+
+class Demand(NamedTuple):
+    """What a reservation takes of one field.
+
+    Attributes:
+        field: `b<storage type>` or `k<uid>`.
+        amount: bytes or blocks.
+        limit: most that may be used and reserved, -1 for no limit.
+    """
+
+    field: str
+    amount: int
+    limit: int
+
+
+class Report(NamedTuple):
+    """What a manager reports of one group.
+
+    Attributes:
+        node: id of the manager.
+        number: grows with every report of the manager.
+        epoch: in which the differences happened.
+        grown: positive differences by field.
+        shrunk: negative differences by field.
+        done: owners whose reservations end.
+    """
+
+    node: str
+    number: int
+    epoch: int
+    grown: Mapping[str, int]
+    shrunk: Mapping[str, int]
+    done: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The counters of a group at one moment.
+
+    Attributes:
+        used: by field.
+        reserved: by field.
+        grown: by field.
+        epoch: changes with every recount.
+        dropped: reports of the past epoch that were dropped.
+    """
+
+    used: Mapping[str, int]
+    reserved: Mapping[str, int]
+    grown: Mapping[str, int]
+    epoch: int = 0
+    dropped: int = 0
+
+    @classmethod
+    def of(cls, answer: Sequence[bytes] | Mapping[bytes, bytes]) -> Counters:
+        """Read the answer to HGETALL, of either protocol version."""
+        pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
+        parts: dict[str, dict[str, int]] = {"u": {}, "r": {}, "g": {}, "s": {}}
+        single = {"epoch": 0, "dropped": 0}
+        for name, value in pairs:
+            kind, _, field = name.decode().partition(":")
+            if kind in parts:
+                parts[kind][field] = int(value)
+            else:
+                single[kind] = int(value)
+        return cls(parts["u"], parts["r"], parts["g"], single["epoch"], single["dropped"])
+
+
+class Recount(NamedTuple):
+    """A recount that has begun.
+
+    Attributes:
+        epoch: in which it runs.
+        grown: by field, when it began.
+    """
+
+    epoch: int
+    grown: Mapping[str, int]
+
+
+class QuotaCounters:
+    """The shared counters of all groups.
+
+    Args:
+        client: where they are kept.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def read(self, group: str) -> Counters:
+        """Return the counters of a group."""
+        (answer,) = await self._client.execute([("HGETALL", self._keys(group)[0])])
+        return Counters.of(answer)
+
+    async def reserve(
+        self, group: str, owner: str, deadline: float, demands: Sequence[Demand], capacity: int, fields: Sequence[str]
+    ) -> tuple[bool, Counters]:
+        """Reserve all demands or none.
+
+        Args:
+            group: name of the group.
+            owner: who reserves; one that already does is not counted twice.
+            deadline: unix seconds after which a recount voids the reservation.
+            demands: what is wanted.
+            capacity: most bytes that the group may use and reserve in all.
+            fields: the fields that count towards that.
+
+        Returns:
+            Whether it fits, and the counters afterwards.
+        """
+        arguments = (owner, repr(deadline), _encode(demands), _encode(fields), capacity)
+        (answer,) = await self._client.run([ScriptCall(_RESERVE, self._keys(group), arguments)])
+        return bool(answer[0]), Counters.of(answer[1])
+
+    async def report(self, group: str, report: Report) -> Counters:
+        """Add differences and end reservations; a report of a number that was heard already changes nothing."""
+        fields = {*report.grown, *report.shrunk}
+        changes = [(field, report.grown.get(field, 0), report.shrunk.get(field, 0)) for field in sorted(fields)]
+        arguments = (report.node, report.number, str(report.epoch), _encode(changes), _encode(list(report.done)))
+        (answer,) = await self._client.run([ScriptCall(_REPORT, self._keys(group), arguments)])
+        return Counters.of(answer)
+
+    async def begin_recount(self, group: str, now: float) -> Recount:
+        """Begin a recount, and void the reservations whose deadline has passed."""
+        (answer,) = await self._client.run([ScriptCall(_BEGIN, self._keys(group), (repr(now),))])
+        counters = Counters.of(answer)
+        return Recount(counters.epoch, {**dict.fromkeys(counters.used, 0), **counters.grown})
+
+    async def end_recount(self, group: str, recount: Recount, counted: Mapping[str, int]) -> bool:
+        """Put what was counted in the place of what is used.
+
+        Args:
+            group: name of the group.
+            recount: as begun.
+            counted: sums over all shards by field; a field that is used and not named here counts as 0.
+
+        Returns:
+            False: another manager began a recount meanwhile, which is the one that counts.
+        """
+        fields = {*counted, *recount.grown}
+        values = [(field, counted.get(field, 0), recount.grown.get(field, 0)) for field in sorted(fields)]
+        call = ScriptCall(_END, self._keys(group), (str(recount.epoch), _encode(values)))
+        (answer,) = await self._client.run([call])
+        return bool(answer)
+
+    def _keys(self, group: str) -> tuple[bytes, bytes]:
+        tag = f"{{g.{path_component(group)}}}"
+        return f"{self._client.prefix}:q{tag}".encode(), f"{self._client.prefix}:r{tag}".encode()

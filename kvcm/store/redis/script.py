@@ -1,0 +1,45 @@
+"""Lua functions that run inside the server, atomically over the keys of one hash tag."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Argument", "Script", "ScriptCall"]
+
+Argument = bytes | str | int | float
+
+
+class Script:
+    """A Lua text, known to servers by its SHA-1."""
+
+    __slots__ = ("sha1", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha1 = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+class ScriptCall(NamedTuple):
+    """One call of a script.
+
+    Attributes:
+        script: what runs.
+        keys: at least one; all share one hash tag.
+        args: further arguments.
+    """
+
+    script: Script
+    keys: Sequence[bytes]
+    args: Sequence[Argument] = ()
+
+    @property
+    def by_sha1(self) -> tuple[Argument, ...]:
+        """The command, for a server that knows the script."""
+        return (b"EVALSHA", self.script.sha1, len(self.keys), *self.keys, *self.args)
+
+    @property
+    def by_text(self) -> tuple[Argument, ...]:
+        """The command, for a server that does not; it does afterwards."""
+        return (b"EVAL", self.script.text, len(self.keys), *self.keys, *self.args)

@@ -1,0 +1,89 @@
+"""Documents in Redis: per part of a table a hash of documents, a sorted set of due times and a counter of changes.
+
+The three share a hash tag and change in one script, so that no crash leaves one of them behind.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from heapq import merge
+from itertools import islice
+from typing import Any
+
+from kvcm.store.redis.client import RedisClient, Script, ScriptCall
+
+__all__ = ["RedisTable"]
+
+_REPLACE = Script("""
+local there = redis.call('HGET', KEYS[1], ARGV[1])
+if ARGV[2] == '1' then
+  if there ~= ARGV[3] then return 0 end
+elseif there then
+  return 0
+end
+if ARGV[4] == '1' then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[5])
+else
+  redis.call('HDEL', KEYS[1], ARGV[1])
+end
+if ARGV[6] ~= '' then
+  redis.call('ZADD', KEYS[2], ARGV[6], ARGV[1])
+else
+  redis.call('ZREM', KEYS[2], ARGV[1])
+end
+redis.call('INCR', KEYS[3])
+return 1
+""")
+
+
+class RedisTable:
+    """One table.
+
+    Args:
+        client: of the servers.
+        name: lower-case letters.
+        shard_count: number of parts; the same for all managers.
+    """
+
+    def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
+        self._client = client
+        self._parts = range(shard_count)
+        self._documents, self._due, self._versions = (
+            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdv"
+        )
+
+    async def get(self, name: str) -> bytes | None:
+        (document,) = await self._client.execute([(b"HGET", self._documents[self._part(name)], name.encode())])
+        assert document is None or isinstance(document, bytes)
+        return document
+
+    async def all(self) -> Mapping[str, bytes]:
+        parts = await self._client.execute([(b"HGETALL", key) for key in self._documents])
+        return {name.decode(): value for part in parts for name, value in _pairs(part)}
+
+    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
+        part = self._part(name)
+        keys = (self._documents[part], self._due[part], self._versions[part])
+        when = repr(float(due)) if due and new is not None else ""
+        args = (name.encode(), int(old is not None), old or b"", int(new is not None), new or b"", when)
+        (done,) = await self._client.run([ScriptCall(_REPLACE, keys, args)])
+        return bool(done)
+
+    async def due(self, now: float, most: int) -> list[str]:
+        limit = (b"LIMIT", 0, most, b"WITHSCORES")
+        parts = await self._client.execute(
+            [(b"ZRANGEBYSCORE", key, b"-inf", repr(float(now)), *limit) for key in self._due]
+        )
+        names = merge(*([(float(score), name) for name, score in _pairs(part)] for part in parts))
+        return [name.decode() for _, name in islice(names, most)]
+
+    async def version(self) -> int:
+        return sum(int(count or 0) for count in await self._client.execute([(b"GET", key) for key in self._versions]))
+
+    def _part(self, name: str) -> int:
+        return zlib.crc32(name.encode()) % len(self._parts)
+
+
+def _pairs(flat: list[Any]) -> zip[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)

@@ -1,0 +1,180 @@
+"""Hearing from the servers which keys changed, so that a cache of records stays coherent.
+
+One connection per master asks for `CLIENT TRACKING ON BCAST`, redirected to itself and subscribed to the channel of
+invalidations: those then are ordinary messages that arrive by themselves. Rejected: tracking on the connections that
+read, since there an invalidation waits for the next command; RESP3 pushes, which redis-py hands out only through
+attributes of its parser.
+
+1. `on_keys` is called for every change of a key below the prefix while `is_live`, by whomever it was made.
+2. `on_reset` is called whenever changes may have been missed: a server forgot everything, a connection was lost, the
+   masters are others. Coming back it is called before `is_live` turns true.
+3. A network that is cut off is noticed: every connection answers a ping twice a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+from redis.asyncio.connection import Connection
+from redis.exceptions import RedisError, ResponseError
+
+from kvcm.model.errors import StorageIOError
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.uri import Address
+
+__all__ = ["Invalidations"]
+
+_CHANNEL = b"__redis__:invalidate"
+_PING_SECONDS = 0.5
+_PONG_SECONDS = 0.5
+_AGAIN_SECONDS = 0.1
+
+
+class Invalidations:
+    """Follows the changes of keys on all masters.
+
+    Args:
+        client: of the servers.
+        prefix: what the keys of interest begin with.
+        on_keys: told keys that changed; must not raise.
+        on_reset: told that any key may have changed; must not raise.
+    """
+
+    def __init__(
+        self,
+        client: RedisClient,
+        prefix: bytes,
+        on_keys: Callable[[Sequence[bytes]], None],
+        on_reset: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._on_keys = on_keys
+        self._on_reset = on_reset
+        self._is_live = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether every change since the last reset was told, or is on its way."""
+        return self._is_live
+
+    async def run(self) -> None:
+        """Follow for ever, until cancelled."""
+        while True:
+            reason = await self._follow()
+            structlog.get_logger("kvcm").warning("redis_invalidations_interrupted", reason=reason)
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _follow(self) -> str:
+        """Follow all masters until something happens to one of them, and return what."""
+        followers: list[_Follower] = []
+        try:
+            masters = await self._client.masters()
+            for address in masters:
+                followers.append(_Follower(address, await self._client.connect(address), self._heard))
+                await followers[-1].subscribe(self._prefix)
+            self._on_reset()
+            self._is_live = True
+            duties = [duty for follower in followers for duty in (follower.listen(), follower.ping())]
+            return await self._first_end([*duties, self._watch(masters)])
+        except StorageIOError as error:
+            return str(error)
+        finally:
+            self._lose()
+            for follower in followers:
+                await follower.close()
+
+    async def _first_end(self, duties: Sequence[Coroutine[Any, Any, str]]) -> str:
+        tasks = [asyncio.create_task(duty) for duty in duties]
+        for task in tasks:
+            task.add_done_callback(lambda _: self._lose())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, masters: list[Address]) -> str:
+        while True:
+            await asyncio.sleep(_PING_SECONDS)
+            try:
+                now = await self._client.masters()
+            except StorageIOError:
+                continue  # nobody knows of a change, and the connections to the masters speak for themselves
+            if now != masters:
+                return f"the masters are {', '.join(map(str, now))} now"
+
+    def _heard(self, keys: Sequence[bytes] | None) -> None:
+        if keys is None:
+            self._on_reset()
+        else:
+            self._on_keys(keys)
+
+    def _lose(self) -> None:
+        if self._is_live:
+            self._is_live = False
+            self._on_reset()
+
+
+class _Follower:
+    """The connection to one master."""
+
+    def __init__(
+        self, address: Address, connection: Connection, heard: Callable[[Sequence[bytes] | None], None]
+    ) -> None:
+        self._address = address
+        self._connection = connection
+        self._heard = heard
+        self._ponged = asyncio.Event()
+
+    async def subscribe(self, prefix: bytes) -> None:
+        """Ask for invalidations."""
+        try:
+            async with asyncio.timeout(_PONG_SECONDS):
+                client_id = await self._ask(b"CLIENT", b"ID")
+                await self._ask(b"CLIENT", b"TRACKING", b"ON", b"BCAST", b"PREFIX", prefix, b"REDIRECT", client_id)
+                await self._ask(b"SUBSCRIBE", _CHANNEL)
+        except ResponseError as error:
+            raise StorageIOError(f"redis {self._address} does not track keys: {error}") from error
+        except (OSError, RedisError) as error:
+            raise StorageIOError(f"redis {self._address}: {str(error) or 'no answer'}; try again") from error
+
+    async def listen(self) -> str:
+        """Hand on invalidations until the connection is lost."""
+        try:
+            while True:
+                answer = await self._connection.read_response(timeout=math.inf)
+                if answer[0] == b"message":
+                    self._heard(answer[2])
+                elif answer[0] == b"pong":
+                    self._ponged.set()
+        except (OSError, RedisError) as error:
+            return f"{self._address}: {error}"
+
+    async def ping(self) -> str:
+        """Ask for a sign of life until there is none."""
+        try:
+            while True:
+                self._ponged.clear()
+                async with asyncio.timeout(_PONG_SECONDS):
+                    await self._connection.send_command(b"PING", check_health=False)
+                    await self._ponged.wait()
+                await asyncio.sleep(_PING_SECONDS)
+        except TimeoutError:
+            return f"{self._address}: no sign of life for {_PONG_SECONDS:g} s"
+        except (OSError, RedisError) as error:
+            return f"{self._address}: {error}"
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._connection.disconnect(nowait=True)
+
+    async def _ask(self, *command: bytes | int) -> Any:
+        await self._connection.send_command(*command, check_health=False)
+        return await self._connection.read_response()
