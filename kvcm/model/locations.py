@@ -58,8 +58,8 @@ class Location(NamedTuple):
         chunk: the encoded `CacheLocation`, as field 2 of an answer.
         size_bytes: bytes of all its specs.
         written_at: unix seconds of StartWriteCache.
-        session_id: write session that owns it while writing, "" afterwards.
-        deadline: unix seconds when that session expires, 0 afterwards.
+        session_id: write session that owns it while writing; kept by what was removed before its session ended.
+        deadline: unix seconds: while writing when the session expires, while deleting when the bytes may go, else 0.
     """
 
     id: str
@@ -86,6 +86,12 @@ class BlockRecord(NamedTuple):
     parent: int | None
     depth: int
     locations: tuple[Location, ...]
+
+    @property
+    def due(self) -> float | None:
+        """Unix seconds when something has to be done: a session expires or bytes may go. None: nothing ever."""
+        deadlines = [location.deadline for location in self.locations if location.status is not LocationStatus.SERVING]
+        return min(deadlines) if deadlines else None
 
 
 class DecodedLocation(NamedTuple):

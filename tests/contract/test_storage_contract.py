@@ -72,8 +72,10 @@ def check_packing(kind: Kind, what: Allocation, places: list[LocationUri]) -> No
         assert str(name.parent).endswith(folder)
         stem, _, location_id = name.name.rpartition(".")
         assert location_id == what.location_id
-        logical, underscore, digest = stem.partition("_")
+        logical, underscore, packed = stem.partition("_")
+        count, _, digest = packed.partition("x")
         assert logical == hex_of(first.key)
+        assert count == (str(len(chunk)) if len(chunk) > 1 else ""), "whoever deletes the last slot knows that it is"
         assert bool(underscore) == (len(chunk) > 1)
         assert len(digest) == (16 if len(chunk) > 1 else 0), "a 64-bit hash in hex"
         for slot, index in enumerate(chunk):

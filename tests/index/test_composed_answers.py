@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_rig import TableView, location, record
 
-from kvcm.index.answers import AnswerBook, compose_answer, filter_specs
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
+from kvcm.index.answers import compose_answer, filter_specs
+from kvcm.model.locations import Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 
 SERVING, WRITING, DELETING = LocationStatus.SERVING, LocationStatus.WRITING, LocationStatus.DELETING
@@ -109,44 +109,3 @@ def test_filtered_specs_keep_their_order_and_spec_size_counts_all(wanted: set[st
     chunk = encode_chunk(StorageType.ST_3FS, 3, [SpecUri(name, f"u-{name}") for name in "abc"])
     filtered = decode_chunk(filter_specs(chunk, frozenset(wanted)))
     assert filtered == (StorageType.ST_3FS, 3, tuple(SpecUri(name, f"u-{name}") for name in kept))
-
-
-# The book.
-
-
-def test_the_book_keeps_answers_and_knows_nothing_of_other_keys() -> None:
-    book = AnswerBook(TableView({"nfs": 3}))
-    assert book.lookup()(1) is None
-    answer = book.note(1, record(at("nfs")))
-    assert answer == at("nfs").chunk
-    assert book.lookup()(1) == answer
-    assert book.lookup()(2) is None
-
-
-@pytest.mark.parametrize("after", [None, record(at("nfs", status=DELETING)), record(at("off"))])
-def test_the_book_forgets_what_cannot_be_read_any_more(after: BlockRecord | None) -> None:
-    book = AnswerBook(TableView({"nfs": 3}))
-    book.note(1, record(at("nfs")))
-    assert book.note(1, after) is None
-    assert book.lookup()(1) is None
-    assert book.note(1, after) is None
-
-
-def test_the_book_forgets_everything_when_a_storage_changes() -> None:
-    view = TableView({"nfs": 3, "fs": 2})
-    book = AnswerBook(view)
-    book.note(1, record(at("nfs")))
-    view.change("fs", None)
-    assert book.lookup()(1) is None
-    view.change("nfs", None)
-    assert book.note(1, record(at("nfs"))) is None
-
-
-def test_an_answer_noted_while_a_storage_changes_is_not_kept() -> None:
-    """The change comes between the last lookup and the note; the next lookup must not trust the note."""
-    view = TableView({"nfs": 3})
-    book = AnswerBook(view)
-    book.lookup()
-    book.note(1, record(at("nfs")))
-    view.change("nfs", None)
-    assert book.lookup()(1) is None

@@ -17,12 +17,12 @@ class Rig:
     def __init__(self, max_key_count: int = 1 << 62) -> None:
         self.view = TableView({"nfs": 3, "fs": 2})
         self.backend = CountingBackend()
-        self.told: list[tuple[StorageType, int]] = []
+        self.told: list[tuple[dict[StorageType, int], int]] = []
         self.index = MetaIndex(
             self.backend,
             self.view,
             max_key_count=max_key_count,
-            on_usage=lambda storage_type, size: self.told.append((storage_type, size)),
+            on_usage=lambda usage, keys: self.told.append((dict(usage), keys)),
         )
 
 
@@ -78,7 +78,7 @@ async def test_modify_sees_each_key_once_and_same_means_no_change(rig: Rig) -> N
     assert calls == [2, 1]
     assert [change.key for change in changes] == [2, 1]
     assert changes[1].new is changes[1].old
-    assert rig.told == [(StorageType.ST_NFS, 10)]
+    assert rig.told == [({StorageType.ST_NFS: 10}, 1)]
 
 
 async def test_an_error_in_modify_changes_nothing(rig: Rig) -> None:
@@ -114,7 +114,7 @@ async def test_a_prefix_ends_before_the_first_miss(rig: Rig) -> None:
 
 
 async def test_known_answers_ask_no_backend(rig: Rig) -> None:
-    """The hot path: what was written or read once is answered from the book."""
+    """The hot path: what was written or read once is answered from the search cache."""
     await rig.index.put({key: record() for key in range(5)})
     rig.backend.asked.clear()
     assert None not in await rig.index.answers(range(5), stop_at_miss=True)
@@ -131,11 +131,20 @@ async def test_after_a_storage_changed_records_are_asked_once(rig: Rig) -> None:
     assert rig.backend.asked == [[3, 4]]
 
 
-async def test_a_prefix_match_asks_for_one_record_beyond_its_hits(rig: Rig) -> None:
+async def test_a_prefix_match_asks_for_a_few_records_beyond_its_hits(rig: Rig) -> None:
     await rig.index.put({key: record() for key in range(3)})
     rig.backend.asked.clear()
     assert len(await rig.index.answers(range(100), stop_at_miss=True)) == 3
-    assert rig.backend.asked == [[3]]
+    assert rig.backend.asked == [list(range(3, 19))]
+
+
+async def test_a_long_prefix_of_unknown_records_is_asked_for_in_few_calls(rig: Rig) -> None:
+    """Sixteen to see whether there is anything at all, then many at once; nothing behind the first miss is returned."""
+    await rig.index.put({key: record() for key in range(3000) if key != 2000})
+    rig.view.change("fs", None)
+    rig.backend.asked.clear()
+    assert len(await rig.index.answers(range(3000), stop_at_miss=True)) == 2000
+    assert [(asked[0], len(asked)) for asked in rig.backend.asked] == [(0, 16), (16, 1024), (1040, 1024)]
 
 
 async def test_disabled_storages_vanish_and_come_back(rig: Rig) -> None:
@@ -210,10 +219,11 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
             for place in stored.locations if stored is not None else ():
                 recount[place.storage_type] += place.size_bytes
         told: Counter[StorageType] = Counter()
-        for storage_type, size in rig.told:
-            told[storage_type] += size
+        for usage, _ in rig.told:
+            told.update(usage)
         assert +recount == +Counter(rig.index.usage_bytes) == +told
-        assert all(size for _, size in rig.told), "no news is not told"
+        assert sum(keys for _, keys in rig.told) == rig.index.key_count
+        assert all(keys or any(usage.values()) for usage, keys in rig.told), "no news is not told"
         assert rig.index.key_count <= limit
 
 

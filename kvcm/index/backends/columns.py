@@ -1,0 +1,250 @@
+"""Blocks in columns: one row per block, a dict from key to row.
+
+Arrays and lists by row cost a third of what objects per block cost, and leave the garbage collector next to nothing to
+walk through. Rejected: a tuple per block (50 bytes more, and a dict of children beside it), free rows behind removed
+blocks (sampling would have to draw again, and tidying up would stop the loop).
+
+Invariants:
+
+* Rows are dense: a removed block's row is taken by the last one at once.
+* The children of a block are a doubly linked list of rows, so that a prefix with many continuations loses one in
+  constant time. Its head is kept in the row of the parent, or in `_orphans` while the parent has no row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
+from random import Random
+from typing import Any, cast
+
+from kvcm.index.backends.backend import Access
+from kvcm.index.backends.packed import Chunks, HeaderPool, Headers, unpack
+from kvcm.model.locations import BlockRecord
+
+__all__ = ["BlockColumns"]
+
+_NO_ROW = -1
+_MOST_SECONDS, _MOST_READS = (1 << 32) - 1, (1 << 16) - 1
+
+# See packed.py: from a ready tuple a named tuple is made in a third of the time.
+_new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
+
+
+class BlockColumns:
+    """Records of blocks by key, with the children and the last access of each. Keys and parents are int64."""
+
+    __slots__ = (
+        "_chunks",
+        "_columns",
+        "_depths",
+        "_first_child",
+        "_headers",
+        "_keys",
+        "_next",
+        "_orphans",
+        "_parents",
+        "_pool",
+        "_previous",
+        "_read_at",
+        "_reads",
+        "_rows",
+    )
+
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}
+        self._orphans: dict[int, int] = {}
+        self._pool = HeaderPool()
+        self._keys = array("q")
+        self._parents = array("q")
+        self._depths = array("i")  # the complement where there is no parent
+        self._headers: list[Headers] = []
+        self._chunks: list[Chunks] = []
+        self._first_child = array("i")
+        self._next = array("i")
+        self._previous = array("i")
+        self._read_at = array("I")
+        self._reads = array("H")
+        self._columns: tuple[MutableSequence[Any], ...] = (
+            *(self._keys, self._parents, self._depths, self._headers, self._chunks),
+            *(self._first_child, self._next, self._previous, self._read_at, self._reads),
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._rows
+
+    def keys(self) -> list[int]:
+        """Return all keys."""
+        return list(self._rows)
+
+    def sample(self, count: int, random: Random) -> list[int]:
+        """Return `count` distinct keys (all, if there are fewer), each equally likely."""
+        if count >= len(self._rows):
+            return list(self._rows)
+        return [self._keys[row] for row in random.sample(range(len(self._rows)), count)]
+
+    def get(self, keys: Iterable[int]) -> list[BlockRecord | None]:
+        """Return the records of `keys`, in order; None where there is none."""
+        all_headers, all_chunks, depths, parents = self._headers, self._chunks, self._depths, self._parents
+        records: list[BlockRecord | None] = []
+        for row in map(self._rows.get, keys):
+            if row is None:
+                records.append(None)
+                continue
+            locations = unpack(all_headers[row], all_chunks[row])
+            depth = depths[row]
+            chain = (None, ~depth) if depth < 0 else (parents[row], depth)
+            records.append(_new_record(BlockRecord, (*chain, locations)))
+        return records
+
+    def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
+        """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
+        what is there."""
+        row = self._rows.get(key)
+        if row is None:
+            if old is not None:
+                return False
+            if new is not None:
+                self._insert(key, new)
+            return True
+        if old is None or not self._holds(row, old):
+            return False
+        if new is None:
+            self._remove(key, row)
+        else:
+            self._replace(row, old, new)
+        return True
+
+    def insert(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
+        """Add the record of a key that has none, with its last access if it was read before."""
+        self._insert(key, record)
+        if access is not None:
+            self._set_access(len(self._keys) - 1, access.at, access[1])
+
+    def children(self, key: int) -> list[int]:
+        """Return the keys of the blocks whose parent is `key`, in order of their keys."""
+        row = self._rows.get(key)
+        child = self._orphans.get(key, _NO_ROW) if row is None else self._first_child[row]
+        found = []
+        while child != _NO_ROW:
+            found.append(self._keys[child])
+            child = self._next[child]
+        return sorted(found)
+
+    def touch(self, counts: Mapping[int, int], at: int) -> None:
+        """Add reads by key, at unix time `at`; keys without a record are left."""
+        for key, count in counts.items():
+            row = self._rows.get(key)
+            if row is not None:
+                self._set_access(row, max(at, self._read_at[row]), self._reads[row] + count)
+
+    def accesses(self, keys: Iterable[int]) -> list[Access | None]:
+        """Return the last access of each block, None where there is no record."""
+        read_at, reads = self._read_at, self._reads
+        return [None if row is None else Access(read_at[row], reads[row]) for row in map(self._rows.get, keys)]
+
+    def _holds(self, row: int, record: BlockRecord) -> bool:
+        parent, depth, locations = record
+        if self._depths[row] != (~depth if parent is None else depth) or self._parents[row] != (parent or 0):
+            return False
+        chunks = self._chunks[row]
+        if type(chunks) is bytes and len(locations) == 1:
+            location = locations[0]
+            return chunks == location[5] and self._headers[row] == location[:5] + location[6:]
+        return unpack(self._headers[row], chunks) == locations
+
+    def _insert(self, key: int, record: BlockRecord) -> None:
+        parent, depth, locations = record
+        headers, chunks = self._pool.pack(locations)
+        row = self._rows[key] = len(self._keys)
+        self._keys.append(key)
+        self._parents.append(parent or 0)
+        self._depths.append(~depth if parent is None else depth)
+        self._headers.append(headers)
+        self._chunks.append(chunks)
+        self._first_child.append(self._orphans.pop(key, _NO_ROW))
+        self._next.append(_NO_ROW)
+        self._previous.append(_NO_ROW)
+        self._read_at.append(_seconds(locations[0].written_at))
+        self._reads.append(0)
+        if parent is not None:
+            self._link(row, parent)
+
+    def _replace(self, row: int, old: BlockRecord, new: BlockRecord) -> None:
+        parent, depth, locations = new
+        if old.parent != parent:
+            self._unlink(row, old.parent)
+            self._link(row, parent)
+        self._parents[row] = parent or 0
+        self._depths[row] = ~depth if parent is None else depth
+        self._headers[row], self._chunks[row] = self._pool.pack(locations)
+
+    def _remove(self, key: int, row: int) -> None:
+        self._unlink(row, self._parent(row))
+        del self._rows[key]
+        if self._first_child[row] != _NO_ROW:
+            self._orphans[key] = self._first_child[row]
+        last = len(self._keys) - 1
+        if row != last:
+            self._move(last, row)
+        for column in self._columns:
+            column.pop()
+
+    def _move(self, row: int, to: int) -> None:
+        for column in self._columns:
+            column[to] = column[row]
+        self._rows[self._keys[to]] = to
+        after, before = self._next[to], self._previous[to]
+        if after != _NO_ROW:
+            self._previous[after] = to
+        if before != _NO_ROW:
+            self._next[before] = to
+        else:
+            self._set_first_child(self._parent(to), to)
+
+    def _parent(self, row: int) -> int | None:
+        return None if self._depths[row] < 0 else self._parents[row]
+
+    def _link(self, row: int, parent: int | None) -> None:
+        if parent is None:
+            return
+        parent_row = self._rows.get(parent)
+        if parent_row is None:
+            after, self._orphans[parent] = self._orphans.get(parent, _NO_ROW), row
+        else:
+            after, self._first_child[parent_row] = self._first_child[parent_row], row
+        if after != _NO_ROW:
+            self._next[row] = after
+            self._previous[after] = row
+
+    def _unlink(self, row: int, parent: int | None) -> None:
+        after, before = self._next[row], self._previous[row]
+        if after != _NO_ROW:
+            self._previous[after] = before
+        if before != _NO_ROW:
+            self._next[before] = after
+        else:
+            self._set_first_child(parent, after)
+        self._next[row] = self._previous[row] = _NO_ROW
+
+    def _set_first_child(self, parent: int | None, row: int) -> None:
+        if parent is None:
+            return
+        parent_row = self._rows.get(parent)
+        if parent_row is not None:
+            self._first_child[parent_row] = row
+        elif row != _NO_ROW:
+            self._orphans[parent] = row
+        else:
+            self._orphans.pop(parent, None)
+
+    def _set_access(self, row: int, at: int, reads: int) -> None:
+        self._read_at[row] = _seconds(at)
+        self._reads[row] = min(reads, _MOST_READS)
+
+
+def _seconds(at: float) -> int:
+    return int(at) if 0 <= at <= _MOST_SECONDS else (_MOST_SECONDS if at > 0 else 0)

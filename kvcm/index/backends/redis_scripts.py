@@ -1,0 +1,184 @@
+"""What changes in Redis at once: the Lua functions of the Redis backend, each over the keys of one shard tag.
+
+A call of the server from Lua costs more than the work it does, so every function reads all with one command, decides,
+and writes with one command per kind of key. Nothing can fail after the first write: the server refuses a function for
+want of memory at its first write or not at all, and every key has one type.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvcm.store.redis.script import Script
+
+__all__ = ["DROP", "SAMPLE", "TOUCH", "WRITE"]
+
+WRITE: Final = Script("""
+-- KEYS: access order, children, pending, usage, then the block records.
+-- ARGV[1]: 8 bytes per block, the stamp that its record must have; zeros: there must be none.
+-- ARGV[2]: packed {score of a new block: number, or false to leave it;
+--                  due time: number to set, true to clear, false to leave;
+--                  blocks that leave a parent; blocks that come to a parent: indexes;
+--                  usage: {index, storage type, bytes, index, ...}}.
+-- ARGV[3], ARGV[4]: 8 bytes per block that leaves and per block that comes: the parent.
+-- ARGV[5...]: the records to store, empty to remove.
+-- Returns the indexes of blocks whose record had another stamp.
+local order, children, pending, usage = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local scores, dues, leaving, coming, bytes = unpack(cmsgpack.unpack(ARGV[2]))
+local won, lost = {}, {}
+
+local function eight(text, n) return string.sub(text, n * 8 - 7, n * 8) end
+
+local function call(command, key, list)
+  if #list > 0 then redis.call(command, key, unpack(list)) end
+end
+
+local function compare(held)
+  for i = 1, #held do
+    local stamp = held[i] and string.sub(held[i], 2, 9) or '\\0\\0\\0\\0\\0\\0\\0\\0'
+    if stamp == eight(ARGV[1], i) then
+      won[i] = string.sub(KEYS[4 + i], -8)
+    else
+      lost[#lost + 1] = i
+    end
+  end
+end
+
+local function write(held)
+  local stored, removed, forgotten = {}, {}, {}
+  for i, member in pairs(won) do
+    if ARGV[4 + i] ~= '' then
+      stored[#stored + 1] = KEYS[4 + i]
+      stored[#stored + 1] = ARGV[4 + i]
+    elseif held[i] then
+      removed[#removed + 1] = KEYS[4 + i]
+      forgotten[#forgotten + 1] = member
+    end
+  end
+  if #stored > 0 then redis.call('MSET', unpack(stored)) end
+  if #removed > 0 then redis.call('UNLINK', unpack(removed)) end
+  call('ZREM', order, forgotten)
+end
+
+local function schedule()
+  local ordered, due, done = {}, {}, {}
+  for i, member in pairs(won) do
+    if scores[i] then
+      ordered[#ordered + 1] = scores[i]
+      ordered[#ordered + 1] = member
+    end
+    if dues[i] == true then
+      done[#done + 1] = member
+    elseif dues[i] then
+      due[#due + 1] = dues[i]
+      due[#due + 1] = member
+    end
+  end
+  call('ZADD', order, ordered)
+  call('ZADD', pending, due)
+  call('ZREM', pending, done)
+end
+
+local function without(family, member)
+  for n = 1, #family / 8 do
+    if eight(family, n) == member then
+      return string.sub(family, 1, n * 8 - 8) .. string.sub(family, n * 8 + 1)
+    end
+  end
+  return family
+end
+
+local function relate()
+  local parents, families = {}, {}
+  local function each(indexes, of, visit)
+    for n, i in ipairs(indexes) do
+      if won[i] then visit(eight(of, n), won[i]) end
+    end
+  end
+  local function note(parent)
+    if not families[parent] then
+      parents[#parents + 1] = parent
+      families[parent] = ''
+    end
+  end
+  each(leaving, ARGV[3], note)
+  each(coming, ARGV[4], note)
+  if #parents == 0 then return end
+  for n, family in ipairs(redis.call('HMGET', children, unpack(parents))) do
+    families[parents[n]] = family or ''
+  end
+  each(leaving, ARGV[3], function(parent, member) families[parent] = without(families[parent], member) end)
+  each(coming, ARGV[4], function(parent, member) families[parent] = families[parent] .. member end)
+  local kept, empty = {}, {}
+  for parent, family in pairs(families) do
+    if family == '' then
+      empty[#empty + 1] = parent
+    else
+      kept[#kept + 1] = parent
+      kept[#kept + 1] = family
+    end
+  end
+  call('HSET', children, kept)
+  call('HDEL', children, empty)
+end
+
+local function count()
+  local totals = {}
+  for n = 1, #bytes, 3 do
+    if won[bytes[n]] then totals[bytes[n + 1]] = (totals[bytes[n + 1]] or 0) + bytes[n + 2] end
+  end
+  for storage_type, total in pairs(totals) do
+    if total ~= 0 then redis.call('HINCRBY', usage, storage_type, string.format('%.0f', total)) end
+  end
+end
+
+local held = redis.call('MGET', unpack(KEYS, 5))
+compare(held)
+write(held)
+schedule()
+relate()
+count()
+return lost
+""")
+
+TOUCH: Final = Script("""
+-- KEYS: access order. ARGV: unix seconds, then key and number of reads of every block read.
+local members, counts = {}, {}
+for i = 2, #ARGV, 2 do
+  members[#members + 1] = ARGV[i]
+  counts[#counts + 1] = tonumber(ARGV[i + 1])
+end
+local changed = {}
+for n, score in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(members))) do
+  if score then
+    local seconds = math.floor(score)
+    local reads = math.floor((score - seconds) * 4096 + 0.5) + counts[n]
+    changed[#changed + 1] = math.max(seconds, tonumber(ARGV[1])) + math.min(reads, 4095) / 4096
+    changed[#changed + 1] = members[n]
+  end
+end
+if #changed > 0 then redis.call('ZADD', KEYS[1], unpack(changed)) end
+""")
+
+SAMPLE: Final = Script("""
+-- KEYS: access order. ARGV: positions in it. Returns who stands there, none beyond the end.
+local sample = {}
+for _, position in ipairs(ARGV) do
+  sample[#sample + 1] = redis.call('ZRANGE', KEYS[1], position, position)[1]
+end
+return sample
+""")
+
+DROP: Final = Script("""
+-- KEYS: access order, children, pending, usage, then block records, which stand in the access order.
+-- Returns how many blocks are left; the rest goes with the last of them.
+local members = {}
+for i = 5, #KEYS do members[#members + 1] = string.sub(KEYS[i], -8) end
+if #members > 0 then
+  redis.call('UNLINK', unpack(KEYS, 5))
+  redis.call('ZREM', KEYS[1], unpack(members))
+end
+local left = redis.call('ZCARD', KEYS[1])
+if left == 0 then redis.call('UNLINK', unpack(KEYS, 1, 4)) end
+return left
+""")

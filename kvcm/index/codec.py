@@ -1,0 +1,166 @@
+"""Records as bytes: what RocksDB and Redis hold for a block.
+
+::
+
+    record in Redis      version · stamp (8 bytes) · body
+    record in RocksDB    version · body
+    body                 msgpack [parent, depth, header, chunk, header, chunk, ...], one header and chunk per location
+    header               msgpack [id, storage, type, status, spec names, size, written_at, session, deadline]
+
+The stamp is new with every write. A compare-and-set compares it instead of the whole record, which costs neither the
+encoding nor the sending of what is expected to be there.
+
+Everything of a location but its chunk is the same for all blocks of a write session, so it is encoded apart and both
+directions remember the latest headers: a location is decoded with one look into a table, and a million loaded records
+share their names, numbers and times instead of holding 300 bytes of them each.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import count
+from struct import Struct
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from kvcm.model.errors import StorageIOError
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.storages import StorageType
+
+__all__ = [
+    "FORMAT_VERSION",
+    "STAMP_SIZE",
+    "StampedRecord",
+    "decode_payload",
+    "decode_record",
+    "encode_payload",
+    "encode_record",
+]
+
+FORMAT_VERSION: Final = 1
+STAMP_SIZE: Final = 8
+
+_BODY_AT = 1 + STAMP_SIZE
+_VERSION_BYTE = bytes((FORMAT_VERSION,))
+_HEADERS_REMEMBERED = 1 << 14  # of a session each, at most a few hundred bytes
+
+_AnyRecord = TypeVar("_AnyRecord", bound=BlockRecord)
+
+
+class StampedRecord(BlockRecord):
+    """A record as it was read from a store: equal to the plain one, and knows which write it is of.
+
+    Attributes:
+        stamp: of that write; empty for a record derived from a stored one.
+    """
+
+    stamp: bytes = b""
+
+
+class _Header(NamedTuple):
+    id: str
+    storage: str
+    storage_type: StorageType
+    status: LocationStatus
+    spec_names: tuple[str, ...]
+    size_bytes: int
+    written_at: float
+    session_id: str
+    deadline: float
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_body: Callable[[bytes], list[Any]] = msgspec.msgpack.Decoder(list[int | bytes | None]).decode
+_decode_header = msgspec.msgpack.Decoder(_Header).decode
+_pack_stamp = Struct(">BQ").pack
+# Starts anywhere, so that two managers never give the same stamp to two writes of a block; a random number per write
+# would cost more than the encoding. Neither all zeros nor all ones: compare-and-set has a meaning for these.
+_stamps = count(1 + secrets.randbits(63))
+
+
+def encode_record(record: BlockRecord) -> bytes:
+    """Return the record with a stamp that no other write has."""
+    return _pack_stamp(FORMAT_VERSION, next(_stamps)) + _encode(_body_of(record))
+
+
+def decode_record(data: bytes) -> StampedRecord:
+    """Read what `encode_record` wrote.
+
+    Raises:
+        StorageIOError: another release wrote it, or it is damaged.
+    """
+    record = _decode(StampedRecord, data, _BODY_AT)
+    record.stamp = data[1:_BODY_AT]
+    return record
+
+
+def encode_payload(record: BlockRecord) -> bytes:
+    """Return the record without a stamp, for a store that nobody shares."""
+    return _VERSION_BYTE + _encode(_body_of(record))
+
+
+def decode_payload(data: bytes) -> BlockRecord:
+    """Read what `encode_payload` wrote.
+
+    Raises:
+        StorageIOError: another release wrote it, or it is damaged.
+    """
+    return _decode(BlockRecord, data, 1)
+
+
+def _body_of(record: BlockRecord) -> list[int | bytes | None]:
+    body: list[int | bytes | None] = [record[0], record[1]]
+    for location_id, storage, kind, status, names, chunk, size_bytes, written_at, session_id, deadline in record[2]:
+        header = _header_bytes(location_id, storage, kind, status, names, size_bytes, written_at, session_id, deadline)
+        body.append(header)
+        body.append(chunk)
+    return body
+
+
+def _decode(form: type[_AnyRecord], data: bytes, body_at: int) -> _AnyRecord:
+    try:
+        if data[0] != FORMAT_VERSION:
+            raise _unknown_version(data[0])
+        body = _decode_body(data[body_at:])
+        if len(body) == 4:
+            return tuple.__new__(form, (body[0], body[1], (_location_of(body[2], body[3]),)))
+        locations = tuple(map(_location_of, body[2::2], body[3::2]))
+        return tuple.__new__(form, (body[0], body[1], locations))
+    except (msgspec.MsgspecError, IndexError, TypeError, ValueError) as error:
+        raise StorageIOError(
+            f"a stored block record of {len(data)} bytes is damaged ({error}); run `kvcm index verify --repair`"
+        ) from error
+
+
+def _location_of(header: bytes, chunk: bytes) -> Location:
+    location_id, storage, kind, status, names, size_bytes, written_at, session_id, deadline = _header_of(header)
+    # The constructor of a named tuple costs three times as much.
+    fields = (location_id, storage, kind, status, names, chunk, size_bytes, written_at, session_id, deadline)
+    return tuple.__new__(Location, fields)
+
+
+@lru_cache(_HEADERS_REMEMBERED)
+def _header_bytes(*fields: object) -> bytes:
+    return _encode(fields)
+
+
+@lru_cache(_HEADERS_REMEMBERED)
+def _header_of(encoded: bytes) -> _Header:
+    header = _decode_header(encoded)
+    return header._replace(storage=sys.intern(header.storage), spec_names=_shared(header.spec_names))
+
+
+@lru_cache(1024)
+def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names
+
+
+def _unknown_version(version: int) -> StorageIOError:
+    return StorageIOError(
+        f"a stored block record has format version {version}, this release reads version {FORMAT_VERSION}: "
+        "start the release that wrote it, or move the index with its `kvcm index export` and our `kvcm index import`"
+    )

@@ -1,0 +1,1 @@
+"""The embedded store: one RocksDB in the data directory makes durable what the process keeps in memory."""

@@ -1,0 +1,112 @@
+"""Documents that outlive the process: tables in memory, made durable by the commit log.
+
+::
+
+    row of a document    "t" · length of the table's name (1 byte) · table's name · document's name
+    its value            due time (float64, big endian) · document
+
+Blocks lie in the same database (kvcm/index/backends/rocks.py), so that a session and its blocks reach the disk in the
+order in which they were stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from typing import Final
+
+from kvcm.model.clock import Clock
+from kvcm.store.memory import MemoryTable
+from kvcm.store.rocks.log import CommitLog, Fsync, OnFailure
+
+__all__ = ["RocksStore", "RocksTable"]
+
+_ROWS: Final = b"t"
+_DUE: Final = Struct(">d")
+
+
+class RocksTable:
+    """One table: reads are those of the memory table, changes go to the log in the same step."""
+
+    def __init__(self, log: CommitLog, prefix: bytes, memory: MemoryTable) -> None:
+        self._log = log
+        self._prefix = prefix
+        self._memory = memory
+
+    async def get(self, name: str) -> bytes | None:
+        return await self._memory.get(name)
+
+    async def all(self) -> Mapping[str, bytes]:
+        return await self._memory.all()
+
+    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
+        self._log.admit()
+        is_replaced = await self._memory.replace(name, old, new, due)
+        if is_replaced:
+            value = _DUE.pack(due) + new if new is not None else None
+            self._log.append([(self._prefix + name.encode(), value)])
+        return is_replaced
+
+    def restore(self, name: str, value: bytes) -> None:
+        """Put a document in memory as its row has it."""
+        work = self._memory.replace(name, None, value[_DUE.size :], _DUE.unpack_from(value)[0])
+        with suppress(StopIteration):
+            work.send(None)  # to its end: no method of the memory table suspends
+
+    async def due(self, now: float, most: int) -> list[str]:
+        return await self._memory.due(now, most)
+
+    async def version(self) -> int:
+        return await self._memory.version()
+
+
+class RocksStore:
+    """The store of one manager alone, in a directory of its own. Opening it blocks.
+
+    Args:
+        directory: made if it is not there; nobody else may have it open.
+        fsync: when changes are synced to the disk: always, everysec or never.
+        clock: tells when a second has passed.
+        on_failure: told why, on a thread of the store, when nothing can be written any more: the process has to end.
+
+    Attributes:
+        log: what makes changes durable; blocks are written through it too.
+
+    Raises:
+        StorageIOError: the directory is in use, was written by another release, or is damaged.
+    """
+
+    is_shared = False
+
+    def __init__(self, directory: Path, fsync: str, clock: Clock, on_failure: OnFailure = lambda _reason: None) -> None:
+        self.log = CommitLog(directory, Fsync(fsync), clock, on_failure)
+        self._tables: dict[str, RocksTable] = {}
+        try:
+            self._load()
+        except BaseException:
+            self.log.close_at_once()
+            raise
+
+    def table(self, name: str, shard_count: int = 1) -> RocksTable:
+        """Return the table of that name, the same one every time; parts make no difference in one memory."""
+        if name not in self._tables:
+            self._tables[name] = RocksTable(self.log, _prefix_of(name), MemoryTable())
+        return self._tables[name]
+
+    async def flush(self) -> None:
+        await self.log.flush()
+
+    async def close(self) -> None:
+        await self.log.close()
+
+    def _load(self) -> None:
+        for key, value in self.log.read(_ROWS):
+            name_end = 2 + key[1]
+            table = self.table(key[2:name_end].decode())
+            table.restore(key[name_end:].decode(), value)
+
+
+def _prefix_of(table: str) -> bytes:
+    return _ROWS + bytes((len(table),)) + table.encode()

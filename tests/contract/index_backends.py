@@ -1,0 +1,104 @@
+"""Every kind of index backend, empty, on real servers where it needs one. A new one joins with one line in RIGS."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+
+from kvcm.index.backends.backend import IndexBackend
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.backends.redis import RedisBackend
+from kvcm.index.backends.rocks import load_index
+from kvcm.model.clock import SystemClock
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.store.rocks.store import RocksStore
+
+__all__ = ["RIGS", "SHARED", "Rig", "connected", "opened"]
+
+_SHARD_COUNT = 4
+
+_uids = count(1)
+
+
+@dataclass(frozen=True)
+class Rig:
+    """Makes backends of one kind.
+
+    Attributes:
+        fresh: a backend of an instance that has no blocks yet.
+        beside: what another manager has: its own backend of the same instance. Only of shared kinds.
+    """
+
+    fresh: Callable[[], IndexBackend]
+    beside: Callable[[Any], IndexBackend] | None = None
+
+
+@asynccontextmanager
+async def connected(uri: str) -> AsyncIterator[RedisClient]:
+    """A client inside the block."""
+    client = RedisClient.of(parse_redis_uri(uri))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def _memory(_request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    yield Rig(MemoryBackend)
+
+
+@asynccontextmanager
+async def _rocks(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    directory = request.getfixturevalue("tmp_path_factory").mktemp("rocks")
+    store = RocksStore(directory, "never", SystemClock())
+    try:
+        index = load_index(store)
+        yield Rig(lambda: index.backend(next(_uids)))
+        await store.flush()
+    finally:
+        await store.close()
+
+
+def _redis(servers: str) -> Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Rig]]:
+    """Return what makes a rig on servers that a fixture runs."""
+
+    @asynccontextmanager
+    async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+        uri = request.getfixturevalue(servers).uri(f"test-{secrets.token_hex(8)}", timeout_ms=10_000)
+        async with connected(uri) as one, connected(uri) as another:
+            made: dict[IndexBackend, int] = {}
+
+            def fresh() -> IndexBackend:
+                uid = next(_uids)
+                backend = RedisBackend(one, uid, _SHARD_COUNT)
+                made[backend] = uid
+                return backend
+
+            yield Rig(fresh, lambda backend: RedisBackend(another, made[backend], _SHARD_COUNT))
+
+    return rig
+
+
+RIGS: dict[str, Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Rig]]] = {
+    "memory": _memory,
+    "rocksdb": _rocks,
+    "redis": _redis("redis_standalone"),
+    "redis-cluster": _redis("redis_cluster"),
+    "redis-sentinel": _redis("redis_sentinel"),
+}
+SHARED = [kind for kind in RIGS if kind.startswith("redis")]
+
+
+@asynccontextmanager
+async def opened(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    """A rig of that kind inside the block."""
+    async with RIGS[kind](request) as rig:
+        yield rig

@@ -1,0 +1,59 @@
+"""Records for the contract of index backends, and how MetaIndex writes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvcm.index.backends.backend import Change, IndexBackend
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.storages import StorageType
+
+__all__ = ["listed", "place", "record", "recount", "used", "write"]
+
+
+def place(
+    location_id: str = "ab",
+    status: LocationStatus = LocationStatus.SERVING,
+    size: int = 10,
+    kind: StorageType = StorageType.ST_NFS,
+    deadline: float = 0.0,
+    written_at: float = 1234.5,
+) -> Location:
+    """A location with every field set."""
+    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"file://nfs/r/c/i/tp0/x.{location_id}?blkid=1&size={size}")])
+    session = "session" if status is LocationStatus.WRITING else ""
+    return Location(location_id, "nfs", kind, status, ("tp0",), chunk, size, written_at, session, deadline)
+
+
+def record(parent: int | None = None, depth: int = 0, size: int = 10, due: float = 99.25) -> BlockRecord:
+    """A record with a location that is being written until `due` and one that serves."""
+    return BlockRecord(parent, depth, (place("ab", LocationStatus.WRITING, size, deadline=due), place("cd", size=size)))
+
+
+async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]) -> Mapping[StorageType, int]:
+    """Store or remove, telling the backend what was there before as MetaIndex does; return how usage changed."""
+    olds = await backend.get_many(list(records))
+    changes = [Change(key, old, records[key]) for key, old in zip(records, olds, strict=True)]
+    written = await backend.write_many(changes)
+    assert not list(written.lost)
+    return written.usage
+
+
+async def listed(backend: IndexBackend, page_size: int) -> list[int]:
+    """The keys of a scan."""
+    return [key async for page in backend.scan(page_size) for key in page]
+
+
+def used(usage: Mapping[StorageType, int]) -> dict[StorageType, int]:
+    """Usage without the types that hold nothing."""
+    return {storage_type: size_bytes for storage_type, size_bytes in usage.items() if size_bytes}
+
+
+async def recount(backend: IndexBackend) -> dict[StorageType, int]:
+    """Usage as the records say."""
+    usage: Counter[StorageType] = Counter()
+    for found in await backend.get_many(sorted(set(await listed(backend, 1000)))):
+        for location in found.locations if found is not None else ():
+            usage[location.storage_type] += location.size_bytes
+    return used(usage)

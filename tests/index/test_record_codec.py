@@ -1,0 +1,119 @@
+"""Records as bytes: they come back equal, with their types, and share what they can; those of others are refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcm.index.codec import StampedRecord, decode_payload, decode_record, encode_payload, encode_record
+from kvcm.model.errors import StorageIOError
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.storages import StorageType
+
+NAMES = st.text(max_size=12)
+TIMES = st.floats(0, 4e9)
+KEYS = st.integers(-(2**63), 2**63 - 1)
+LOCATIONS = st.builds(
+    Location,
+    id=NAMES,
+    storage=NAMES,
+    storage_type=st.sampled_from(StorageType),
+    status=st.sampled_from(LocationStatus),
+    spec_names=st.lists(NAMES, max_size=3).map(tuple),
+    chunk=st.binary(max_size=40),
+    size_bytes=st.integers(0, 2**50),
+    written_at=TIMES,
+    session_id=NAMES,
+    deadline=TIMES,
+)
+RECORDS = st.builds(
+    BlockRecord,
+    parent=st.none() | KEYS,
+    depth=st.integers(0, 2**40),
+    locations=st.lists(LOCATIONS, max_size=4).map(tuple),
+)
+
+CHUNK = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("tp0", "file://nfs/a")])
+PLACE = Location("ab", "nfs", StorageType.ST_NFS, LocationStatus.WRITING, ("tp0",), CHUNK, 300, 1.5, "session", 2.0)
+RECORD = BlockRecord(-1, 3, (PLACE,))
+
+
+@settings(deadline=None)
+@given(record=RECORDS)
+def test_records_come_back_equal(record: BlockRecord) -> None:
+    stamped, plain = decode_record(encode_record(record)), decode_payload(encode_payload(record))
+    assert stamped == record == plain
+    assert type(plain) is BlockRecord
+    assert type(stamped) is StampedRecord
+    for location in (*stamped.locations, *plain.locations):
+        assert type(location) is Location
+        assert type(location.storage_type) is StorageType
+        assert type(location.status) is LocationStatus
+        assert type(location.spec_names) is tuple
+        assert type(location.written_at) is type(location.deadline) is float
+
+
+def test_the_format_is_the_one_that_is_on_disks() -> None:
+    """Bytes of version 1. A change that fails here needs a new version."""
+    header = bytes.fromhex("99 a2 6162 a3 6e6673 04 02 91 a3 747030 cd 012c cb 3ff8000000000000") + (
+        b"\xa7session" + bytes.fromhex("cb 4000000000000000")
+    )
+    body = b"\x94\xff\x03" + b"\xc4" + bytes((len(header),)) + header + b"\xc4" + bytes((len(CHUNK),)) + CHUNK
+    assert encode_payload(RECORD) == b"\x01" + body
+    encoded = encode_record(RECORD)
+    assert encoded[:1] + encoded[9:] == b"\x01" + body
+
+
+def test_every_write_has_a_stamp_of_its_own() -> None:
+    encoded = [encode_record(RECORD) for _ in range(1000)]
+    stamps = {decode_record(data).stamp for data in encoded}
+    assert stamps == {data[1:9] for data in encoded}
+    assert len(stamps) == 1000
+    assert not stamps & {bytes(8), b"\xff" * 8}
+
+
+def test_a_record_derived_from_a_stored_one_has_no_stamp() -> None:
+    stored = decode_record(encode_record(RECORD))
+    derived = stored._replace(depth=9)
+    assert (stored.stamp != b"", getattr(derived, "stamp", b"")) == (True, b"")
+
+
+def test_another_version_is_refused_with_both_named() -> None:
+    for data, decode in ((encode_record(RECORD), decode_record), (encode_payload(RECORD), decode_payload)):
+        with pytest.raises(StorageIOError, match=r"version 7, this release reads version 1: start the release that"):
+            decode(b"\x07" + data[1:])
+
+
+@given(data=st.data())
+def test_a_damaged_record_is_refused(data: st.DataObject) -> None:
+    encoded = encode_payload(RECORD)
+    cut = data.draw(st.integers(0, len(encoded) - 1))
+    with pytest.raises(StorageIOError, match=f"of {cut} bytes is damaged"):
+        decode_payload(encoded[:cut])
+
+
+@given(
+    garbage=st.binary(max_size=60) | st.sampled_from([b"\x84\x00\x00\x01\x01\x02\x02\x03\x03", b"\x94\x00\x00\x00\x00"])
+)
+def test_garbage_is_refused_or_a_record(garbage: bytes) -> None:
+    try:
+        record = decode_record(b"\x01" + bytes(8) + garbage)
+    except StorageIOError:
+        return
+    assert isinstance(record, BlockRecord)
+
+
+def test_blocks_of_a_session_share_all_but_their_chunk() -> None:
+    other = BlockRecord(5, 4, (PLACE._replace(chunk=CHUNK + b"x"),))
+    (one,), (two,) = (decode_payload(encode_payload(record)).locations for record in (RECORD, other))
+    for name in Location._fields:
+        assert (getattr(one, name) is getattr(two, name)) == (name != "chunk"), name
+
+
+def test_blocks_of_different_sessions_share_their_names() -> None:
+    other = BlockRecord(None, 0, (PLACE._replace(id="other", written_at=99.0),))
+    (one,), (two,) = (decode_record(encode_record(record)).locations for record in (RECORD, other))
+    assert one.id != two.id
+    assert one.storage is two.storage
+    assert one.spec_names is two.spec_names

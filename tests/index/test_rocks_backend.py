@@ -1,0 +1,242 @@
+"""Blocks in RocksDB: whatever was written is there after a restart, and nothing else."""
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcm.index.backends.backend import Access, Change
+from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
+from kvcm.model.clock import SystemClock
+from kvcm.model.errors import StorageIOError
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.storages import StorageType
+from kvcm.store.rocks.store import RocksStore
+
+KEYS = [0, -1, 2**63 - 1, -(2**63)]
+UIDS = [0, 2**32 - 1]
+
+
+def location(name: str, status: LocationStatus, size_bytes: int, written_at: float) -> Location:
+    storage_type = StorageType.ST_NFS if size_bytes % 2 else StorageType.ST_DUMMY
+    chunk = encode_chunk(storage_type, 1, [SpecUri("tp0", f"file://nfs/{name}?size={size_bytes}")])
+    deadline = 0.0 if status is LocationStatus.SERVING else written_at + 30.0
+    return Location(name, "nfs", storage_type, status, ("tp0",), chunk, size_bytes, written_at, "session", deadline)
+
+
+LOCATIONS = st.builds(
+    location, st.sampled_from("xyz"), st.sampled_from(LocationStatus), st.integers(0, 9), st.integers(0, 5).map(float)
+)
+RECORDS = st.builds(
+    BlockRecord,
+    st.one_of(st.none(), st.sampled_from(KEYS)),
+    st.integers(0, 3),
+    st.lists(LOCATIONS, min_size=1, max_size=3).map(tuple),
+)
+STEPS = st.one_of(
+    st.tuples(st.just("write"), st.dictionaries(st.sampled_from(KEYS), st.one_of(st.none(), RECORDS), max_size=4)),
+    st.tuples(st.just("touch"), st.dictionaries(st.sampled_from(KEYS), st.integers(1, 40_000), max_size=3)),
+    st.tuples(st.just("drop"), st.none()),
+    st.tuples(st.just("restart"), st.none()),
+)
+
+
+class Model:
+    """What one registration holds."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, BlockRecord] = {}
+        self.accesses: dict[int, Access] = {}
+
+    def write(self, key: int, record: BlockRecord | None) -> None:
+        if record is None:
+            self.records.pop(key, None)
+            self.accesses.pop(key, None)
+            return
+        self.records[key] = record
+        self.accesses.setdefault(key, Access(int(record.locations[0].written_at), 0))
+
+    def touch(self, key: int, count: int, at: int) -> None:
+        if key in self.records:
+            before = self.accesses[key]
+            self.accesses[key] = Access(max(before.at, at), min(before.reads + count, 65535))
+
+    async def agrees_with(self, backend: RocksBackend) -> None:
+        assert backend.key_count == len(self.records)
+        assert await backend.get_many(KEYS) == [self.records.get(key) for key in KEYS]
+        assert await backend.accesses(KEYS) == [self.accesses.get(key) for key in KEYS]
+        for parent in KEYS:
+            found = await backend.children(parent)
+            assert sorted(found) == sorted(key for key, record in self.records.items() if record.parent == parent)
+        for now in (29.0, 32.0, 99.0):
+            due = {key for key, record in self.records.items() if record.due is not None and record.due <= now}
+            assert set(await backend.due(now, 10)) == due
+        usage = Counter[StorageType]()
+        for record in self.records.values():
+            for place in record.locations:
+                usage[place.storage_type] += place.size_bytes
+        assert +Counter(backend.usage_bytes) == +usage
+
+
+async def write(backend: RocksBackend, records: dict[int, BlockRecord | None]) -> None:
+    """Store or remove, telling the backend what was there before as MetaIndex does."""
+    olds = await backend.get_many(list(records))
+    written = await backend.write_many([Change(key, old, records[key]) for key, old in zip(records, olds, strict=True)])
+    assert not written.lost
+
+
+def opened(directory: Path) -> tuple[RocksStore, RocksIndex]:
+    store = RocksStore(directory, "never", SystemClock())
+    try:
+        return store, load_index(store)
+    except BaseException:
+        store.log.close_at_once()
+        raise
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(steps=st.lists(st.tuples(st.sampled_from(UIDS), STEPS), min_size=4, max_size=40))
+async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
+    steps: list[tuple[int, tuple[str, dict[int, int]]]],
+) -> None:
+    """Invariant 4 among others: usage after a restart is that of the records."""
+    models = {uid: Model() for uid in UIDS}
+    with TemporaryDirectory() as directory:
+        store, index = opened(Path(directory))
+        for at, (uid, (verb, values)) in enumerate(steps):
+            backend, model = index.backend(uid), models[uid]
+            if verb == "write":
+                await write(backend, values)
+                for key, record in values.items():
+                    model.write(key, record)
+            elif verb == "touch":
+                await backend.touch(values, at + 0.5)
+                for key, count in values.items():
+                    model.touch(key, count, at)
+            elif verb == "drop":
+                await backend.drop()
+                models[uid] = Model()
+            else:
+                await store.close()
+                store, index = opened(Path(directory))
+        await store.close()
+        store, index = opened(Path(directory))
+        assert index.uids() == [uid for uid in UIDS if models[uid].records]
+        for uid in UIDS:
+            await models[uid].agrees_with(index.backend(uid))
+        await store.close()
+
+
+def written_at(seconds: float) -> BlockRecord:
+    return BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, seconds),))
+
+
+async def after_restart(directory: Path, *records: BlockRecord | None) -> Access | None:
+    """The last access that a restart finds of a block, read once at 50 after the first of these was stored."""
+    store, index = opened(directory)
+    backend = index.backend(1)
+    for number, record in enumerate(records):
+        await write(backend, {1: record})
+        if number == 0:
+            await backend.touch({1: 1}, 50.0)
+    before = await backend.accesses([1])
+    await store.close()
+    store, index = opened(directory)
+    after = await index.backend(1).accesses([1])
+    await store.close()
+    assert before == after
+    return after[0]
+
+
+async def test_reads_outlive_updates_but_not_the_block(tmp_path: Path) -> None:
+    assert await after_restart(tmp_path / "updated", written_at(7.0), written_at(9.0)) == Access(50, 1)
+    assert await after_restart(tmp_path / "gone", written_at(7.0), None) is None
+    assert await after_restart(tmp_path / "back", written_at(7.0), None, written_at(9.0)) == Access(9, 0)
+
+
+async def test_reads_are_dropped_with_the_blocks(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    backend = index.backend(1)
+    await write(backend, {1: written_at(7.0)})
+    await backend.touch({1: 1}, 50.0)
+    await backend.drop()
+    await write(backend, {1: written_at(9.0)})
+    await store.close()
+    store, index = opened(tmp_path)
+    assert await index.backend(1).accesses([1]) == [Access(9, 0)]
+    await store.close()
+
+
+async def test_an_update_leaves_the_time_of_storage_of_a_block_never_read(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    await write(index.backend(1), {1: written_at(7.0)})
+    await write(index.backend(1), {1: written_at(9.0)})
+    await store.close()
+    store, index = opened(tmp_path)
+    assert await index.backend(1).accesses([1]) == [Access(7, 0)]
+    await store.close()
+
+
+async def test_what_lost_is_neither_in_memory_nor_on_disk(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    backend = index.backend(3)
+    first, second = (BlockRecord(None, depth, (location("x", LocationStatus.SERVING, 3, 1.0),)) for depth in (1, 2))
+    await write(backend, {1: first})
+    written = await backend.write_many([Change(1, None, second), Change(2, None, second), Change(3, first, None)])
+    assert sorted(written.lost) == [1, 3]
+    await store.close()
+    store, index = opened(tmp_path)
+    assert await index.backend(3).get_many([1, 2, 3]) == [first, second, None]
+    await store.close()
+
+
+async def test_a_change_that_cannot_be_written_is_not_applied(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    backend = index.backend(3)
+    record = BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, 1.0),))
+    await write(backend, {1: record})
+    await store.close()
+    for call in (write(backend, {2: record}), backend.touch({1: 1}, 9.0), backend.drop()):
+        with pytest.raises(StorageIOError, match="is closed"):
+            await call
+    assert await backend.get_many([1, 2]) == [record, None]
+    assert await backend.accesses([1]) == [Access(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        (b"b" + (5).to_bytes(4) + (-2).to_bytes(8, signed=True), b"\x01damaged", "block -2 of registration 5"),
+        (b"b" + (5).to_bytes(4) + (7).to_bytes(8), b"\x63", "block 7 of registration 5 .* version 99"),
+        (b"b" + (5).to_bytes(4), b"\x01", "row 6200000005"),
+        (b"a" + (5).to_bytes(4) + (9).to_bytes(8), b"\x01", "block 9 of registration 5"),
+    ],
+)
+async def test_a_row_that_cannot_be_read_stops_the_start_and_is_named(
+    tmp_path: Path, key: bytes, value: bytes, named: str
+) -> None:
+    store, index = opened(tmp_path)
+    record = BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, 1.0),))
+    await write(index.backend(5), {8: record, 9: record})
+    store.log.append([(key, value)])
+    await store.close()
+    with pytest.raises(StorageIOError, match=f"{tmp_path}: {named}.*kvcm index verify"):
+        opened(tmp_path)
+
+
+async def test_progress_is_told_and_ends_at_the_number_of_blocks(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    records = {key: BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, 1.0),)) for key in range(10_000)}
+    await write(index.backend(1), dict(records))
+    await store.close()
+    store = RocksStore(tmp_path, "never", SystemClock())
+    told: list[tuple[int, int]] = []
+    loaded = load_index(store, lambda done, estimated: told.append((done, estimated)))
+    assert [done for done, _ in told] == [4096, 8192, 10_000]
+    assert all(estimated >= 10_000 for _, estimated in told)
+    assert set(await loaded.backend(1).random_sample(20_000, Random(1))) == set(records)
+    await store.close()
