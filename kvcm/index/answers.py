@@ -1,4 +1,4 @@
-"""Answers: what a match returns for a block, encoded once and kept until the block or a storage changes.
+"""Answers: what a match returns for a block.
 
 One entry per key (design.md decision 14): for each spec the fastest available serving location, ties to the first,
 specs joined, `type` of the first. Nearly every block has one location, whose own chunk is the answer: no second copy
@@ -7,12 +7,12 @@ exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
 
-__all__ = ["AnswerBook", "StorageView", "compose_answer", "filter_specs"]
+__all__ = ["StorageView", "compose_answer", "filter_specs"]
 
 
 class StorageView(Protocol):
@@ -28,6 +28,9 @@ class StorageView(Protocol):
 
 def compose_answer(record: BlockRecord, view: StorageView) -> bytes | None:
     """Return the encoded answer for a block, None when nothing of it can be read (invariant 1)."""
+    if len(record.locations) == 1:  # nearly always; on the hot path of a match that the search cache does not know
+        (only,) = record.locations
+        return only.chunk if only.status is LocationStatus.SERVING and view.rank(only.storage) is not None else None
     readable = [
         (rank, location)
         for location in record.locations
@@ -53,32 +56,3 @@ def filter_specs(chunk: bytes, spec_names: frozenset[str]) -> bytes:
     decoded = decode_chunk(chunk)
     kept = (spec for spec in decoded.specs if spec.name in spec_names)
     return encode_chunk(decoded.storage_type, decoded.spec_size, kept)
-
-
-class AnswerBook:
-    """Answers by key. A key that is absent is unknown, not a miss: ask the records."""
-
-    def __init__(self, view: StorageView) -> None:
-        self._view = view
-        self._generation = view.generation
-        self._answers: dict[int, bytes] = {}
-
-    @property
-    def view(self) -> StorageView:
-        return self._view
-
-    def lookup(self) -> Callable[[int], bytes | None]:
-        """Return the function that finds a key's answer; valid until the caller next suspends."""
-        if self._generation != self._view.generation:
-            self._generation = self._view.generation
-            self._answers.clear()
-        return self._answers.get
-
-    def note(self, key: int, record: BlockRecord | None) -> bytes | None:
-        """Keep the answer for a record that is current right now, and return it."""
-        answer = compose_answer(record, self._view) if record is not None else None
-        if answer is None:
-            self._answers.pop(key, None)
-        else:
-            self._answers[key] = answer
-        return answer

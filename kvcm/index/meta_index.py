@@ -6,28 +6,35 @@ Invariants held here:
 * 4: usage changes in the same step as the records it counts, from their difference, and nowhere else.
 * 8: read-modify-write goes by sub-batches of whole lock shards, ascending; reads take no lock.
 
-Every change is a read-modify-write with a pure function from the old record to the new one. That one verb is what a
-shared store can do atomically too (compare-and-set, retry the keys that lost), so nothing above depends on where the
-records live; `put`, `update` and `delete` are spelled with it.
+Every change is a read-modify-write with a pure function from the old record to the new one: the backend compares and
+sets, and only the keys that lost to another manager are tried again. `put`, `update` and `delete` are spelled with it.
 
-A backend that never suspends needs no locks on one loop, and none are taken for it (design.md decision 19).
+A backend that never suspends needs no locks on one loop, and none are taken for it (design.md decision 19). In front of
+a shared store the locks only spare useless retries inside this process.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from random import Random
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from random import Random, uniform
 
-from kvcm.index.answers import AnswerBook, StorageView, compose_answer
-from kvcm.index.backends.backend import Change, IndexBackend
+from kvcm.index.answers import StorageView
+from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend
+from kvcm.index.search_cache import CacheBudget, SearchCache
 from kvcm.index.shards import ShardLocks, plan_sub_batches
 from kvcm.index.uninterrupted import uninterrupted
+from kvcm.model.errors import NotReadyError
 from kvcm.model.locations import BlockRecord
 from kvcm.model.storages import StorageType
 
 __all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener"]
+
+_FIRST_WINDOW = 16  # records a prefix match reads first: nearly always it ends there
+_WINDOW = 1024
+_MOST_ATTEMPTS = 32
+_LONGEST_PAUSE_SECONDS = 0.05
 
 Modify = Callable[[int, BlockRecord | None], BlockRecord | None]
 """From (key, record or None) to the record to store: the same object for no change, None to remove. It must be pure,
@@ -36,8 +43,8 @@ since a key that loses a race is tried again."""
 Applied = Callable[[Sequence[Change]], None]
 """Told of changes that are stored."""
 
-UsageListener = Callable[[StorageType, int], None]
-"""Told of every change of usage: storage type and difference in bytes."""
+UsageListener = Callable[[Mapping[StorageType, int], int], None]
+"""Told of every change of usage: difference in bytes by storage type, difference in keys."""
 
 
 class MetaIndex:
@@ -48,8 +55,9 @@ class MetaIndex:
         view: which storages can be read.
         shard_count: lock shards, a power of two.
         batch_key_size: least keys per sub-batch of a read-modify-write.
-        max_key_count: most keys the index accepts.
+        max_key_count: most keys the index accepts; for a shared store whoever plans a write sees to that.
         on_usage: told of changes of usage.
+        budget: bytes of the search cache, shared with other indexes.
     """
 
     def __init__(
@@ -60,25 +68,26 @@ class MetaIndex:
         shard_count: int = 16,
         batch_key_size: int = 256,
         max_key_count: int = 1 << 62,
-        on_usage: UsageListener = lambda _type, _bytes: None,
+        on_usage: UsageListener = lambda _bytes, _keys: None,
+        budget: CacheBudget | None = None,
     ) -> None:
         if shard_count < 1 or shard_count & (shard_count - 1):
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
-        self._answers = AnswerBook(view)
+        # Records in this process are only referred to by the cache: no budget is needed for them.
+        self._budget = budget if budget is not None and backend.is_shared else CacheBudget()
+        self._cache = SearchCache(view, self._budget)
         self._locks = ShardLocks(shard_count)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
         self._max_key_count = max_key_count
         self._on_usage = on_usage
-        self._usage: Counter[StorageType] = Counter()
         self._incoming = 0
         self._reserved = 0
-        self._writes = 0
 
     @property
     def key_count(self) -> int:
-        """Blocks in the index, in any status."""
+        """Blocks in the index, in any status; of a shared store as last heard."""
         return self._backend.key_count
 
     @property
@@ -93,8 +102,13 @@ class MetaIndex:
 
     @property
     def usage_bytes(self) -> Mapping[StorageType, int]:
-        """Bytes of all locations by storage type, whatever their status (invariant 4)."""
-        return self._usage
+        """Bytes of all locations by storage type, whatever their status (invariant 4); of a shared store as last
+        heard."""
+        return self._backend.usage_bytes
+
+    async def refresh(self) -> None:
+        """Hear `key_count` and `usage_bytes` from the store."""
+        await self._backend.refresh()
 
     async def answers(self, keys: Sequence[int], *, stop_at_miss: bool = False) -> list[bytes | None]:
         """Return the encoded answer of every key, None where nothing can be read.
@@ -103,29 +117,40 @@ class MetaIndex:
             keys: block keys, in request order.
             stop_at_miss: return only the answers before the first miss.
         """
-        found: list[bytes | None] = list(map(self._answers.lookup(), keys))
-        position = -1
-        while (position := _next_none(found, position + 1)) >= 0:
-            # Absent from the book: a miss nearly always. A prefix match asks for one record, the others for all at
-            # once.
-            if stop_at_miss:
-                found[position : position + 1] = await self._fill(keys[position : position + 1])
-                if found[position] is None:
-                    del found[position:]
-            else:
-                unknown = [i for i, answer in enumerate(found) if answer is None]
-                for i, answer in zip(unknown, await self._fill([keys[i] for i in unknown]), strict=True):
-                    found[i] = answer
+        found = self._cache.lookup(keys)
+        window = _FIRST_WINDOW if stop_at_miss else len(keys)
+        position, asked = _next_none(found, 0, len(found)), 0
+        while position >= 0:
+            # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
+            unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
+            for i, answer in zip(unknown, await self._fill([keys[i] for i in unknown]), strict=True):
+                found[i] = answer
+            asked, window, end = asked + len(unknown), _WINDOW, unknown[-1] + 1
+            if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
+                del found[miss:]
                 break
+            position = _next_none(found, end, len(found))
+        self._budget.misses += asked
+        self._budget.hits += max(0, len(found) - asked)
         return found
 
     async def _fill(self, keys: Sequence[int]) -> list[bytes | None]:
-        writes = self._writes
-        records = await self._backend.get_many(keys)
-        if writes == self._writes:
-            return list(map(self._answers.note, keys, records))
-        # Something was written while the records were on their way: they answer this call and are not kept.
-        return [record and compose_answer(record, self._answers.view) for record in records]
+        if not self._backend.awaits:
+            return list(map(self._cache.note, keys, await self._backend.get_many(keys)))
+        read = self._cache.begin(keys)
+        try:
+            return self._cache.end(read, await self._backend.get_many(keys))
+        except BaseException:
+            self._cache.abandon(read)
+            raise
+
+    def invalidate(self, keys: Iterable[int]) -> None:
+        """Another manager changed these keys."""
+        self._cache.forget(keys)
+
+    def invalidate_all(self) -> None:
+        """Changes of other managers may have been missed."""
+        self._cache.clear()
 
     async def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order."""
@@ -147,14 +172,9 @@ class MetaIndex:
         """Remove records."""
         return await self.read_modify_write(keys, lambda _key, _old: None)
 
-    @contextmanager
-    def reserve_keys(self, count: int) -> Iterator[None]:
-        """Keep room for so many new blocks, for calls of read-modify-write with `reserved`."""
+    def reserve_keys(self, count: int) -> None:
+        """Keep room for so many new blocks, for calls of read-modify-write with `reserved`; negative gives it back."""
         self._reserved += count
-        try:
-            yield
-        finally:
-            self._reserved -= count
 
     async def read_modify_write(
         self,
@@ -166,7 +186,8 @@ class MetaIndex:
     ) -> list[Change]:
         """Apply `modify` to every key, atomically per key.
 
-        A call that fails or is cancelled may have changed some keys and not others; `applied` was told of those.
+        A call that fails or is cancelled may have changed some keys and not others; `applied` was told of those, unless
+        the store failed to say so.
 
         Args:
             keys: block keys; a repeated one counts once.
@@ -176,38 +197,71 @@ class MetaIndex:
 
         Returns:
             One change per distinct key, in the order of `keys`.
+
+        Raises:
+            StorageIOError: the store failed.
+            NotReadyError: other managers kept changing the same keys.
         """
         distinct = list(dict.fromkeys(keys))
-        if not self._backend.awaits:
-            return await self._apply(distinct, modify, applied, reserved)
         changes: dict[int, Change] = {}
-        for batch in plan_sub_batches(distinct, self._shard_count, self._batch_key_size):
-            async with self._locks.hold(batch.shards):
-                changes.update(
-                    (change.key, change) for change in await self._apply(batch.keys, modify, applied, reserved)
-                )
+        if not self._backend.awaits:
+            await self._apply(distinct, modify, applied, reserved, changes)
+        else:
+            for batch in plan_sub_batches(distinct, self._shard_count, self._batch_key_size):
+                async with self._locks.hold(batch.shards):
+                    await self._apply(batch.keys, modify, applied, reserved, changes)
         return [changes[key] for key in distinct]
 
-    async def _apply(self, keys: Sequence[int], modify: Modify, applied: Applied, reserved: bool) -> list[Change]:
-        records = await self._backend.get_many(keys)
-        changes = [Change(key, old, modify(key, old)) for key, old in zip(keys, records, strict=True)]
-        changes, incoming = (changes, 0) if reserved else self._within_limit(changes)
-        self._incoming += incoming  # at once: whatever runs before the store answers has to see it
-        store = self._store(changes, incoming, applied)
-        await (uninterrupted(store) if self._backend.awaits else store)
-        return changes
+    async def _apply(
+        self, keys: Sequence[int], modify: Modify, applied: Applied, reserved: bool, done: dict[int, Change]
+    ) -> None:
+        """Read, modify, compare and set; again for the keys that lost, with growing pauses."""
+        pause = 0.0
+        for _ in range(_MOST_ATTEMPTS):
+            records = await self._backend.get_many(keys)
+            changes = [Change(key, old, modify(key, old)) for key, old in zip(keys, records, strict=True)]
+            changes, incoming = (changes, 0) if reserved or self._backend.is_shared else self._within_limit(changes)
+            self._incoming += incoming  # at once: whatever runs before the store answers has to see it
+            store = self._store(changes, incoming, applied, done)
+            keys = await (uninterrupted(store) if self._backend.awaits else store)
+            if not keys:
+                return
+            await asyncio.sleep(uniform(0, pause))  # noqa: S311 - spreads managers in time
+            pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause + 0.001)
+        raise NotReadyError(
+            f"{len(keys)} blocks were changed by other managers in each of {_MOST_ATTEMPTS} attempts: retry shortly"
+        )
 
-    async def _store(self, changes: Sequence[Change], incoming: int, applied: Applied) -> None:
+    async def _store(
+        self, changes: Sequence[Change], incoming: int, applied: Applied, done: dict[int, Change]
+    ) -> list[int]:
+        """Write, and return the keys that lost."""
         written = [change for change in changes if change.new is not change.old]
         try:
-            await self._backend.write_many(written)
+            outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
+        except BaseException:
+            self._cache.forget([change.key for change in written])  # who knows what was stored
+            raise
         finally:
             self._incoming -= incoming
-            self._writes += 1
-        for key, old, new, _ in written:
-            self._answers.note(key, new)
-            self._count(old, new)
+        lost = set(outcome.lost)
+        if lost:
+            changes = [change for change in changes if change.key not in lost]
+            written = [change for change in written if change.key not in lost]
+        if self._backend.is_shared:
+            self._cache.forget([change.key for change in written])
+        else:
+            for key, _, new, _ in written:
+                self._cache.note(key, new)
+        self._tell_usage(outcome.usage, written)
+        done.update((change.key, change) for change in changes)
         applied(changes)
+        return list(outcome.lost)
+
+    def _tell_usage(self, usage: Mapping[StorageType, int], written: Sequence[Change]) -> None:
+        keys = sum((change.new is not None) - (change.old is not None) for change in written)
+        if keys or any(usage.values()):
+            self._on_usage(usage, keys)
 
     def _within_limit(self, changes: list[Change]) -> tuple[list[Change], int]:
         free = self.free_key_count
@@ -216,36 +270,38 @@ class MetaIndex:
             changes[i] = Change(changes[i].key, None, None, refused=True)
         return changes, min(len(arriving), free)
 
-    def _count(self, old: BlockRecord | None, new: BlockRecord | None) -> None:
-        before = old.locations if old is not None else ()
-        after = new.locations if new is not None else ()
-        if [location.id for location in before] == [location.id for location in after]:
-            return
-        difference: Counter[StorageType] = Counter()
-        for location in after:
-            difference[location.storage_type] += location.size_bytes
-        for location in before:
-            difference[location.storage_type] -= location.size_bytes
-        for storage_type, size_bytes in difference.items():
-            if size_bytes:
-                self._usage[storage_type] += size_bytes
-                self._on_usage(storage_type, size_bytes)
-
     async def children(self, key: int) -> list[int]:
         """Return the blocks that directly follow `key` in some prefix chain."""
         return await self._backend.children(key)
 
+    async def due(self, now: float, most: int) -> list[int]:
+        """Return blocks with a location whose session or whose delay before deletion has ended, earliest first."""
+        return await self._backend.due(now, most)
+
+    async def touch(self, counts: Mapping[int, int], at: float) -> None:
+        """Record reads: how often by key, at unix time `at`."""
+        await self._backend.touch(counts, at)
+
+    async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
+        """Return when each block was last read and how often, None where there is none."""
+        return await self._backend.accesses(keys)
+
     def scan(self, page_size: int = 1024) -> AsyncIterator[list[int]]:
-        """Yield every key that exists during the whole scan exactly once, in pages."""
+        """Yield every key that exists during the whole scan, in pages; a shared store may repeat some."""
         return self._backend.scan(page_size)
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         """Return up to `count` distinct keys, each equally likely."""
         return await self._backend.random_sample(count, random)
 
+    async def drop(self) -> None:
+        """Forget everything: the instance is gone."""
+        self._cache.clear()
+        await self._backend.drop()
 
-def _next_none(answers: list[bytes | None], start: int) -> int:
+
+def _next_none(answers: list[bytes | None], start: int, end: int) -> int:
     try:
-        return answers.index(None, start)
+        return answers.index(None, start, end)
     except ValueError:
         return -1
