@@ -3,6 +3,11 @@
 Engines create and write the files; the manager only makes up names and deletes. A packed file holds several parts side
 by side in slots of equal size. Deleting one part punches its slot out of the file, so that the space returns at once
 and no neighbour is touched; the file itself goes with its last part. A slot is never handed out twice (decision 16).
+
+Which slots are deleted stands beside the file, in `<file>.deleted`, one number per line: whoever deletes the last one,
+another manager or this one after a restart, finds all the others there. Lines are only ever appended, each by one
+write, so two that delete at the same time lose nothing. Rejected: a table in the manager's memory, gone with it; a
+document in the metadata store, which would bind the storage to it.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from kvcm.model.names import path_component
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, StorageBackend, StorageSpace
-from kvcm.storage.packing import pack
+from kvcm.storage.packing import pack, slot_count
 
 __all__ = ["FileStorage"]
 
@@ -30,11 +35,11 @@ _CANNOT_PUNCH = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Removal(NamedTuple):
-    """What has to happen on disk for one uri: unlink the file, or punch a slot out of it."""
+class _Deletion(NamedTuple):
+    """Slots of one file that have to go: byte range by number; none for a file that is one part as a whole."""
 
     path: str
-    punch: tuple[int, int] | None
+    slots: dict[int, tuple[int, int]]
 
 
 class FileStorage:
@@ -45,7 +50,6 @@ class FileStorage:
         self._root = root
         self._directory = f"{str(root).rstrip('/')}/{path_component(cluster_id)}/"
         self._keys_per_file = keys_per_file
-        self._live_slots: dict[str, set[int]] = {}
 
     @classmethod
     def open(cls, config: StorageConfig, cluster_id: str) -> FileStorage:
@@ -78,38 +82,21 @@ class FileStorage:
             path = self._directory + slots[0][1]
             for index, _, slot in slots:
                 uris[index] = str(LocationUri("file", self._name, path, allocation.parts[index].size_bytes, slot))
-            if slots[0][2] is not None:
-                self._live_slots[path] = {slot for _, _, slot in slots if slot is not None}
         return uris
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
-        # What is left in a file is decided here on the loop, in one step; only the system calls go to a thread.
-        removals = [self._plan_removal(LocationUri.parse(uri)) for uri in uris]
-        reasons = await asyncio.to_thread(_remove_all, removals)
-        for removal, reason in zip(removals, reasons, strict=True):
-            if removal.punch is None and reason is None:
-                self._live_slots.pop(removal.path, None)
-        return reasons
-
-    def _plan_removal(self, uri: LocationUri) -> _Removal:
-        if uri.blkid is None:
-            return _Removal(uri.path, None)
-        live = self._live_slots.get(uri.path)
-        if live is not None:
-            live.discard(uri.blkid)
-            if not live:
-                return _Removal(uri.path, None)
-        return _Removal(uri.path, (uri.offset, uri.size))
+        parsed = [LocationUri.parse(uri) for uri in uris]
+        deletions: dict[str, _Deletion] = {}
+        for uri in parsed:
+            slots = deletions.setdefault(uri.path, _Deletion(uri.path, {})).slots
+            if uri.blkid is not None:
+                slots[uri.blkid] = (uri.offset, uri.size)
+        reasons = await asyncio.to_thread(lambda: {path: _delete(each) for path, each in deletions.items()})
+        return [reasons[uri.path] for uri in parsed]
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         parsed = [LocationUri.parse(uri) for uri in uris]
-        there = await asyncio.to_thread(lambda: list(map(_is_complete, parsed)))
-        return [found and self._may_be_live(uri) for found, uri in zip(there, parsed, strict=True)]
-
-    def _may_be_live(self, uri: LocationUri) -> bool:
-        """A slot that was punched out still lies inside its file: only this manager's memory tells."""
-        live = self._live_slots.get(uri.path)
-        return live is None or uri.blkid in live
+        return await asyncio.to_thread(lambda: list(map(_is_complete, parsed)))
 
     async def space(self) -> StorageSpace:
         try:
@@ -119,26 +106,47 @@ class FileStorage:
         return StorageSpace(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
     def inherit(self, previous: StorageBackend) -> None:
-        if isinstance(previous, FileStorage):
-            self._live_slots.update(previous._live_slots)
+        """All there is to remember lies beside the files."""
 
     def close(self) -> None:
         """Nothing is held open."""
 
 
-def _remove_all(removals: Sequence[_Removal]) -> list[str | None]:
-    return [_remove(removal) for removal in removals]
-
-
-def _remove(removal: _Removal) -> str | None:
+def _delete(deletion: _Deletion) -> str | None:
     try:
-        if removal.punch is None:
-            Path(removal.path).unlink(missing_ok=True)
-        else:
-            _punch(removal.path, *removal.punch)
+        if not deletion.slots or len(deletion.slots) >= slot_count(deletion.path):
+            _unlink(deletion.path)
+        elif Path(deletion.path).exists():
+            _delete_slots(deletion)
     except OSError as error:
-        return f"{removal.path}: {error.strerror}"
+        return f"{deletion.path}: {error.strerror}"
     return None
+
+
+def _delete_slots(deletion: _Deletion) -> None:
+    for offset, size in deletion.slots.values():
+        _punch(deletion.path, offset, size)
+    with open(_beside(deletion.path), "ab") as file:  # noqa: PTH123 - appending is atomic for so few bytes
+        file.write("".join(f"{slot}\n" for slot in deletion.slots).encode())
+    if len(_deleted_slots(deletion.path)) >= slot_count(deletion.path):
+        _unlink(deletion.path)
+
+
+def _unlink(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
+    Path(_beside(path)).unlink(missing_ok=True)
+
+
+def _beside(path: str) -> str:
+    return f"{path}.deleted"
+
+
+def _deleted_slots(path: str) -> set[int]:
+    try:
+        lines = Path(_beside(path)).read_bytes().split()
+    except FileNotFoundError:
+        return set()
+    return {int(line) for line in lines if line.isdigit()}
 
 
 def _punch(path: str, offset: int, size: int) -> None:
@@ -158,6 +166,9 @@ def _punch(path: str, offset: int, size: int) -> None:
 
 def _is_complete(uri: LocationUri) -> bool:
     try:
-        return Path(uri.path).lstat().st_size >= uri.offset + uri.size
+        if Path(uri.path).lstat().st_size < uri.offset + uri.size:
+            return False
     except OSError:
         return False
+    # A slot that was punched out still lies inside its file.
+    return uri.blkid is None or uri.blkid not in _deleted_slots(uri.path)

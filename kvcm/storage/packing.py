@@ -10,7 +10,7 @@ from kvcm.model.keys import key_hex
 from kvcm.model.names import path_component
 from kvcm.storage.backend import Allocation, Part
 
-__all__ = ["pack"]
+__all__ = ["pack", "slot_count"]
 
 Slot = tuple[int, str, int | None]
 """Index of the part in the allocation, object name below the cluster's directory, slot in the object (None = whole)."""
@@ -45,5 +45,11 @@ def _object_name(allocation: Allocation, parts: Sequence[Part]) -> str:
     first = f"{instance}/{path_component(parts[0].spec_name)}/{key_hex(parts[0].key)}"
     if len(parts) > 1:
         names = "|".join(f"{instance}/{path_component(part.spec_name)}/{key_hex(part.key)}" for part in parts)
-        first = f"{first}_{blake2b(names.encode(), digest_size=8).hexdigest()}"
+        first = f"{first}_{len(parts)}x{blake2b(names.encode(), digest_size=8).hexdigest()}"
     return f"{first}.{allocation.location_id}"
+
+
+def slot_count(object_name: str) -> int:
+    """Return how many slots an object has: its name says so, for whoever deletes them, years and restarts later."""
+    count = object_name.rpartition("/")[2].partition("_")[2].partition("x")[0]
+    return int(count) if count.isascii() and count.isdigit() else 1
