@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
-__all__ = ["Instance", "LocationSpecGroup", "LocationSpecInfo", "LocationSpecKind", "ModelDeployment"]
+__all__ = [
+    "Instance",
+    "LocationSpecGroup",
+    "LocationSpecInfo",
+    "LocationSpecKind",
+    "ModelDeployment",
+    "Placement",
+    "Registration",
+    "Removal",
+]
 
 
 class LocationSpecKind(IntEnum):
@@ -93,3 +103,27 @@ class Instance:
                 return field
         same_model = replace(self.model_deployment, user_data="") == replace(other.model_deployment, user_data="")
         return None if same_model else "model_deployment"
+
+
+class Placement(NamedTuple):
+    """Where the metadata of an instance lies in the store; never changes.
+
+    Attributes:
+        uid: number of the registration; never used again, so a later registration of the same id starts empty.
+        shard_count: lock shards that the keys are divided among.
+    """
+
+    uid: int
+    shard_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """An instance and its placement."""
+
+    instance: Instance
+    placement: Placement
+
+
+Removal = Registration
+"""A registration that was taken back and whose blocks may not all be deleted yet."""

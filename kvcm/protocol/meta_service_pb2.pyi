@@ -347,7 +347,7 @@ class BlockMask(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., bool_masks: _Optional[_Union[BoolMasksType, _Mapping]] = ...) -> None: ...
 
 class GetCacheLocationRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "read_lease_ms")
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "read_lease_ms", "peek")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +357,7 @@ class GetCacheLocationRequest(_message.Message):
     SW_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPEC_NAMES_FIELD_NUMBER: _ClassVar[int]
     READ_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     query_type: QueryType
@@ -366,7 +367,8 @@ class GetCacheLocationRequest(_message.Message):
     sw_size: int
     location_spec_names: _containers.RepeatedScalarFieldContainer[str]
     read_lease_ms: int
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ...) -> None: ...
+    peek: bool
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ..., peek: _Optional[bool] = ...) -> None: ...
 
 class GetCacheLocationResponse(_message.Message):
     __slots__ = ("header", "locations", "read_lease_id", "read_lease_deadline_ms")
@@ -381,20 +383,22 @@ class GetCacheLocationResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., read_lease_id: _Optional[str] = ..., read_lease_deadline_ms: _Optional[int] = ...) -> None: ...
 
 class GetCacheLocationLenRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "sw_size")
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "sw_size", "peek")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SW_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     query_type: QueryType
     block_keys: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sw_size: int
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sw_size: _Optional[int] = ...) -> None: ...
+    peek: bool
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sw_size: _Optional[int] = ..., peek: _Optional[bool] = ...) -> None: ...
 
 class GetCacheLocationLenResponse(_message.Message):
     __slots__ = ("header", "cache_location_len")

@@ -7,16 +7,23 @@ import asyncio
 from kvcm.model.accounts import Account, AccountRole, PasswordHash
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.names import check_name
+from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import require
 
 __all__ = ["AccountRegistry"]
 
 
 class AccountRegistry:
-    """Accounts by user name."""
+    """Accounts by user name.
 
-    def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+    Args:
+        shelf: where they are kept.
+        flush: returns when what was changed is durable.
+    """
+
+    def __init__(self, shelf: Shelf[Account], flush: Flush) -> None:
+        self._shelf = shelf
+        self._flush = flush
 
     async def add(self, user_name: str, password: str, role: AccountRole) -> None:
         """Add an account.
@@ -24,28 +31,41 @@ class AccountRegistry:
         Raises:
             InvalidArgumentError: user name or password is missing or malformed.
             DuplicateEntityError: the name is taken.
+            StorageIOError: the store cannot be asked.
         """
         require(user_name, "AddAccount.user_name")
         check_name("user_name", user_name)
         require(password, "AddAccount.password")
-        self._refuse_taken(user_name)
+        _refuse_taken(await self._shelf.read(user_name))
         account = Account(user_name, role, await asyncio.to_thread(PasswordHash.of, password))
-        self._refuse_taken(user_name)  # somebody may have added it while the password was hashed
-        self._accounts[user_name] = account
 
-    def _refuse_taken(self, user_name: str) -> None:
-        if user_name in self._accounts:
-            raise DuplicateEntityError(f"account {user_name!r} exists")
+        def decide(known: Account | None) -> Account:
+            _refuse_taken(known)  # somebody may have added it while the password was hashed
+            return account
 
-    def remove(self, user_name: str) -> None:
+        await self._shelf.change(user_name, decide)
+        await self._flush()
+
+    async def remove(self, user_name: str) -> None:
         """Remove an account.
 
         Raises:
             InvalidArgumentError: there is no such account.
+            StorageIOError: the store cannot be asked.
         """
-        if self._accounts.pop(user_name, None) is None:
-            raise InvalidArgumentError(f"account {user_name!r} does not exist")
+
+        def decide(known: Account | None) -> None:
+            if known is None:
+                raise InvalidArgumentError(f"account {user_name!r} does not exist")
+
+        await self._shelf.change(user_name, decide)
+        await self._flush()
 
     def all(self) -> list[Account]:
         """Return all accounts, ordered by name."""
-        return [self._accounts[name] for name in sorted(self._accounts)]
+        return self._shelf.all()
+
+
+def _refuse_taken(known: Account | None) -> None:
+    if known is not None:
+        raise DuplicateEntityError(f"account {known.user_name!r} exists")

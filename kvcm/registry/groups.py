@@ -4,30 +4,47 @@ from __future__ import annotations
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.groups import InstanceGroup
+from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_group
 
 __all__ = ["GroupRegistry"]
 
 
 class GroupRegistry:
-    """Instance groups by name."""
+    """Instance groups by name.
 
-    def __init__(self) -> None:
-        self._groups: dict[str, InstanceGroup] = {}
+    Args:
+        shelf: where they are kept.
+        flush: returns when what was changed is durable.
+        store_kind: the deployment's metadata store, which groups may name.
+    """
 
-    def create(self, group: InstanceGroup) -> None:
+    def __init__(self, shelf: Shelf[InstanceGroup], flush: Flush, store_kind: str) -> None:
+        self._shelf = shelf
+        self._flush = flush
+        self._store_kind = store_kind
+
+    async def create(self, group: InstanceGroup) -> None:
         """Add a group.
 
         Raises:
             InvalidArgumentError: a field is missing, malformed or out of range.
             DuplicateEntityError: the name is taken.
+            StorageIOError: the store cannot be asked.
         """
-        check_group(group)
-        if group.name in self._groups:
-            raise DuplicateEntityError(f"instance group {group.name!r} exists; use UpdateInstanceGroup to change it")
-        self._groups[group.name] = group
+        check_group(group, self._store_kind)
 
-    def update(self, group: InstanceGroup, current_version: int) -> None:
+        def decide(known: InstanceGroup | None) -> InstanceGroup:
+            if known is not None:
+                raise DuplicateEntityError(
+                    f"instance group {group.name!r} exists; use UpdateInstanceGroup to change it"
+                )
+            return group
+
+        await self._shelf.change(group.name, decide)
+        await self._flush()
+
+    async def update(self, group: InstanceGroup, current_version: int) -> None:
         """Replace a group; in force at once.
 
         Args:
@@ -36,25 +53,39 @@ class GroupRegistry:
 
         Raises:
             InvalidArgumentError: a field is malformed, there is no such group, or a version does not fit.
+            StorageIOError: the store cannot be asked.
         """
-        check_group(group)
-        stored = self.get(group.name)
-        if current_version != stored.version:
-            raise InvalidArgumentError(
-                f"current_version is {current_version}, stored is {stored.version}: read the group again and retry"
-            )
-        if group.version <= stored.version:
-            raise InvalidArgumentError(f"instance_group.version is {group.version}, must be above {stored.version}")
-        self._groups[group.name] = group
+        check_group(group, self._store_kind)
 
-    def remove(self, name: str) -> None:
+        def decide(known: InstanceGroup | None) -> InstanceGroup:
+            _check_versions(_existing(group.name, known).version, group.version, current_version)
+            return group
+
+        await self._shelf.change(group.name, decide)
+        await self._flush()
+
+    async def remove(self, name: str) -> None:
         """Forget a group; its instances stay readable and refuse writes.
 
         Raises:
             InvalidArgumentError: there is no such group.
+            StorageIOError: the store cannot be asked.
         """
-        self.get(name)
-        del self._groups[name]
+
+        def decide(known: InstanceGroup | None) -> None:
+            _existing(name, known)
+
+        await self._shelf.change(name, decide)
+        await self._flush()
+
+    async def read(self, name: str) -> InstanceGroup:
+        """Return a group as it is in the store now.
+
+        Raises:
+            InvalidArgumentError: there is no such group.
+            StorageIOError: the store cannot be asked.
+        """
+        return _existing(name, await self._shelf.read(name))
 
     def get(self, name: str) -> InstanceGroup:
         """Return a group.
@@ -62,15 +93,25 @@ class GroupRegistry:
         Raises:
             InvalidArgumentError: there is no such group.
         """
-        group = self._groups.get(name)
-        if group is None:
-            raise InvalidArgumentError(f"instance group {name!r} does not exist")
-        return group
+        return _existing(name, self._shelf.get(name))
 
     def find(self, name: str) -> InstanceGroup | None:
         """Return a group, None when there is none of that name."""
-        return self._groups.get(name)
+        return self._shelf.get(name)
 
     def all(self) -> list[InstanceGroup]:
         """Return all groups, ordered by name."""
-        return [self._groups[name] for name in sorted(self._groups)]
+        return self._shelf.all()
+
+
+def _existing(name: str, known: InstanceGroup | None) -> InstanceGroup:
+    if known is None:
+        raise InvalidArgumentError(f"instance group {name!r} does not exist")
+    return known
+
+
+def _check_versions(stored: int, new: int, current: int) -> None:
+    if current != stored:
+        raise InvalidArgumentError(f"current_version is {current}, stored is {stored}: read the group again and retry")
+    if new <= stored:
+        raise InvalidArgumentError(f"instance_group.version is {new}, must be above {stored}")

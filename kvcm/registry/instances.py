@@ -1,29 +1,48 @@
-"""The registered instances. An instance's config never changes."""
+"""The registered instances. An instance's config and placement never change."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from kvcm.model.errors import CapacityError, DuplicateEntityError, UnknownInstanceError
-from kvcm.model.instances import Instance, LocationSpecGroup
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance, LocationSpecGroup, Placement, Registration, Removal
 from kvcm.registry.groups import GroupRegistry
+from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_instance
 
 __all__ = ["InstanceRegistry"]
+
+_DEFAULT_SHARDS = 16
+_FIRST_UID = 1
 
 
 class InstanceRegistry:
     """Instances by id.
 
     Args:
+        shelf: where registrations are kept, by instance id.
+        removals: where removals are kept that are not done yet, by uid.
+        numbers: holds the next uid.
         groups: the groups that instances belong to.
+        flush: returns when what was changed is durable.
     """
 
-    def __init__(self, groups: GroupRegistry) -> None:
+    def __init__(
+        self,
+        shelf: Shelf[Registration],
+        removals: Shelf[Removal],
+        numbers: Shelf[int],
+        groups: GroupRegistry,
+        flush: Flush,
+    ) -> None:
+        self._shelf = shelf
+        self._removals = removals
+        self._numbers = numbers
         self._groups = groups
-        self._instances: dict[str, Instance] = {}
+        self._flush = flush
 
-    def register(self, instance: Instance) -> Instance:
+    async def register(self, instance: Instance) -> Instance:
         """Register an instance, or confirm that it is registered just so.
 
         Returns:
@@ -32,30 +51,71 @@ class InstanceRegistry:
         Raises:
             InvalidArgumentError: a field is missing or malformed, or the group does not exist.
             DuplicateEntityError: the id is registered with another config; the message names the field.
-            CapacityError: the group has its max_instance_count.
+            CapacityError: the group has its max_instance_count. Registrations that several managers take at the same
+                moment do not see each other.
+            StorageIOError: the store cannot be asked.
         """
         check_instance(instance)
         instance = _sorted_groups(instance)
-        known = self._instances.get(instance.instance_id)
-        if known is not None:
-            return _same(known, instance)
-        group = self._groups.get(instance.instance_group_name)
+        known = await self._shelf.read(instance.instance_id)
+        stored = _same(known.instance, instance) if known is not None else await self._add(instance)
+        await self._flush()
+        return stored
+
+    async def _add(self, instance: Instance) -> Instance:
+        group = await self._groups.read(instance.instance_group_name)
+        self._check_room(group)
+        shard_count = group.cache_config.meta_indexer_config.mutex_shard_num or _DEFAULT_SHARDS
+        new = Registration(
+            replace(instance, quota_group_name=group.global_quota_group_name),
+            Placement(await self._next_uid(), shard_count),
+        )
+        registered = await self._shelf.change(instance.instance_id, lambda known: known or new)
+        assert registered is not None
+        return _same(registered.instance, instance)  # another manager may have been faster
+
+    def _check_room(self, group: InstanceGroup) -> None:
         limit = group.max_instance_count
         if limit and len(self.all(group.name)) >= limit:
             raise CapacityError(f"instance group {group.name!r} has its max_instance_count of {limit} instances")
-        instance = replace(instance, quota_group_name=group.global_quota_group_name)
-        self._instances[instance.instance_id] = instance
-        return instance
 
-    def remove(self, instance_id: str) -> Instance:
-        """Forget an instance and return it.
+    async def _next_uid(self) -> int:
+        following = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
+        assert following is not None
+        return following - 1
+
+    async def remove(self, instance_id: str) -> Instance:
+        """Forget an instance and return it. Its removal is remembered first, until `forget_removal`.
 
         Raises:
             UnknownInstanceError: there is no such instance.
+            StorageIOError: the store cannot be asked.
         """
-        instance = self.get(instance_id)
-        del self._instances[instance_id]
-        return instance
+        known = _registered(instance_id, await self._shelf.read(instance_id))
+        await self._removals.change(str(known.placement.uid), lambda _: known)
+
+        def decide(registered: Registration | None) -> None:
+            if registered != known:  # another manager removed it meanwhile
+                raise _unknown(instance_id)
+
+        await self._shelf.change(instance_id, decide)
+        await self._flush()
+        return known.instance
+
+    def removals(self) -> list[Removal]:
+        """Return the removals whose instance is forgotten and whose blocks may not all be deleted, the oldest first."""
+        registered = {registration.placement.uid for registration in self._shelf.all()}
+        removals = (removal for removal in self._removals.all() if removal.placement.uid not in registered)
+        return sorted(removals, key=lambda removal: removal.placement.uid)
+
+    async def forget_removal(self, uid: int) -> None:
+        """Forget a removal whose blocks are all deleted; forgetting it twice is fine.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        await self._removals.change(str(uid), lambda _: None)
+        await self._flush()
 
     def get(self, instance_id: str) -> Instance:
         """Return an instance.
@@ -63,17 +123,30 @@ class InstanceRegistry:
         Raises:
             UnknownInstanceError: there is no such instance.
         """
-        try:
-            return self._instances[instance_id]
-        except KeyError:
-            raise UnknownInstanceError(
-                f"instance {instance_id!r} is not registered: call RegisterInstance first"
-            ) from None
+        return _registered(instance_id, self._shelf.get(instance_id)).instance
+
+    def placement(self, instance_id: str) -> Placement:
+        """Return where the metadata of an instance lies.
+
+        Raises:
+            UnknownInstanceError: there is no such instance.
+        """
+        return _registered(instance_id, self._shelf.get(instance_id)).placement
 
     def all(self, group_name: str = "") -> list[Instance]:
         """Return the instances of a group, of all groups when no name is given, ordered by id."""
-        instances = (self._instances[instance_id] for instance_id in sorted(self._instances))
+        instances = (registration.instance for registration in self._shelf.all())
         return [i for i in instances if not group_name or i.instance_group_name == group_name]
+
+
+def _registered(instance_id: str, known: Registration | None) -> Registration:
+    if known is None:
+        raise _unknown(instance_id)
+    return known
+
+
+def _unknown(instance_id: str) -> UnknownInstanceError:
+    return UnknownInstanceError(f"instance {instance_id!r} is not registered: call RegisterInstance first")
 
 
 def _sorted_groups(instance: Instance) -> Instance:

@@ -1,24 +1,121 @@
-"""All that is configured, in one object."""
+"""All that is configured, in one object over one table of the metadata store."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from typing import Any
+
+from kvcm.model.accounts import Account
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Registration, Removal
+from kvcm.model.storages import StorageConfig
 from kvcm.registry.accounts import AccountRegistry
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.instances import InstanceRegistry
+from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.storages import StorageOpener, StorageRegistry
+from kvcm.store.memory import MemoryTable
+from kvcm.store.store import Table
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "kept_cluster_id"]
+
+_OPEN_AT_START_SECONDS = 30.0
+_OPEN_AT_REFRESH_SECONDS = 0.5
+
+
+async def _nothing() -> None:
+    """What is in memory alone is as durable as it gets."""
 
 
 class Registry:
-    """Storages, groups, instances and accounts of a deployment.
+    """Storages, groups, instances and accounts of a deployment: a local view that every read asks, and a table that
+    every change goes to first and that `refresh` follows.
 
     Args:
         opener: opens storages when they are added.
+        table: the deployment's documents; without one they end with this object.
+        flush: returns when what was changed is durable; every change waits for it.
+        store_kind: the metadata store, `memory`, `rocksdb` or `redis`: what groups may name.
     """
 
-    def __init__(self, opener: StorageOpener) -> None:
-        self.storages = StorageRegistry(opener)
-        self.groups = GroupRegistry()
-        self.instances = InstanceRegistry(self.groups)
-        self.accounts = AccountRegistry()
+    def __init__(
+        self,
+        opener: StorageOpener,
+        table: Table | None = None,
+        flush: Flush = _nothing,
+        store_kind: str = "memory",
+    ) -> None:
+        self._table: Table = table if table is not None else MemoryTable()
+        self._flush = flush
+        self._version: int | None = None
+        self._refreshing = asyncio.Lock()
+        storages = Shelf(self._table, "storage/", StorageConfig)
+        groups = Shelf(self._table, "group/", InstanceGroup)
+        instances = Shelf(self._table, "instance/", Registration)
+        removals = Shelf(self._table, "removal/", Removal)
+        accounts = Shelf(self._table, "account/", Account)
+        self._shelves: list[Shelf[Any]] = [storages, groups, instances, removals, accounts]
+        self.storages = StorageRegistry(opener, storages, flush)
+        self.groups = GroupRegistry(groups, flush, store_kind)
+        self.instances = InstanceRegistry(instances, removals, Shelf(self._table, "meta/", int), self.groups, flush)
+        self.accounts = AccountRegistry(accounts, flush)
+
+    async def load(self) -> None:
+        """Read everything and open the storages, before the manager serves. A storage that does not open here stays
+        closed, and is tried again at refreshes.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        await self._follow()
+        await self.storages.open_missing(_OPEN_AT_START_SECONDS)
+
+    async def refresh(self) -> bool:
+        """Bring in what other managers changed.
+
+        Returns:
+            Whether the local view changed meanwhile.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        before = self._generation
+        await self._follow()
+        await self.storages.open_missing(_OPEN_AT_REFRESH_SECONDS)
+        return self._generation != before
+
+    async def cluster_id(self, new: str) -> str:
+        """Return the deployment's cluster id, which is `new` if there is none yet.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        return await kept_cluster_id(self._table, new, self._flush)
+
+    async def _follow(self) -> None:
+        async with self._refreshing:
+            # Asked before the documents: what changes in between is read once more, never missed.
+            version = await self._table.version()
+            if version != self._version:
+                await self._read_all()
+                self._version = version
+
+    async def _read_all(self) -> None:
+        with contextlib.ExitStack() as watches:
+            changed = [watches.enter_context(shelf.watching()) for shelf in self._shelves]
+            documents = await self._table.all()
+        for shelf, names in zip(self._shelves, changed, strict=True):
+            shelf.take(documents, names)
+
+    @property
+    def _generation(self) -> int:
+        return sum(shelf.generation for shelf in self._shelves)
+
+
+async def kept_cluster_id(table: Table, new: str, flush: Flush = _nothing) -> str:
+    """Do `Registry.cluster_id` before there is a registry: the storages that it opens want the id."""
+    kept = await Shelf(table, "meta/", str).change("cluster_id", lambda known: known or new)
+    assert kept is not None
+    await flush()
+    return kept

@@ -71,8 +71,12 @@ def check_storage(config: StorageConfig) -> None:
         require(spec.rdma_device, f"{prefix}.rdma_device", "is required when protocol is rdma")
 
 
-def check_group(group: InstanceGroup) -> None:
+def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
     """Check a group, from the API and from documents alike. Candidates need not exist.
+
+    Args:
+        group: to check.
+        store_kind: the deployment's metadata store.
 
     Raises:
         InvalidArgumentError: a field is missing, malformed or out of range.
@@ -84,6 +88,7 @@ def check_group(group: InstanceGroup) -> None:
     _check_quota(group)
     _check_reclaim(group.cache_config)
     _check_indexer(group.cache_config.meta_indexer_config)
+    _check_store(group.cache_config.meta_indexer_config, store_kind)
 
 
 def _check_quota(group: InstanceGroup) -> None:
@@ -122,12 +127,18 @@ def _check_indexer(config: MetaIndexerConfig) -> None:
         f"{path}.mutex_shard_num",
         f"is {shards}, must be a power of two from 1 to {most}, or 0 for the default",
     )
+    ratio = config.meta_cache_policy_config.high_pri_pool_ratio
+    require(math.isfinite(ratio), f"{path}.meta_cache_policy_config.high_pri_pool_ratio", f"is {ratio}, must be finite")
+
+
+def _check_store(config: MetaIndexerConfig, store_kind: str) -> None:
+    """One store per deployment (design.md decision 6): a group may say so, and cannot choose another."""
     backend = config.meta_storage_backend_config.storage_type
-    # One store per deployment (design.md decision 6); this manager keeps its metadata itself.
+    allowed = ("local", "redis") if store_kind == "redis" else ("local",)
     require(
-        backend == "local",
-        f"{path}.meta_storage_backend_config.storage_type",
-        f"is {backend!r}, must be 'local': this manager keeps its metadata in its own store",
+        backend in allowed,
+        "InstanceGroup.cache_config.meta_indexer_config.meta_storage_backend_config.storage_type",
+        f"is {backend!r}, must be {' or '.join(map(repr, allowed))}: the store of this deployment is {store_kind}",
     )
 
 

@@ -19,7 +19,6 @@ from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.limits import RequestLimits
-from kvcm.service.node import Endpoint
 from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
 from kvcm.telemetry.logs import LEVELS, set_level
 from kvcm.telemetry.metrics import ApiMetrics
@@ -62,7 +61,6 @@ class AdminApi:
         cache: blocks and instances.
         registry: what is configured.
         leadership: who leads.
-        endpoint: this manager.
         metrics: counters of the calls.
         limits: sizes of requests.
     """
@@ -72,14 +70,12 @@ class AdminApi:
         cache: CacheManager,
         registry: Registry,
         leadership: Leadership,
-        endpoint: Endpoint,
         metrics: ApiMetrics,
         limits: RequestLimits,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
-        self._endpoint = endpoint
         self._metrics = metrics
         self._said_uri_is_ignored = False
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
@@ -140,19 +136,19 @@ class AdminApi:
     async def enable_storage(self, request: Any) -> Reply:
         """Make a storage available."""
         require(request.storage_unique_name, "EnableStorage.storage_unique_name")
-        self._registry.storages.set_enabled(request.storage_unique_name, enabled=True)
+        await self._registry.storages.set_enabled(request.storage_unique_name, enabled=True)
         return _done()
 
     async def disable_storage(self, request: Any) -> Reply:
         """Make a storage unavailable for reads and writes."""
         require(request.storage_unique_name, "DisableStorage.storage_unique_name")
-        self._registry.storages.set_enabled(request.storage_unique_name, enabled=False)
+        await self._registry.storages.set_enabled(request.storage_unique_name, enabled=False)
         return _done()
 
     async def remove_storage(self, request: Any) -> Reply:
         """Forget a storage."""
         require(request.storage_unique_name, "RemoveStorage.storage_unique_name")
-        self._registry.storages.remove(request.storage_unique_name)
+        await self._registry.storages.remove(request.storage_unique_name)
         return _done()
 
     async def update_storage(self, request: Any) -> Reply:
@@ -169,15 +165,17 @@ class AdminApi:
 
     async def create_group(self, request: Any) -> Reply:
         """Add an instance group; candidates that do not exist are named in the answer."""
-        return self._stored(_read_group("CreateInstanceGroup", request), self._registry.groups.create)
+        group = _read_group("CreateInstanceGroup", request)
+        await self._registry.groups.create(group)
+        return self._stored(group)
 
     async def update_group(self, request: Any) -> Reply:
         """Replace an instance group."""
         group = _read_group("UpdateInstanceGroup", request)
-        return self._stored(group, lambda group: self._registry.groups.update(group, request.current_version))
+        await self._registry.groups.update(group, request.current_version)
+        return self._stored(group)
 
-    def _stored(self, group: InstanceGroup, store: Any) -> Reply:
-        store(group)
+    def _stored(self, group: InstanceGroup) -> Reply:
         known = {config.global_unique_name for config in self._registry.storages.existing(group.storage_candidates)}
         unknown = [name for name in group.storage_candidates if name not in known]
         uri = group.cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri
@@ -193,14 +191,14 @@ class AdminApi:
     async def remove_group(self, request: Any) -> Reply:
         """Forget an instance group."""
         require(request.name, "RemoveInstanceGroup.name")
-        self._registry.groups.remove(request.name)
+        await self._registry.groups.remove(request.name)
         return _done()
 
     async def get_group(self, request: Any) -> Reply:
         """Return an instance group."""
         require(request.name, "GetInstanceGroup.name")
         message = pb.GetInstanceGroupResponse()
-        fill(message.instance_group, self._registry.groups.get(request.name))
+        fill(message.instance_group, await self._registry.groups.read(request.name))
         return Reply(message)
 
     async def list_groups(self, _request: Any) -> Reply:
@@ -212,7 +210,7 @@ class AdminApi:
 
     async def register_instance(self, request: Any) -> Reply:
         """Register an instance."""
-        self._cache.register_instance(instance_of(request))
+        await self._cache.register_instance(instance_of(request))
         return _done()
 
     async def remove_instance(self, request: Any) -> Reply:
@@ -244,7 +242,7 @@ class AdminApi:
     async def delete_account(self, request: Any) -> Reply:
         """Remove an account."""
         require(request.user_name, "DeleteAccount.user_name")
-        self._registry.accounts.remove(request.user_name)
+        await self._registry.accounts.remove(request.user_name)
         return _done()
 
     async def list_account(self, _request: Any) -> Reply:
@@ -290,13 +288,13 @@ class AdminApi:
             self_node_id=self._leadership.node_id,
             leader_node_id=self._leadership.leader_node_id,
         )
-        if expires is not None:
-            fill(message.leader_endpoint, self._endpoint)
+        if (endpoint := self._leadership.leader_endpoint) is not None:
+            fill(message.leader_endpoint, endpoint)
         return Reply(message)
 
     async def demote(self, _request: Any) -> Reply:
         """Give up leadership."""
-        self._leadership.demote()
+        await self._leadership.demote()
         return _done()
 
     async def get_elector_config(self, _request: Any) -> Reply:

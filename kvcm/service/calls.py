@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import structlog
 from google.protobuf.message import Message
 
-from kvcm.model.errors import ErrorCode, KvcmError
+from kvcm.model.errors import ErrorCode, KvcmError, UnknownInstanceError
 from kvcm.telemetry.metrics import ApiMetrics
 
 __all__ = ["Call", "Caller", "Plane", "Reply"]
@@ -85,24 +85,31 @@ class Call:
         return f"/api/{self.name[0].lower()}{self.name[1:]}"
 
 
+async def _nothing_new() -> bool:
+    return False
+
+
 class Caller:
     """Runs calls: leader check, header, errors, metrics.
 
     Args:
         metrics: counts every call.
-        refuse: raises KvcmError while leader-only calls cannot be served.
+        refuse: raises KvcmError while leader-only calls of a plane cannot be served.
         labels: from an instance id to the labels of its metrics; empty when it is not registered.
+        refresh: brings in what other managers changed, and says whether there was anything.
     """
 
     def __init__(
         self,
         metrics: ApiMetrics,
-        refuse: Callable[[], None],
+        refuse: Callable[[Plane], None],
         labels: Callable[[str], Mapping[str, str]],
+        refresh: Callable[[], Awaitable[bool]] = _nothing_new,
     ) -> None:
         self._metrics = metrics
         self._refuse = refuse
         self._labels = labels
+        self._refresh = refresh
 
     async def answer(self, call: Call, request: Any) -> Reply:
         """Answer a request; any outcome is in the header (invariant 9)."""
@@ -110,8 +117,8 @@ class Caller:
         labels = self._labels(request.instance_id) if call.per_instance else {}
         try:
             if call.leader_only:
-                self._refuse()
-            reply = await call.handler(request)
+                self._refuse(call.plane)
+            reply = await self._run(call, request)
             code, text = ErrorCode.OK, ""
         except KvcmError as error:
             reply, code, text = Reply(call.response_type()), error.code, str(error)
@@ -126,6 +133,15 @@ class Caller:
             _add_timing(reply.message.header, call, duration_us)
         self._metrics.record(call.name, labels, code, code is ErrorCode.OK, duration_us)
         return reply
+
+    async def _run(self, call: Call, request: Any) -> Reply:
+        """Run the handler; again when another manager registered the instance a moment ago."""
+        try:
+            return await call.handler(request)
+        except UnknownInstanceError:
+            if not await self._refresh():
+                raise
+        return await call.handler(request)
 
 
 def _add_timing(header: Any, call: Call, duration_us: float) -> None:

@@ -20,7 +20,6 @@ from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.limits import RequestLimits
-from kvcm.service.node import Endpoint
 from kvcm.service.translate import fill, instance_of, mask_of, write_mask
 
 __all__ = ["MetaApi"]
@@ -38,7 +37,6 @@ class MetaApi:
         cache: blocks.
         registry: groups and storages.
         leadership: who leads.
-        endpoint: this manager.
         limits: sizes of requests.
     """
 
@@ -47,13 +45,11 @@ class MetaApi:
         cache: CacheManager,
         registry: Registry,
         leadership: Leadership,
-        endpoint: Endpoint,
         limits: RequestLimits,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
-        self._endpoint = endpoint
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -103,7 +99,7 @@ class MetaApi:
 
     async def register_instance(self, request: Any) -> Reply:
         """Register an instance; the answer tells the transfer layer of its group's storages."""
-        instance = self._cache.register_instance(instance_of(request))
+        instance = await self._cache.register_instance(instance_of(request))
         group = self._registry.groups.find(instance.instance_group_name)
         storages = self._registry.storages.existing(group.storage_candidates if group is not None else ())
         return Reply(pb.RegisterInstanceResponse(storage_configs=storage_configs_json(storages)))
@@ -129,7 +125,7 @@ class MetaApi:
             request.sw_size,
             frozenset(request.location_spec_names),
         )
-        found = await self._cache.match(request.instance_id, query)
+        found = await self._cache.match(request.instance_id, query, peek=request.peek)
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
             await self._pin(message, request, found)
@@ -145,7 +141,8 @@ class MetaApi:
         self._cache.cache(request.instance_id)
         mode = _match_mode(request)
         keys = await self._blocks.keys("GetCacheLocationLen", request)
-        found = await self._cache.match(request.instance_id, MatchQuery(mode, keys, window=request.sw_size))
+        query = MatchQuery(mode, keys, window=request.sw_size)
+        found = await self._cache.match(request.instance_id, query, peek=request.peek)
         return Reply(pb.GetCacheLocationLenResponse(cache_location_len=len(found.keys)))
 
     async def start_write(self, request: Any) -> Reply:
@@ -200,22 +197,20 @@ class MetaApi:
         message = pb.GetClusterInfoResponse(
             self_node_id=self._leadership.node_id, leader_node_id=self._leadership.leader_node_id
         )
-        if self._leadership.is_leader:
+        if (endpoint := self._leadership.leader_endpoint) is not None:
             for field in message.leader_endpoint.DESCRIPTOR.fields_by_name:
-                if hasattr(self._endpoint, field):
-                    setattr(message.leader_endpoint, field, getattr(self._endpoint, field))
+                if hasattr(endpoint, field):
+                    setattr(message.leader_endpoint, field, getattr(endpoint, field))
         return Reply(message)
 
     async def renew_lease(self, request: Any) -> Reply:
         """Move a read lease's deadline."""
-        self._cache.cache(request.instance_id)
-        lease = self._cache.leases.renew(request.instance_id, request.read_lease_id, request.read_lease_ms)
+        lease = await self._cache.renew_lease(request.instance_id, request.read_lease_id, request.read_lease_ms)
         return Reply(lease_pb.RenewReadLeaseResponse(read_lease_deadline_ms=int(lease.deadline * 1000)))
 
     async def release_lease(self, request: Any) -> Reply:
         """End a read lease."""
-        self._cache.cache(request.instance_id)
-        self._cache.leases.release(request.instance_id, request.read_lease_id)
+        await self._cache.release_lease(request.instance_id, request.read_lease_id)
         return Reply(pb.CommonResponse())
 
     async def renew_write(self, request: Any) -> Reply:

@@ -153,6 +153,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "sw_size": "7 int32",
         "location_spec_names": "8 repeated string",
         "read_lease_ms": "1000 int32",
+        "peek": "1001 bool",
     },
     "GetCacheLocationResponse": {
         "header": "1 CommonResponseHeader",
@@ -217,6 +218,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "block_keys": "4 repeated int64",
         "token_ids": "5 repeated int64",
         "sw_size": "6 int32",
+        "peek": "1000 bool",
     },
     "GetCacheLocationLenResponse": {"header": "1 CommonResponseHeader", "cache_location_len": "2 int64"},
     "GetClusterInfoRequest": {"trace_id": "1 string", "instance_id": "2 string"},

@@ -141,6 +141,8 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
     assert ours == {
         "kv_cache_manager.proto.meta.StartWriteCacheRequest.parent_block_key",
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.read_lease_ms",
+        "kv_cache_manager.proto.meta.GetCacheLocationRequest.peek",
+        "kv_cache_manager.proto.meta.GetCacheLocationLenRequest.peek",
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_id",
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_deadline_ms",
         "kv_cache_manager.proto.meta.LocationSpecInfo.kind",

@@ -11,6 +11,7 @@ from kvcm.model.groups import (
     CacheReclaimStrategy,
     InstanceGroup,
     InstanceGroupQuota,
+    MetaCachePolicyConfig,
     MetaIndexerConfig,
     MetaStorageBackendConfig,
     QuotaConfig,
@@ -103,12 +104,28 @@ def test_good_groups_pass(group: InstanceGroup) -> None:
         (group_with(mutex_shard_num=16, max_key_count=8), ["mutex_shard_num", "16", "8"]),
         (
             group_with(meta_storage_backend_config=MetaStorageBackendConfig("redis", "redis://x")),
-            ["meta_storage_backend_config", "storage_type", "'redis'", "'local'"],
+            ["meta_storage_backend_config", "storage_type", "'redis'", "'local'", "memory"],
+        ),
+        (
+            group_with(meta_cache_policy_config=MetaCachePolicyConfig(high_pri_pool_ratio=float("nan"))),
+            ["high_pri_pool_ratio", "nan", "finite"],
         ),
     ],
 )
 def test_bad_groups_are_refused(group: InstanceGroup, named: list[str]) -> None:
     assert_refused(check_group, group, *named)
+
+
+@pytest.mark.parametrize("store_kind", ["memory", "rocksdb", "redis"])
+@pytest.mark.parametrize("named", ["local", "redis", "rocksdb", ""])
+def test_a_group_may_name_the_store_of_the_deployment_and_no_other(store_kind: str, named: str) -> None:
+    """Design decision 6; the uri is ignored."""
+    group = group_with(meta_storage_backend_config=MetaStorageBackendConfig(named, "anything"))
+    if named == "local" or named == store_kind == "redis":
+        check_group(group, store_kind)
+    else:
+        with pytest.raises(InvalidArgumentError, match=f"'local'.*is {store_kind}"):
+            check_group(group, store_kind)
 
 
 def test_every_number_of_the_reclaim_strategy_and_the_indexer_is_tested_above() -> None:
