@@ -9,7 +9,7 @@ from kvcm.index.answers import filter_specs
 from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.instances import Instance, LocationSpecInfo
+from kvcm.model.instances import Instance, LocationSpecInfo, Placement
 from kvcm.model.locations import SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 
@@ -24,6 +24,7 @@ class InstanceCache:
 
     Attributes:
         instance: the registration.
+        placement: where its blocks are kept in the store.
         index: records of its blocks, shared with nobody.
         placeholder: encoded answer for a miss in batch and window matches: every spec with an empty uri.
         specs_of_group: spec infos by spec group, in the order of registration.
@@ -34,6 +35,7 @@ class InstanceCache:
     """
 
     instance: Instance
+    placement: Placement
     index: MetaIndex
     placeholder: bytes = field(init=False)
     specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)

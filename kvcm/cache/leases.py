@@ -2,30 +2,49 @@
 
 A lease delays the deletion of bytes, nothing else: a removed block vanishes from every answer at once, and whoever
 holds a lease can still read what it was given. Leases are bounded in time and in number, so a lost reader costs space
-for minutes.
+for minutes. A lease is a document of the store: whoever deletes sees the leases that other managers gave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.match import Match
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
-from kvcm.model.errors import CapacityError, InvalidArgumentError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.locations import LocationStatus
+from kvcm.store.store import Table
 
 __all__ = ["MAX_LEASE_MS", "ReadLease", "ReadLeases"]
 
 MAX_LEASE_MS = 600_000
 _MAX_LEASES = 100_000
 _MAX_PINS = 2_000_000  # some 300 bytes each
+_MOST_DUE = 1024
+_FORMAT = 1
 
-Pin = tuple[str, int, str]
-"""Instance id, block key, location id."""
+Pin = tuple[int, int, str]
+"""Number of the instance, block key, location id."""
+
+
+class _Document(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    uid: int
+    deadline: float
+    keys: bytes
+    location_ids: list[str]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +53,66 @@ class ReadLease:
 
     Attributes:
         id: capability to renew and release it.
-        instance_id: the only instance that may do so.
+        uid: number of the only instance that may do so.
         deadline: unix seconds.
         pins: locations whose bytes stay.
     """
 
     id: str
-    instance_id: str
+    uid: int
     deadline: float
     pins: tuple[Pin, ...]
+
+    def encoded(self) -> bytes:
+        """Return the lease's document; its id is the document's name."""
+        keys = array("q", (key for _, key, _ in self.pins)).tobytes()
+        return _encoder.encode(_Document(_FORMAT, self.uid, self.deadline, keys, [pin[2] for pin in self.pins]))
+
+    @classmethod
+    def decoded(cls, lease_id: str, document: bytes) -> ReadLease:
+        """Read what `encoded` wrote.
+
+        Raises:
+            StorageIOError: it is damaged or of another release.
+        """
+        try:
+            stored = _decoder.decode(document)
+        except msgspec.MsgspecError as error:
+            raise StorageIOError(f"a stored read lease cannot be read: {error}") from error
+        if stored.version != _FORMAT:
+            raise StorageIOError(f"a stored read lease has format {stored.version}, this release knows {_FORMAT}")
+        keys = array("q")
+        keys.frombytes(stored.keys)
+        pins = tuple((stored.uid, key, place) for key, place in zip(keys, stored.location_ids, strict=True))
+        return cls(lease_id, stored.uid, stored.deadline, pins)
 
 
 class ReadLeases:
     """The open read leases.
 
     Args:
+        table: where they are stored.
         clock: time source.
         new_id: makes unguessable ids.
+        is_shared: whether other managers give leases too.
     """
 
-    def __init__(self, clock: Clock, new_id: Callable[[], str]) -> None:
+    def __init__(self, table: Table, clock: Clock, new_id: Callable[[], str], *, is_shared: bool = False) -> None:
+        self._table = table
         self._clock = clock
         self._new_id = new_id
+        self._is_shared = is_shared
         self._leases: DeadlineTable[ReadLease] = DeadlineTable()
         self._holders: dict[Pin, set[str]] = {}
         self._pin_count = 0
+
+    async def load(self) -> None:
+        """Hear of the leases in the store: those given before a restart, or by other managers."""
+        for lease_id in await self._table.due(math.inf, _MAX_LEASES):
+            if self._leases.get(lease_id) is None:
+                document = await self._table.get(lease_id)
+                if document is not None:
+                    self._keep(ReadLease.decoded(lease_id, document))
 
     async def acquire(self, cache: InstanceCache, match: Match, lease_ms: int) -> ReadLease:
         """Pin every serving location of the keys that a match hit.
@@ -67,71 +121,108 @@ class ReadLeases:
             InvalidArgumentError: the duration is out of range.
             CapacityError: too many leases are open.
         """
-        self.expire()
+        self._forget_overdue(self._clock.now())
         deadline = self._deadline(lease_ms)
         if len(self._leases) >= _MAX_LEASES:
             raise CapacityError(f"{_MAX_LEASES} read leases are open: release some or let them expire")
-        instance_id = cache.instance.instance_id
+        uid = cache.placement.uid
         records = await cache.index.get(match.keys)
         pins = tuple(
-            (instance_id, key, location.id)
+            (uid, key, location.id)
             for key, record in zip(match.keys, records, strict=True)
             for location in (record.locations if record is not None else ())
             if location.status is LocationStatus.SERVING
         )
         if self._pin_count + len(pins) > _MAX_PINS:
             raise CapacityError(f"{_MAX_PINS} locations are pinned: release some leases or let them expire")
-        lease = ReadLease(self._new_id(), instance_id, deadline, pins)
-        self._leases.put(lease)
-        self._pin_count += len(pins)
-        for pin in pins:
-            self._holders.setdefault(pin, set()).add(lease.id)
+        lease = ReadLease(self._new_id(), uid, deadline, pins)
+        await self._table.replace(lease.id, None, lease.encoded(), deadline)
+        self._keep(lease)
         return lease
 
-    def renew(self, instance_id: str, lease_id: str, lease_ms: int) -> ReadLease:
+    async def renew(self, cache: InstanceCache, lease_id: str, lease_ms: int) -> ReadLease:
         """Move a lease's deadline.
 
         Raises:
             InvalidArgumentError: the lease is not open for this instance, or the duration is out of range.
         """
-        lease = replace(self._open(instance_id, lease_id), deadline=self._deadline(lease_ms))
-        self._leases.put(lease)
+        old = await self._open(cache, lease_id)
+        lease = replace(old, deadline=self._deadline(lease_ms))
+        if not await self._table.replace(lease_id, old.encoded(), lease.encoded(), lease.deadline):
+            raise NotReadyError("the read lease changed meanwhile: renew it again")
+        self._keep(lease)
         return lease
 
-    def release(self, instance_id: str, lease_id: str) -> None:
+    async def release(self, cache: InstanceCache, lease_id: str) -> None:
         """End a lease. One that has ended already is fine: the answer to the first release may have been lost.
 
         Raises:
             InvalidArgumentError: the lease is open for another instance.
         """
-        self.expire()
-        if self._leases.get(lease_id) is not None:
-            self._open(instance_id, lease_id)
-            self._forget(self._leases.take(lease_id))
+        document = await self._table.get(lease_id)
+        if document is None:
+            return
+        lease = ReadLease.decoded(lease_id, document)
+        if lease.uid != cache.placement.uid and lease.deadline > self._clock.now():
+            raise InvalidArgumentError("read_lease_id is unknown, released or expired")
+        await self._table.replace(lease_id, document, None)
+        self._forget(self._leases.take(lease_id))
 
-    def held_until(self, item: DeletionItem) -> float:
-        """Return the unix time until which a location's bytes are pinned, 0 when they are not."""
-        self.expire()
-        holders = self._holders.get((item.instance_id, item.key, item.location_id), ())
-        leases = [self._leases.get(lease_id) for lease_id in holders]
+    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+        """Return per location the unix time until which its bytes are pinned, 0 when they are not."""
+        self._forget_overdue(self._clock.now())
+        if self._is_shared:
+            await self.load()
+            await self._follow({lease_id for item in items for lease_id in self._holders.get(_pin(item), ())})
+        return [self._held_until(_pin(item)) for item in items]
+
+    def _held_until(self, pin: Pin) -> float:
+        leases = [self._leases.get(lease_id) for lease_id in self._holders.get(pin, ())]
         return max((lease.deadline for lease in leases if lease is not None), default=0.0)
 
-    def expire(self) -> None:
-        """End the leases whose deadline has passed."""
-        for lease in self._leases.pop_due(self._clock.now()):
+    async def _follow(self, lease_ids: set[str]) -> None:
+        """Hear of leases that another manager renewed or released."""
+        for lease_id in lease_ids:
+            document = await self._table.get(lease_id)
+            if document is None:
+                self._forget(self._leases.take(lease_id))
+            else:
+                self._keep(ReadLease.decoded(lease_id, document))
+
+    async def expire(self) -> None:
+        """End the leases whose deadline has passed, those of managers that died included."""
+        now = self._clock.now()
+        self._forget_overdue(now)
+        for lease_id in await self._table.due(now, _MOST_DUE):
+            await self._drop(lease_id, now)
+
+    def _forget_overdue(self, now: float) -> None:
+        for lease in self._leases.pop_due(now):
             self._forget(lease)
+
+    async def _drop(self, lease_id: str, now: float) -> None:
+        document = await self._table.get(lease_id)
+        if document is not None and ReadLease.decoded(lease_id, document).deadline <= now:
+            await self._table.replace(lease_id, document, None)
 
     def _deadline(self, lease_ms: int) -> float:
         if not 1 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 1 to {MAX_LEASE_MS}")
         return self._clock.now() + lease_ms / 1000
 
-    def _open(self, instance_id: str, lease_id: str) -> ReadLease:
-        self.expire()
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.instance_id != instance_id:
+    async def _open(self, cache: InstanceCache, lease_id: str) -> ReadLease:
+        document = await self._table.get(lease_id)
+        lease = ReadLease.decoded(lease_id, document) if document is not None else None
+        if lease is None or lease.uid != cache.placement.uid or lease.deadline <= self._clock.now():
             raise InvalidArgumentError("read_lease_id is unknown, released or expired")
         return lease
+
+    def _keep(self, lease: ReadLease) -> None:
+        if self._leases.get(lease.id) is None:
+            self._pin_count += len(lease.pins)
+            for pin in lease.pins:
+                self._holders.setdefault(pin, set()).add(lease.id)
+        self._leases.put(lease)
 
     def _forget(self, lease: ReadLease | None) -> None:
         if lease is None:
@@ -142,3 +233,7 @@ class ReadLeases:
             holders.discard(lease.id)
             if not holders:
                 self._holders.pop(pin, None)
+
+
+def _pin(item: DeletionItem) -> Pin:
+    return item.uid, item.key, item.location_id

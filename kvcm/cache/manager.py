@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from kvcm.cache.access import AccessRecorder
+from kvcm.cache.endings import SessionEndings
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.leases import ReadLease, ReadLeases
 from kvcm.cache.match import Match, MatchQuery, match
 from kvcm.cache.meta import BlockMeta, block_metas
+from kvcm.cache.open_caches import OpenCaches
 from kvcm.cache.removal import Deleter, Remover
+from kvcm.cache.removals import InstanceRemovals
 from kvcm.cache.selection import Storages
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession, WriteSessions
-from kvcm.cache.usage import UsageLedger
+from kvcm.cache.usage import Ledger, UsageLedger
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
+from kvcm.index.search_cache import CacheBudget
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, UnknownInstanceError
-from kvcm.model.groups import MetaIndexerConfig
-from kvcm.model.instances import Instance
+from kvcm.model.instances import Instance, Placement
 from kvcm.model.masks import BlockMask
 from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
+from kvcm.store.memory import MemoryStore
+from kvcm.store.store import Store
 
-__all__ = ["CacheManager"]
+__all__ = ["CacheManager", "IndexInCustody"]
+
+_SESSION_SHARDS = 16
 
 
 def random_id(length: int) -> str:
     """Return an unguessable id of so many hex digits."""
     return secrets.token_hex(length // 2)
+
+
+class IndexInCustody(NamedTuple):
+    """An index and whose it is."""
+
+    instance_id: str
+    uid: int
+    meta_index: MetaIndex
 
 
 class CacheManager:
@@ -41,10 +57,13 @@ class CacheManager:
     Args:
         registry: instances and groups.
         storages: the open storages.
-        deleter: deletes bytes and metadata of removed locations.
+        deleter: frees addresses that are not used.
         clock: time source.
         new_id: makes a random id of so many hex digits.
-        new_backend: makes the backend of an instance's index.
+        new_backend: makes or finds the backend of an instance's index.
+        store: where sessions and leases are kept; in memory by default.
+        usage: keeps count of groups; for this process alone by default.
+        budget: bytes of the search caches.
     """
 
     def __init__(
@@ -54,25 +73,42 @@ class CacheManager:
         deleter: Deleter,
         clock: Clock,
         new_id: Callable[[int], str] = random_id,
-        new_backend: Callable[[], IndexBackend] = MemoryBackend,
+        new_backend: Callable[[Placement], IndexBackend] = lambda _placement: MemoryBackend(),
+        *,
+        store: Store | None = None,
+        usage: Ledger | None = None,
+        budget: CacheBudget | None = None,
     ) -> None:
         self._registry = registry
         self._storages = storages
-        self._new_backend = new_backend
-        self._caches: dict[str, InstanceCache] = {}
-        self.usage = UsageLedger()
-        self.leases = ReadLeases(clock, lambda: new_id(32))
+        self._store = store if store is not None else MemoryStore()
+        self.usage: Ledger = usage if usage is not None else UsageLedger()
+        self.budget = budget if budget is not None else CacheBudget()
+        self._caches = OpenCaches(registry, storages, new_backend, self.usage, self.budget)
+        is_shared = self._store.is_shared
+        leases = self._store.table("leases", _SESSION_SHARDS)
+        self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
         self._remover = Remover(deleter, clock, registry.groups.find)
-        self.sessions = WriteSessions(storages, self.usage, self._remover, clock, new_id)
+        sessions = self._store.table("sessions", _SESSION_SHARDS)
+        self.endings = SessionEndings(sessions, self._caches.by_uid, clock)
+        self._sessions = WriteSessions(self.endings, storages, self.usage, self._remover, clock, new_id)
+        self._removals = InstanceRemovals(registry, self._caches, self._remover, clock, is_shared=is_shared)
+        self.accesses = AccessRecorder(clock)
 
-    def register_instance(self, instance: Instance) -> Instance:
+    async def load(self) -> None:
+        """Open every index and hear of the open read leases, before the manager serves."""
+        await self.leases.load()
+        for _ in self._caches.all():
+            pass
+
+    async def register_instance(self, instance: Instance) -> Instance:
         """Register an instance and open its index with the settings that its group has now.
 
         Raises:
             KvcmError: as `InstanceRegistry.register`.
         """
-        instance = self._registry.instances.register(instance)
-        self._open(instance)
+        instance = await self._registry.instances.register(instance)
+        self.cache(instance.instance_id)
         return instance
 
     def cache(self, instance_id: str) -> InstanceCache:
@@ -81,43 +117,38 @@ class CacheManager:
         Raises:
             UnknownInstanceError: it is not registered.
         """
-        cache = self._caches.get(instance_id)
-        return cache if cache is not None else self._open(self._registry.instances.get(instance_id))
+        return self._caches.of(instance_id)
 
-    def _open(self, instance: Instance) -> InstanceCache:
-        cache = self._caches.get(instance.instance_id)
-        if cache is None:
-            group = self._registry.groups.find(instance.instance_group_name)
-            config = group.cache_config.meta_indexer_config if group is not None else MetaIndexerConfig()
-            cache = InstanceCache(instance, self._new_index(instance, config))
-            self._caches[instance.instance_id] = cache
-        return cache
-
-    def _new_index(self, instance: Instance, config: MetaIndexerConfig) -> MetaIndex:
-        return MetaIndex(
-            self._new_backend(),
-            self._storages,
-            shard_count=config.mutex_shard_num or 16,
-            batch_key_size=config.batch_key_size or 256,
-            max_key_count=config.max_key_count or 1 << 62,
-            on_usage=self.usage.listener(instance.instance_group_name),
-        )
+    @property
+    def open_caches(self) -> OpenCaches:
+        """What is kept for every instance, also for those that are being removed."""
+        return self._caches
 
     async def remove_instance(self, instance_id: str) -> None:
-        """Forget an instance and delete its blocks; a later registration of the id starts empty.
+        """Forget an instance and begin to delete its blocks; a later registration of the id starts empty.
+
+        What is not marked at once is marked in the background, also after a restart.
 
         Raises:
             UnknownInstanceError: it is not registered.
         """
         cache = self.cache(instance_id)
-        self._registry.instances.remove(instance_id)
-        self._caches.pop(instance_id, None)
-        self.sessions.forget_instance(cache)
+        await self._registry.instances.remove(instance_id)
         # Nobody can ask for this a second time, so it is not left half done when the caller hangs up.
-        await uninterrupted(self._remover.remove_all(cache))
+        await uninterrupted(self._removals.begin(cache))
+        await self._store.flush()
 
-    async def match(self, instance_id: str, query: MatchQuery) -> Match:
+    async def purge_removed(self) -> None:
+        """Go on with the removal of instances: mark what is left, and forget those that have no blocks any more."""
+        await self._removals.go_on()
+
+    async def match(self, instance_id: str, query: MatchQuery, *, peek: bool = False) -> Match:
         """Return which blocks can be read, and where.
+
+        Args:
+            instance_id: the instance.
+            query: what is asked for.
+            peek: whether this does not count as an access.
 
         Raises:
             UnknownInstanceError: the instance is not registered.
@@ -128,7 +159,10 @@ class CacheManager:
         group = self._registry.groups.find(cache.instance.instance_group_name)
         if group is not None and not any(self._storages.rank(name) is not None for name in group.storage_candidates):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
-        return await match(cache, query)
+        found = await match(cache, query)
+        if not peek:
+            self.accesses.record(cache, found.keys)
+        return found
 
     async def lease(self, instance_id: str, found: Match, lease_ms: int) -> ReadLease:
         """Pin what a match found, for a bounded time.
@@ -136,10 +170,30 @@ class CacheManager:
         Raises:
             InvalidArgumentError: the duration is out of range.
         """
-        return await self.leases.acquire(self.cache(instance_id), found, lease_ms)
+        lease = await self.leases.acquire(self.cache(instance_id), found, lease_ms)
+        await self._store.flush()
+        return lease
+
+    async def renew_lease(self, instance_id: str, lease_id: str, lease_ms: int) -> ReadLease:
+        """Move a read lease's deadline.
+
+        Raises:
+            KvcmError: as `ReadLeases.renew`.
+        """
+        lease = await self.leases.renew(self.cache(instance_id), lease_id, lease_ms)
+        await self._store.flush()
+        return lease
+
+    async def release_lease(self, instance_id: str, lease_id: str) -> None:
+        """End a read lease.
+
+        Raises:
+            KvcmError: as `ReadLeases.release`.
+        """
+        await self.leases.release(self.cache(instance_id), lease_id)
 
     async def metas(self, instance_id: str, keys: Sequence[int], mask: BlockMask) -> list[BlockMeta]:
-        """Return everything known of the unmasked keys.
+        """Return everything known of the unmasked keys. Never counts as an access.
 
         Raises:
             UnknownInstanceError: the instance is not registered.
@@ -159,23 +213,34 @@ class CacheManager:
             raise UnknownInstanceError(
                 f"instance group {cache.instance.instance_group_name!r} of instance {instance_id!r} was removed"
             )
-        return await self.sessions.start(cache, group, request)
+        await self._expire_if_alone()
+        started = await self._sessions.start(cache, group, request)
+        await self._store.flush()
+        return started
 
     async def finish_write(self, instance_id: str, session_id: str, success: BlockMask) -> FinishedWrite:
         """End a write session.
 
         Raises:
-            KvcmError: as `WriteSessions.finish`.
+            KvcmError: as `SessionEndings.finish`.
         """
-        return await self.sessions.finish(self.cache(instance_id), session_id, success)
+        cache = self.cache(instance_id)
+        await self._expire_if_alone()
+        finished = await self.endings.finish(cache, session_id, success)
+        await self._store.flush()
+        return finished
 
     async def renew_write(self, instance_id: str, session_id: str, timeout_seconds: int) -> WriteSession:
         """Move a write session's deadline.
 
         Raises:
-            KvcmError: as `WriteSessions.renew`.
+            KvcmError: as `SessionEndings.renew`.
         """
-        return await self.sessions.renew(self.cache(instance_id), session_id, timeout_seconds)
+        cache = self.cache(instance_id)
+        await self._expire_if_alone()
+        session = await self.endings.renew(cache, session_id, timeout_seconds)
+        await self._store.flush()
+        return session
 
     async def remove(self, instance_id: str, keys: Sequence[int], mask: BlockMask) -> int:
         """Remove the unmasked keys; unknown ones are fine. Returns the number of locations removed.
@@ -184,15 +249,15 @@ class CacheManager:
             UnknownInstanceError: the instance is not registered.
         """
         cache = self.cache(instance_id)
-        return await self._remover.remove(cache, [keys[i] for i in mask.unmasked(len(keys))])
+        return await self._durably(self._remover.remove(cache, [keys[i] for i in mask.unmasked(len(keys))]))
 
     async def trim(self, instance_id: str) -> int:
         """Remove every block of an instance."""
-        return await self._remover.remove_all(self.cache(instance_id))
+        return await self._durably(self._remover.remove_all(self.cache(instance_id)))
 
     async def trim_meta(self, instance_id: str) -> int:
         """Drop the metadata of every block and leave the bytes to the scrub."""
-        return await self._remover.forget_all(self.cache(instance_id))
+        return await self._durably(self._remover.forget_all(self.cache(instance_id)))
 
     async def trim_written_between(self, instance_id: str, begin: float, end: float) -> int:
         """Remove what was written at unix times begin ≤ t < end.
@@ -203,18 +268,45 @@ class CacheManager:
         if begin >= end:
             raise InvalidArgumentError(f"begin_timestamp is {begin}, must be below end_timestamp, {end}")
         cache = self.cache(instance_id)
-        return await self._remover.remove_all(cache, lambda location: begin <= location.written_at < end)
+        return await self._durably(self._remover.remove_all(cache, lambda location: begin <= location.written_at < end))
 
     def group_usage_bytes(self, group_name: str) -> Mapping[StorageType, int]:
-        """Return the bytes that a group uses, by storage type."""
+        """Return the bytes that a group uses, by storage type; of a shared store as last heard."""
         return self.usage.used(group_name)
 
-    def held_until(self, item: DeletionItem) -> float:
-        """Return the unix time until which a location's bytes must stay: a reader or its writer may still use them."""
-        return max(self.leases.held_until(item), self.sessions.held_until(item))
-
     async def expire(self) -> None:
-        """Roll back overdue write sessions and end overdue read leases, giving way to other requests in between."""
-        self.leases.expire()
-        while await self.sessions.expire(most=16):  # noqa: ASYNC110 - nothing is polled, others get their turn
-            await asyncio.sleep(0)
+        """End write sessions and read leases that are due, giving way to other requests in between."""
+        await self.leases.expire()
+        while await self.endings.expire(most=16):
+            pass
+
+    async def _expire_if_alone(self) -> None:
+        """Alone this is exact and costs nothing; with others the leader does it, and records tell what is overdue."""
+        if not self._store.is_shared:
+            await self.endings.expire()
+
+    async def _durably(self, removal: Coroutine[Any, Any, int]) -> int:
+        removed = await removal
+        await self._store.flush()
+        return removed
+
+    def indexes(self) -> Iterator[IndexInCustody]:
+        """Return the index of every instance, also of those that are being removed."""
+        for cache in self._caches.all():
+            yield IndexInCustody(cache.instance.instance_id, cache.placement.uid, cache.index)
+
+    async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
+        """End write sessions that left these blocks writing past their deadline."""
+        cache = self._caches.by_uid(uid)
+        if cache is not None:
+            await self.endings.end_writers(cache, overdue)
+
+    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+        """Return per item the unix time until which its bytes must stay: a reader or its writer may still use them.
+
+        That the items are deleted is durable when this returns: no restart can find them serving again.
+        """
+        await self._store.flush()
+        writers = await self.endings.deadlines_of(item.session_id for item in items if item.session_id)
+        readers = await self.leases.held_until(items)
+        return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]

@@ -1,27 +1,27 @@
 """Removal: a location turns to deleting, its bytes go after a delay, then its record (design.md decision 15).
 
-A removed key vanishes from every answer at once. Its record stays, and counts as usage, until the bytes are freed.
+A removed key vanishes from every answer at once. Its record stays, says from when its bytes may go, and counts as usage
+until they are freed; the deletion executor of whoever leads finds it by that time.
 Whatever was ever serving is protected for `delay_before_delete_ms`, since a reader may have been given it a moment ago
 (invariant 6). A location that is still being written is deleted when its session's time is up: before that its writer
-could put the bytes back.
+could put the bytes back; it keeps its session's id, so that the session's end lets it go earlier.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
-from kvcm.index.meta_index import Change, MetaIndex
+from kvcm.index.meta_index import Change
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
 
-__all__ = ["Deleter", "Remover", "rolled_back"]
+__all__ = ["Deleter", "Remover"]
 
 _FALLBACK_DELAY_MS = 1000
 
@@ -29,17 +29,17 @@ Which = Callable[[Location], bool]
 
 
 class Deleter(Protocol):
-    """Deletes bytes, then metadata."""
+    """Deletes bytes that no record knows of."""
 
-    def submit(self, index: MetaIndex, items: Sequence[DeletionItem], due: float) -> None:
-        """Delete these locations, which are marked as deleting in `index`, at unix time `due` or soon after."""
+    def discard(self, items: Sequence[DeletionItem]) -> None:
+        """Free addresses that were never handed out."""
 
 
 class Remover:
     """Takes blocks out of indexes.
 
     Args:
-        deleter: deletes what is marked.
+        deleter: frees addresses that are not used.
         clock: time source.
         find_group: from a group's name to its settings, None when it is gone.
     """
@@ -49,14 +49,14 @@ class Remover:
         self._clock = clock
         self._find_group = find_group
 
-    @staticmethod
-    def item(cache: InstanceCache, key: int, location: Location) -> DeletionItem:
-        """Return what it takes to delete a location."""
-        uris = tuple(spec.uri for spec in decode_chunk(location.chunk).specs)
-        return DeletionItem(cache.instance.instance_id, key, location.id, location.storage, uris)
+    def discard(self, cache: InstanceCache, places: Sequence[tuple[int, Location]]) -> None:
+        """Free addresses that were never handed out: (block, location) each."""
+        self._deleter.discard(
+            [DeletionItem.of(cache.instance.instance_id, cache.placement.uid, key, place) for key, place in places]
+        )
 
     async def remove(self, cache: InstanceCache, keys: Iterable[int], which: Which = lambda _location: True) -> int:
-        """Mark locations of blocks as deleting and have them deleted.
+        """Mark locations of blocks as deleting.
 
         Args:
             cache: the instance.
@@ -66,38 +66,27 @@ class Remover:
         Returns:
             Number of locations that this call marked.
         """
-
         removed = 0
 
         def mark(_key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return _marked(old, which)
-
-        def submit(changes: Sequence[Change]) -> None:
-            nonlocal removed
-            removed += self._submit_removed(cache, changes)
+            return _marked(old, which, now, now + delay)
 
         for page in pages(list(keys)):
-            await cache.index.read_modify_write(page, mark, submit)
+            now, delay = self._clock.now(), self._delay_seconds(cache)
+            removed += _count_marked(await cache.index.read_modify_write(page, mark))
             await asyncio.sleep(0)
         return removed
 
-    def _submit_removed(self, cache: InstanceCache, changes: Sequence[Change]) -> int:
-        now = self._clock.now()
-        delay = self._delay_seconds(cache)
-        by_due: defaultdict[float, list[DeletionItem]] = defaultdict(list)
-        for key, location in _newly_deleting(changes):
-            writing = location.status is LocationStatus.WRITING
-            due = max(now, location.deadline) if writing else now + delay
-            by_due[due].append(self.item(cache, key, location))
-        for due, items in by_due.items():
-            self._deleter.submit(cache.index, items, due)
-        return sum(map(len, by_due.values()))
-
-    async def remove_all(self, cache: InstanceCache, which: Which = lambda _location: True) -> int:
-        """Do `remove` for every block of an instance, page by page."""
-        removed = 0
+    async def remove_all(
+        self, cache: InstanceCache, which: Which = lambda _location: True, most_pages: int | None = None
+    ) -> int:
+        """Do `remove` for every block of an instance, page by page; for the first pages only if a number is given."""
+        removed = count = 0
         async for page in cache.index.scan():
             removed += await self.remove(cache, page, which)
+            count += 1
+            if count == most_pages:
+                break
         return removed
 
     async def forget_all(self, cache: InstanceCache) -> int:
@@ -108,11 +97,6 @@ class Remover:
             await asyncio.sleep(0)
         return forgotten
 
-    def delete_now(self, cache: InstanceCache, items: Sequence[DeletionItem]) -> None:
-        """Delete locations that nobody was ever given to read."""
-        if items:
-            self._deleter.submit(cache.index, items, self._clock.now())
-
     def _delay_seconds(self, cache: InstanceCache) -> float:
         group = self._find_group(cache.instance.instance_group_name)
         if group is None:
@@ -120,28 +104,24 @@ class Remover:
         return group.cache_config.reclaim_strategy.delay_before_delete_ms / 1000
 
 
-def rolled_back(cache: InstanceCache, changes: Iterable[Change]) -> list[DeletionItem]:
-    """Return the locations that these changes turned to deleting."""
-    return [Remover.item(cache, key, location) for key, location in _newly_deleting(changes)]
+def _marked(old: BlockRecord | None, which: Which, now: float, due: float) -> BlockRecord | None:
+    def mark(location: Location) -> Location:
+        if location.status is LocationStatus.DELETING or not which(location):
+            return location
+        if location.status is LocationStatus.WRITING:
+            return location._replace(status=LocationStatus.DELETING, deadline=max(now, location.deadline))
+        return location._replace(status=LocationStatus.DELETING, deadline=due)
 
-
-def _marked(old: BlockRecord | None, which: Which) -> BlockRecord | None:
     if old is None:
         return None
-    locations = tuple(
-        location._replace(status=LocationStatus.DELETING, session_id="", deadline=0.0)
-        if location.status is not LocationStatus.DELETING and which(location)
-        else location
-        for location in old.locations
-    )
+    locations = tuple(map(mark, old.locations))
     return old if locations == old.locations else old._replace(locations=locations)
 
 
-def _newly_deleting(changes: Iterable[Change]) -> Iterable[tuple[int, Location]]:
-    """Yield (key, location as it was before) of everything that turned to deleting."""
-    for key, old, new, _ in changes:
-        if new is old or new is None or old is None:
-            continue
-        for before, after in zip(old.locations, new.locations, strict=True):
-            if after.status is LocationStatus.DELETING and before.status is not LocationStatus.DELETING:
-                yield key, before
+def _count_marked(changes: Iterable[Change]) -> int:
+    return sum(
+        before.status is not LocationStatus.DELETING and after.status is LocationStatus.DELETING
+        for _, old, new, _ in changes
+        if new is not old and new is not None and old is not None
+        for before, after in zip(old.locations, new.locations, strict=True)
+    )

@@ -1,56 +1,91 @@
-"""Bytes used per instance group and storage type, and what a write may still take (wire.md 9.4).
+"""Bytes and blocks in use per instance group, and what a write may still take (wire.md 9.4).
 
-Counted from the changes of the indexes, so usage is the sum of the sizes of the recorded locations whatever happens
-(invariant 4). A write reserves its bytes before it allocates: writes that overlap can never exceed a limit together.
+A write reserves what it plans before it allocates, so that writes that overlap never exceed a limit together. What is
+counted follows from the changes of the indexes (invariant 4).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
-from kvcm.index.meta_index import UsageListener
+from kvcm.index.meta_index import MetaIndex, UsageListener
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.storages import StorageType
 
-__all__ = ["Room", "UsageLedger"]
+__all__ = ["Ledger", "Reservation", "Room", "UsageLedger"]
+
+
+class Reservation(NamedTuple):
+    """What one write session is about to take.
+
+    Attributes:
+        owner: id of the session.
+        group: the group whose quota it counts against.
+        uid: number of the instance, whose key limit it counts against.
+        wanted_bytes: by storage type.
+        new_keys: blocks that the index does not know yet.
+        deadline: unix seconds; a reservation of a manager that died is void afterwards.
+    """
+
+    owner: str
+    group: InstanceGroup
+    uid: int
+    wanted_bytes: Mapping[StorageType, int]
+    new_keys: int
+    deadline: float
+
+
+class Ledger(Protocol):
+    """Keeps count of groups."""
+
+    def listener(self, group_name: str, uid: int) -> UsageListener:
+        """Return the listener for the index of an instance of a group."""
+
+    def used(self, group_name: str) -> Mapping[StorageType, int]:
+        """Return the bytes that a group uses, by storage type; of a shared store as last heard."""
+
+    async def room(self, group: InstanceGroup, uid: int, index: MetaIndex) -> Room:
+        """Return what an instance of the group may still take right now."""
+
+    async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
+        """Take what was planned. False: it does not fit any more; nothing is taken then."""
+
+    def settle(self, reservation: Reservation, index: MetaIndex) -> None:
+        """End a reservation: what was stored under it is counted by the index from now on."""
 
 
 class UsageLedger:
-    """Usage of all groups."""
+    """Usage of all groups while no other manager works on the store: exact, and nothing ever suspends."""
 
     def __init__(self) -> None:
         self._used: dict[str, Counter[StorageType]] = {}
         self._reserved: dict[str, Counter[StorageType]] = {}
 
-    def listener(self, group_name: str) -> UsageListener:
-        """Return the listener for the indexes of a group."""
+    def listener(self, group_name: str, uid: int) -> UsageListener:
         used = self._used.setdefault(group_name, Counter())
 
-        def on_usage(storage_type: StorageType, difference_bytes: int) -> None:
-            used[storage_type] += difference_bytes
+        def on_usage(difference: Mapping[StorageType, int], _keys: int) -> None:
+            used.update(difference)
 
         return on_usage
 
     def used(self, group_name: str) -> Mapping[StorageType, int]:
-        """Return the bytes that a group uses, by storage type."""
         return self._used.get(group_name, Counter())
 
-    def room(self, group: InstanceGroup) -> Room:
-        """Return what the group may still take right now."""
+    async def room(self, group: InstanceGroup, uid: int, index: MetaIndex) -> Room:
         taken = self._used.get(group.name, Counter()) + self._reserved.get(group.name, Counter())
-        return Room(group, taken)
+        return Room(group, taken, index.free_key_count)
 
-    @contextmanager
-    def reserve(self, group_name: str, wanted: Mapping[StorageType, int]) -> Iterator[None]:
-        """Count `wanted` bytes as taken until the index has counted them itself."""
-        reserved = self._reserved.setdefault(group_name, Counter())
-        reserved.update(wanted)
-        try:
-            yield
-        finally:
-            reserved.subtract(wanted)
+    async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
+        self._reserved.setdefault(reservation.group.name, Counter()).update(reservation.wanted_bytes)
+        index.reserve_keys(reservation.new_keys)
+        return True
+
+    def settle(self, reservation: Reservation, index: MetaIndex) -> None:
+        self._reserved[reservation.group.name].subtract(reservation.wanted_bytes)
+        index.reserve_keys(-reservation.new_keys)
 
 
 class Room:
@@ -59,12 +94,14 @@ class Room:
     Args:
         group: its quota.
         taken: bytes already used or reserved, by storage type.
+        free_keys: blocks that the index still accepts.
     """
 
-    def __init__(self, group: InstanceGroup, taken: Mapping[StorageType, int]) -> None:
+    def __init__(self, group: InstanceGroup, taken: Mapping[StorageType, int], free_keys: int) -> None:
         self._group = group
         self._taken = Counter(taken)
         self._total = sum(taken.values())
+        self.free_keys = free_keys
 
     def limit(self, storage_type: StorageType, size_bytes: int) -> str | None:
         """Return None when `size_bytes` fit on a storage type, else the limit that they would exceed."""

@@ -74,14 +74,12 @@ class Planner:
 
     Attributes:
         candidates: storages in order of preference.
-        room: what the group may still take.
-        free_keys: blocks that the index still accepts.
+        room: what the group may still take; None when nothing has to be written.
         key_limit: the index's limit, for the message.
     """
 
     candidates: Sequence[Candidate]
-    room: Room
-    free_keys: int
+    room: Room | None
     key_limit: int
     plan: WritePlan = field(default_factory=WritePlan)
 
@@ -89,11 +87,12 @@ class Planner:
         self, position: int, key: int, chain: tuple[int | None, int], specs: Specs, record: BlockRecord | None
     ) -> None:
         """Plan one block that lacks `specs`, or refuse it and everything after it."""
+        assert self.room is not None
         if not self.plan.refusal:
             size_bytes = sum(info.size for info in specs)
             candidate, refusal = self._place(size_bytes, record)
             if candidate is not None:
-                self.free_keys -= record is None
+                self.room.free_keys -= record is None
                 self.plan.new_keys += record is None
                 self.room.take(candidate.storage_type, size_bytes)
                 self.plan.blocks.append(PlannedBlock(position, key, *chain, specs, candidate, size_bytes))
@@ -102,7 +101,8 @@ class Planner:
         self.plan.refused += 1
 
     def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[Candidate | None, str]:
-        if record is None and self.free_keys <= 0:
+        assert self.room is not None
+        if record is None and self.room.free_keys <= 0:
             return None, f"the instance has its max_key_count of {self.key_limit} blocks"
         refusal = ""
         for candidate in self._preferring_type_of(record):

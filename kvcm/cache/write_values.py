@@ -1,15 +1,19 @@
-"""Values of the two-phase write, and the table of open write sessions."""
+"""Values of the two-phase write, and how an open session is stored."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcm.cache.deadlines import DeadlineTable
-from kvcm.cache.instance_cache import InstanceCache
+import msgspec
+
+from kvcm.model.errors import StorageIOError
 from kvcm.model.masks import BlockMask
 
-__all__ = ["FinishedWrite", "OpenSessions", "StartedWrite", "WriteRequest", "WriteSession"]
+__all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession"]
+
+_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +40,65 @@ class WriteRequest:
         return max(1, self.min_replica_count)
 
 
+class _Document(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    uid: int
+    deadline: float
+    location_id: str
+    keys: bytes
+    decision: bytes | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Document)
+
+
 @dataclass(frozen=True, slots=True)
 class WriteSession:
-    """An open session.
+    """A session as it is stored.
 
     Attributes:
         id: 128 random bits, the only right to finish it.
-        cache: the instance it belongs to.
+        uid: number of the instance it belongs to.
         deadline: unix seconds.
         location_id: id of every location that it writes.
         keys: blocks to be written, in the order of the answer.
+        decision: None while it is open. Then how it ends, per key whether it succeeded: whoever finds the session with
+            a decision carries it out, since the one who made it may have died on the way.
     """
 
     id: str
-    cache: InstanceCache
+    uid: int
     deadline: float
     location_id: str
     keys: tuple[int, ...]
+    decision: tuple[bool, ...] | None = None
+
+    def encoded(self) -> bytes:
+        """Return the session's document; its id is the document's name."""
+        decision = bytes(self.decision) if self.decision is not None else None
+        keys = array("q", self.keys).tobytes()
+        return _encoder.encode(_Document(_FORMAT, self.uid, self.deadline, self.location_id, keys, decision))
+
+    @classmethod
+    def decoded(cls, session_id: str, document: bytes) -> WriteSession:
+        """Read what `encoded` wrote.
+
+        Raises:
+            StorageIOError: a newer release wrote it, or it is damaged.
+        """
+        try:
+            stored = _decoder.decode(document)
+        except msgspec.MsgspecError as error:
+            raise StorageIOError(f"a stored write session cannot be read: {error}") from error
+        if stored.version != _FORMAT:
+            raise StorageIOError(
+                f"a stored write session has format {stored.version}, this release knows {_FORMAT}: upgrade it first"
+            )
+        keys = array("q")
+        keys.frombytes(stored.keys)
+        decision = tuple(map(bool, stored.decision)) if stored.decision is not None else None
+        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,46 +133,3 @@ class FinishedWrite:
     served: int
     dropped: int
     vanished: int
-
-
-class OpenSessions:
-    """Open write sessions, found by their id and by the id of the locations that they write."""
-
-    def __init__(self) -> None:
-        self._table: DeadlineTable[WriteSession] = DeadlineTable()
-        self._by_location: dict[str, WriteSession] = {}
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def put(self, session: WriteSession) -> None:
-        """Add a session, or replace it by a changed one."""
-        self._table.put(session)
-        self._by_location[session.location_id] = session
-
-    def get(self, session_id: str) -> WriteSession | None:
-        """Return an open session, None when there is none of that id."""
-        return self._table.get(session_id)
-
-    def take(self, session_id: str) -> WriteSession | None:
-        """Remove and return an open session, None when there is none of that id."""
-        session = self._table.take(session_id)
-        if session is not None:
-            self._by_location.pop(session.location_id, None)
-        return session
-
-    def pop_due(self, now: float, most: int | None) -> list[WriteSession]:
-        """Remove and return the sessions that are overdue, earliest first, at most so many."""
-        due = self._table.pop_due(now, most)
-        for session in due:
-            self._by_location.pop(session.location_id, None)
-        return due
-
-    def of(self, cache: InstanceCache) -> list[WriteSession]:
-        """Return the open sessions of an instance."""
-        return [session for session in self._table.values() if session.cache is cache]
-
-    def deadline_of_writer(self, location_id: str) -> float:
-        """Return the deadline of the session that writes a location, 0 when that has ended."""
-        session = self._by_location.get(location_id)
-        return session.deadline if session is not None else 0.0

@@ -1,34 +1,39 @@
 """Deletion executor: bytes first, then metadata, then the space is free.
 
-What is submitted waits for its due time, and longer while a read lease pins it. A storage that fails is asked again
-with growing pauses, so nothing is forgotten. Each storage has a lane of its own, where one batch runs at a time: a slow
-or hanging storage holds up only itself, and one thread at most. Metadata goes only if the location is still the one
-that was marked (compare-and-delete), so deleting twice harms nobody.
+What has to go stands in the records: a location in status deleting says from when its bytes may go, and every index
+tells which of its blocks are due. So nothing is forgotten when a manager dies, and whoever leads goes on. Writers whose
+session is overdue are found the same way and ended.
+
+A read lease or an unfinished writer postpones a deletion, and so does a storage that fails, with growing pauses; both
+are noted in the record. Each storage has a lane of its own, where one batch runs at a time: a slow or hanging storage
+holds up only itself, and one thread at most. Metadata goes only if the location is still the one that was found
+(compare-and-delete), so deleting twice harms nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import NamedTuple, Protocol
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import structlog
 
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.errors import KvcmError
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.storage.backend import StorageBackend
 
-__all__ = ["DeletionExecutor", "StorageFinder"]
+__all__ = ["Custodian", "DeletionExecutor", "IndexInCustody", "StorageFinder"]
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-_MOST_ITEMS = 1024  # larger submissions are cut, so that none holds up the event loop
+_MOST_BLOCKS = 1024  # per round and index, so that none holds up the event loop
+_MOST_BATCHES = 64  # per round and index: then the others get their turn
+_MOST_ROUNDS = 16  # that wait for slow storages
+_MOST_IN_FLIGHT = 16_384  # per index: a hanging storage keeps no more than that from being looked at
 _HELD_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
 
 _log = structlog.get_logger("kvcm.reclaim")
@@ -41,12 +46,30 @@ class StorageFinder(Protocol):
         """Return an open storage, None when there is none of that name."""
 
 
-class _Batch(NamedTuple):
-    due: float
-    number: int  # breaks ties, so that the heap never compares what follows
-    meta_index: MetaIndex
-    items: Sequence[DeletionItem]
-    attempt: int
+class IndexInCustody(Protocol):
+    """An index and whose it is."""
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def uid(self) -> int: ...
+
+    @property
+    def meta_index(self) -> MetaIndex: ...
+
+
+class Custodian(Protocol):
+    """Knows the indexes, the writers and the readers."""
+
+    def indexes(self) -> Iterable[IndexInCustody]:
+        """Return the index of every instance, also of those that are being removed."""
+
+    async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
+        """End write sessions that left these blocks writing past their deadline."""
+
+    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+        """Return per item the unix time until which its bytes must stay, 0 when they need not."""
 
 
 class DeletionExecutor:
@@ -55,99 +78,149 @@ class DeletionExecutor:
     Args:
         storages: the open storages; items on a storage that is gone lose their metadata only.
         clock: time source.
-        held_until: unix time until which an item's bytes must stay, 0 when they need not.
     """
 
-    def __init__(
-        self, storages: StorageFinder, clock: Clock, held_until: Callable[[DeletionItem], float] = lambda _item: 0.0
-    ) -> None:
+    def __init__(self, storages: StorageFinder, clock: Clock) -> None:
         self._storages = storages
         self._clock = clock
-        self._held_until = held_until
-        self._heap: list[_Batch] = []
-        self._numbers = count()
-        self._wake = asyncio.Event()
+        self._custodian: Custodian | None = None
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._failures: Counter[str] = Counter()
+        self._in_flight: set[tuple[int, int, str]] = set()
+        self._in_flight_of: Counter[int] = Counter()
+        self._discarded: list[DeletionItem] = []
         self._running: set[asyncio.Task[None]] = set()
 
-    @property
-    def waiting_count(self) -> int:
-        """Locations that wait for their time; those being deleted right now are not counted."""
-        return sum(len(batch.items) for batch in self._heap)
+    def serve(self, custodian: Custodian) -> None:
+        """Set whose locations are deleted."""
+        self._custodian = custodian
 
-    def hold_while(self, held_until: Callable[[DeletionItem], float]) -> None:
-        """Set what keeps bytes beyond their due time."""
-        self._held_until = held_until
+    def discard(self, items: Sequence[DeletionItem]) -> None:
+        """Free addresses that were never handed out, in the next round."""
+        self._discarded += items
 
-    def submit(self, index: MetaIndex, items: Sequence[DeletionItem], due: float) -> None:
-        """Delete `items`, which are marked as deleting in `index`, at unix time `due` or soon after."""
-        for start in range(0, len(items), _MOST_ITEMS):
-            self._push(index, items[start : start + _MOST_ITEMS], due, attempt=0)
-
-    def _push(self, index: MetaIndex, items: Sequence[DeletionItem], due: float, attempt: int) -> None:
-        heapq.heappush(self._heap, _Batch(due, next(self._numbers), index, items, attempt))
-        self._wake.set()
-
-    async def run(self) -> None:
-        """Delete what becomes due, until cancelled."""
+    async def run(self, interval_seconds: float, is_leader: Callable[[], bool] = lambda: True) -> None:
+        """Delete what becomes due while this manager leads, until cancelled. A round does not wait for the storages of
+        the one before."""
         try:
             while True:
-                self._wake.clear()
-                for batch in self._take_due():
-                    task = asyncio.create_task(self._run_batch(batch))
+                if is_leader() and len(self._running) < _MOST_ROUNDS:
+                    task = asyncio.create_task(self._round())
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
-                pause = self._heap[0].due - self._clock.now() if self._heap else None
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await self._wake.wait()
+                await asyncio.sleep(interval_seconds)
         finally:
             for task in self._running:
                 task.cancel()
 
-    async def run_due(self) -> None:
-        """Delete everything that is due now, once, and return when that is done."""
-        await asyncio.gather(*map(self._run_batch, self._take_due()))
-
-    def _take_due(self) -> list[_Batch]:
-        now = self._clock.now()
-        due: list[_Batch] = []
-        while self._heap and self._heap[0].due <= now:
-            due.append(heapq.heappop(self._heap))
-        return due
-
-    async def _run_batch(self, batch: _Batch) -> None:
-        now = self._clock.now()
-        by_storage: defaultdict[str, list[DeletionItem]] = defaultdict(list)
-        held: list[DeletionItem] = []
-        for item in batch.items:
-            (held if self._held_until(item) > now else by_storage[item.storage]).append(item)
-        if held:
-            self._push(batch.meta_index, held, now + _HELD_RECHECK_SECONDS, batch.attempt)
-        await asyncio.gather(*(self._delete(batch, storage, items) for storage, items in by_storage.items() if items))
-
-    async def _delete(self, batch: _Batch, storage: str, items: Sequence[DeletionItem]) -> None:
-        async with self._lanes[storage]:
-            reasons = await self._delete_bytes(storage, items)
-        ids: defaultdict[int, set[str]] = defaultdict(set)
-        failed: list[DeletionItem] = []
-        for item, reason in zip(items, reasons, strict=True):
-            if reason is None:
-                ids[item.key].add(item.location_id)
-            else:
-                failed.append(item)
-        if failed:
-            self._retry(batch, storage, failed, next(reason for reason in reasons if reason is not None))
+    async def _round(self) -> None:
         try:
-            await batch.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
-        except Exception as error:  # deleting what is gone already is fine: all of it is tried again
-            gone = [item for item in items if item.key in ids]
-            self._retry(batch, storage, gone, f"metadata: {type(error).__name__}: {error}")
+            await self.run_due()
+        except KvcmError as error:  # the store cannot be asked: the next round tries again
+            _log.warning("deletions_interrupted", reason=str(error))
+        except Exception:
+            _log.exception("deletions_failed")
 
-    def _retry(self, batch: _Batch, storage: str, failed: Sequence[DeletionItem], reason: str) -> None:
-        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(batch.attempt, 16), _LONGEST_PAUSE_SECONDS)
-        _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
-        self._push(batch.meta_index, failed, self._clock.now() + pause, batch.attempt + 1)
+    async def run_due(self) -> int:
+        """Delete everything that is due now, and return the number of locations that were looked at."""
+        assert self._custodian is not None
+        discarded, self._discarded = self._discarded, []
+        seen = len(discarded)
+        await self._discard(discarded)
+        for custody in list(self._custodian.indexes()):
+            for _ in range(_MOST_BATCHES):
+                found = await self._run_index(custody)
+                seen += found
+                if not found:
+                    break
+        return seen
+
+    async def _discard(self, items: Sequence[DeletionItem]) -> None:
+        for storage, uris in _by_storage(items).items():
+            async with self._lanes[storage]:
+                await self._delete_bytes(storage, uris)
+
+    async def _run_index(self, custody: IndexInCustody) -> int:
+        """Work on the earliest blocks of an index; 0 when nothing new is due."""
+        assert self._custodian is not None
+        in_flight = self._in_flight_of[custody.uid]
+        if in_flight >= _MOST_IN_FLIGHT:
+            return 0
+        now = self._clock.now()
+        keys = await custody.meta_index.due(now, _MOST_BLOCKS + in_flight)
+        if not keys:
+            return 0
+        due = list(self._due_locations(custody, keys, await custody.meta_index.get(keys), now))
+        overdue: defaultdict[str, list[int]] = defaultdict(list)
+        items: list[DeletionItem] = []
+        for key, location in due:
+            if location.status is LocationStatus.WRITING:
+                overdue[location.session_id].append(key)
+            else:
+                items.append(DeletionItem.of(custody.instance_id, custody.uid, key, location))
+        if overdue:
+            await self._custodian.end_writers(custody.uid, overdue)
+        await self._delete_unless_held(custody, items, now)
+        return len(due)
+
+    def _due_locations(
+        self, custody: IndexInCustody, keys: Sequence[int], records: Sequence[BlockRecord | None], now: float
+    ) -> Iterable[tuple[int, Location]]:
+        for key, record in zip(keys, records, strict=True):
+            for location in record.locations if record is not None else ():
+                if location.status is LocationStatus.SERVING or location.deadline > now:
+                    continue
+                if (custody.uid, key, location.id) not in self._in_flight:
+                    yield key, location
+
+    async def _delete_unless_held(self, custody: IndexInCustody, items: Sequence[DeletionItem], now: float) -> None:
+        assert self._custodian is not None
+        if not items:
+            return
+        held_until = await self._custodian.held_until(items)
+        held = [item for item, until in zip(items, held_until, strict=True) if until > now]
+        free = [item for item, until in zip(items, held_until, strict=True) if until <= now]
+        if held:
+            await self._postpone(custody, held, _HELD_RECHECK_SECONDS)
+        await asyncio.gather(*(self._delete(custody, *batch) for batch in _by_storage(free).items()))
+
+    async def _delete(self, custody: IndexInCustody, storage: str, items: Sequence[DeletionItem]) -> None:
+        tokens = {(custody.uid, item.key, item.location_id) for item in items}
+        self._in_flight |= tokens
+        self._in_flight_of[custody.uid] += len(tokens)
+        try:
+            async with self._lanes[storage]:
+                reasons = await self._delete_bytes(storage, items)
+            await self._record(custody, storage, items, reasons)
+        finally:
+            self._in_flight -= tokens
+            self._in_flight_of[custody.uid] -= len(tokens)
+
+    async def _record(
+        self,
+        custody: IndexInCustody,
+        storage: str,
+        items: Sequence[DeletionItem],
+        reasons: Sequence[str | None],
+    ) -> None:
+        """Drop the metadata of what is gone, and postpone the rest."""
+        gone = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
+        failed = [item for item, reason in zip(items, reasons, strict=True) if reason is not None]
+        if failed:
+            self._failures[storage] += 1
+            pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._failures[storage] - 1), _LONGEST_PAUSE_SECONDS)
+            reason = next(filter(None, reasons))
+            _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
+            await self._postpone(custody, failed, pause)
+        else:
+            self._failures.pop(storage, None)
+        ids = _ids_by_key(gone)
+        await custody.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
+
+    async def _postpone(self, custody: IndexInCustody, items: Sequence[DeletionItem], seconds: float) -> None:
+        due = self._clock.now() + seconds
+        ids = _ids_by_key(items)
+        await custody.meta_index.read_modify_write(ids, lambda key, old: _due_later(old, ids[key], due))
 
     async def _delete_bytes(self, storage: str, items: Sequence[DeletionItem]) -> list[str | None]:
         """Return per item why its bytes are still there, None when they are gone."""
@@ -161,6 +234,20 @@ class DeletionExecutor:
         return [next(filter(None, [next(results) for _ in item.uris]), None) for item in items]
 
 
+def _by_storage(items: Iterable[DeletionItem]) -> dict[str, list[DeletionItem]]:
+    batches: defaultdict[str, list[DeletionItem]] = defaultdict(list)
+    for item in items:
+        batches[item.storage].append(item)
+    return batches
+
+
+def _ids_by_key(items: Iterable[DeletionItem]) -> dict[int, set[str]]:
+    ids: defaultdict[int, set[str]] = defaultdict(set)
+    for item in items:
+        ids[item.key].add(item.location_id)
+    return ids
+
+
 def _without(old: BlockRecord | None, location_ids: set[str]) -> BlockRecord | None:
     if old is None:
         return None
@@ -172,3 +259,15 @@ def _without(old: BlockRecord | None, location_ids: set[str]) -> BlockRecord | N
     if len(kept) == len(old.locations):
         return old
     return old._replace(locations=kept) if kept else None
+
+
+def _due_later(old: BlockRecord | None, location_ids: set[str], due: float) -> BlockRecord | None:
+    if old is None:
+        return None
+    locations = tuple(
+        location._replace(deadline=due)
+        if location.id in location_ids and location.status is LocationStatus.DELETING
+        else location
+        for location in old.locations
+    )
+    return old._replace(locations=locations)

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from at_once import now
+
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.sessions import StartedWrite, WriteRequest
 from kvcm.model.groups import (
@@ -113,18 +115,18 @@ class Rig:
         self.manager = CacheManager(
             self.registry, self.storages, self.executor, self.clock, lambda length: f"{next(ids):0{length}x}"
         )
-        self.executor.hold_while(self.manager.held_until)
+        self.executor.serve(self.manager)
         for name in ("slow", "slow2"):
-            self.registry.storages.add(StorageConfig(name, DummyStorageSpec()))
-        self.registry.storages.add(StorageConfig("pool", TairMemPoolStorageSpec(domain="d")))
-        self.registry.groups.create(configured)
-        self.manager.register_instance(registered)
+            now(self.registry.storages.add(StorageConfig(name, DummyStorageSpec())))
+        now(self.registry.storages.add(StorageConfig("pool", TairMemPoolStorageSpec(domain="d"))))
+        now(self.registry.groups.create(configured))
+        now(self.manager.register_instance(registered))
 
     def wait(self, seconds: float) -> None:
         self.clock.time += seconds
 
     def enable(self, storage: str, enabled: bool) -> None:
-        self.registry.storages.set_enabled(storage, enabled=enabled)
+        now(self.registry.storages.set_enabled(storage, enabled=enabled))
 
     async def start(self, keys: Sequence[int], **fields: object) -> StartedWrite:
         return await self.manager.start_write("i", WriteRequest(keys, **fields))  # type: ignore[arg-type]

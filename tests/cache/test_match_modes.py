@@ -12,6 +12,7 @@ from kvcm.cache.match import Match, MatchMode, MatchQuery, match
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import Placement
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.protocol import meta_service_pb2
@@ -35,9 +36,8 @@ class AllUp:
 
 async def cache_with(full: Sequence[int] = (), light: Sequence[int] = (), hidden: Sequence[int] = ()) -> InstanceCache:
     """Blocks with both specs, with `kv` only, and blocks that are still being written."""
-    cache = InstanceCache(
-        instance({"kv": 10, "state": 10}, {"light": ("kv",), "full": SPECS}), MetaIndex(MemoryBackend(), AllUp())
-    )
+    registered = instance({"kv": 10, "state": 10}, {"light": ("kv",), "full": SPECS})
+    cache = InstanceCache(registered, Placement(1, 16), MetaIndex(MemoryBackend(), AllUp()))
     records = {
         key: BlockRecord(None, 0, (location("a", SPECS, LocationStatus.WRITING, location_id=str(key)),))
         for key in hidden
@@ -174,7 +174,7 @@ async def test_a_block_without_all_full_attention_ends_the_mamba_prefix() -> Non
 
 
 async def test_the_mamba_prefix_is_the_plain_one_where_no_spec_is_linear() -> None:
-    cache = InstanceCache(instance({"kv": 10}), MetaIndex(MemoryBackend(), AllUp()))
+    cache = InstanceCache(instance({"kv": 10}), Placement(1, 16), MetaIndex(MemoryBackend(), AllUp()))
     await cache.index.put({1: BlockRecord(None, 0, (location("a", ("kv",), location_id="1"),))})
     assert await ask(cache, MAMBA, [1, 2]) == (["1:kv"], [1])
 

@@ -1,5 +1,7 @@
 """Read leases: what a reader was given stays readable while its lease lasts."""
 
+from dataclasses import replace
+
 import pytest
 from cache_rig import Rig, group, opened
 
@@ -24,7 +26,8 @@ async def test_a_lease_keeps_the_bytes_and_nothing_else() -> None:
     with opened(group(delay_ms=1000)) as rig:
         await rig.store([1, 2, 3])
         held = await lease(rig, [1, 2, 9], 60_000)
-        assert [pin[:2] for pin in held.pins] == [("i", 1), ("i", 2)]
+        uid = rig.manager.cache("i").placement.uid
+        assert [pin[:2] for pin in held.pins] == [(uid, 1), (uid, 2)]
         await rig.manager.trim("i")
         found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, [1, 2, 3]))
         assert list(found.keys) == []
@@ -45,7 +48,7 @@ async def test_a_renewed_lease_keeps_them_longer() -> None:
         await rig.manager.remove("i", [1], NO_MASK)
         assert await left(rig, [1]) == [1]
         rig.wait(4)
-        assert rig.manager.leases.renew("i", held.id, 10_000).deadline == rig.clock.now() + 10
+        assert (await rig.manager.renew_lease("i", held.id, 10_000)).deadline == rig.clock.now() + 10
         rig.wait(9)
         assert await left(rig, [1]) == [1]
         rig.wait(2)
@@ -57,9 +60,9 @@ async def test_the_last_of_several_leases_counts() -> None:
         await rig.store([1])
         first, second = await lease(rig, [1], 30_000), await lease(rig, [1], 5_000)
         await rig.manager.remove("i", [1], NO_MASK)
-        rig.manager.leases.release("i", first.id)
+        await rig.manager.release_lease("i", first.id)
         assert await left(rig, [1]) == [1]
-        rig.manager.leases.release("i", second.id)
+        await rig.manager.release_lease("i", second.id)
         rig.wait(5)
         assert await left(rig, [1]) == []
 
@@ -69,7 +72,7 @@ async def test_a_released_lease_holds_nothing() -> None:
         await rig.store([1])
         held = await lease(rig, [1], 60_000)
         await rig.manager.remove("i", [1], NO_MASK)
-        rig.manager.leases.release("i", held.id)
+        await rig.manager.release_lease("i", held.id)
         rig.wait(1)
         assert await left(rig, [1]) == []
 
@@ -80,8 +83,8 @@ async def test_releasing_again_is_fine() -> None:
         await rig.store([1])
         held = await lease(rig, [1], 60_000)
         for _ in range(2):
-            rig.manager.leases.release("i", held.id)
-        rig.manager.leases.release("i", "never-acquired")
+            await rig.manager.release_lease("i", held.id)
+        await rig.manager.release_lease("i", "never-acquired")
 
 
 @pytest.mark.parametrize("swept", [True, False])
@@ -93,7 +96,7 @@ async def test_releasing_an_expired_lease_is_fine(swept: bool) -> None:
         rig.wait(5)
         if swept:
             await rig.manager.expire()
-        rig.manager.leases.release("i", held.id)
+        await rig.manager.release_lease("i", held.id)
 
 
 async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end() -> None:
@@ -104,7 +107,7 @@ async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end
         await rig.manager.remove("i", [1], NO_MASK)
         rig.wait(1)
         assert await left(rig, [1]) == [1]
-        rig.manager.leases.release("i", held.id)
+        await rig.manager.release_lease("i", held.id)
         rig.wait(1)
         assert await left(rig, [1]) == []
 
@@ -112,14 +115,15 @@ async def test_a_lease_that_is_released_early_does_not_hold_bytes_to_its_old_end
 async def test_only_the_own_instance_may_renew_or_release() -> None:
     with opened() as rig:
         await rig.store([1])
+        await rig.manager.register_instance(replace(rig.manager.cache("i").instance, instance_id="other"))
         held = await lease(rig, [1], 5_000)
         for call in (
-            lambda: rig.manager.leases.release("other", held.id),
-            lambda: rig.manager.leases.renew("other", held.id, 1),
+            rig.manager.release_lease("other", held.id),
+            rig.manager.renew_lease("other", held.id, 1),
         ):
             with pytest.raises(InvalidArgumentError, match="read_lease_id"):
-                call()
-        rig.manager.leases.release("i", held.id)
+                await call
+        await rig.manager.release_lease("i", held.id)
 
 
 async def test_an_expired_lease_is_unknown() -> None:
@@ -128,7 +132,7 @@ async def test_an_expired_lease_is_unknown() -> None:
         held = await lease(rig, [1], 5_000)
         rig.wait(5)
         with pytest.raises(InvalidArgumentError, match="expired"):
-            rig.manager.leases.renew("i", held.id, 5_000)
+            await rig.manager.renew_lease("i", held.id, 5_000)
 
 
 @pytest.mark.parametrize("lease_ms", [0, -1, MAX_LEASE_MS + 1])
@@ -140,7 +144,7 @@ async def test_durations_are_bounded(lease_ms: int) -> None:
         with pytest.raises(InvalidArgumentError, match=named):
             await lease(rig, [1], lease_ms)
         with pytest.raises(InvalidArgumentError, match=named):
-            rig.manager.leases.renew("i", held.id, lease_ms)
+            await rig.manager.renew_lease("i", held.id, lease_ms)
 
 
 async def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +173,5 @@ async def test_pinned_locations_are_bounded_over_all_leases(monkeypatch: pytest.
         first = await lease(rig, [1, 2, 3], 60_000)
         with pytest.raises(CapacityError, match="5 locations"):
             await lease(rig, [1, 2, 3], 60_000)
-        rig.manager.leases.release("i", first.id)
+        await rig.manager.release_lease("i", first.id)
         await lease(rig, [1, 2, 3], 60_000)

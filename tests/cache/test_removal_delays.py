@@ -44,7 +44,8 @@ async def test_removing_twice_counts_once() -> None:
         await rig.store([1])
         assert await rig.manager.remove("i", [1, 1], NO_MASK) == 1
         assert await rig.manager.remove("i", [1], NO_MASK) == 0
-        assert rig.executor.waiting_count == 1
+        rig.wait(2)
+        assert await rig.executor.run_due() == 1
 
 
 async def test_masked_keys_are_not_removed() -> None:
@@ -107,7 +108,7 @@ async def test_trim_of_metadata_leaves_the_bytes() -> None:
         await rig.store([1, 2])
         started = await rig.start([3])
         assert await rig.manager.trim_meta("i") == 3
-        assert (rig.used_bytes, rig.executor.waiting_count) == (0, 0)
+        assert (rig.used_bytes, await rig.executor.run_due()) == (0, 0)
         finished = await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
         assert (finished.served, finished.vanished) == (0, 1)
 
@@ -132,7 +133,7 @@ async def test_an_empty_range_is_refused(begin: float, end: float) -> None:
 async def test_without_its_group_an_instance_still_has_a_delay() -> None:
     with opened(group(delay_ms=0)) as rig:
         await rig.store([1])
-        rig.registry.groups.remove("group")
+        await rig.registry.groups.remove("group")
         await rig.manager.remove("i", [1], NO_MASK)
         await rig.executor.run_due()
         assert await rig.statuses([1]) == [["DELETING"]]
@@ -145,16 +146,46 @@ async def test_a_removed_instance_is_unknown_at_once_and_freed_later() -> None:
     with opened() as rig:
         registered = rig.manager.cache("i").instance
         await rig.store([1])
-        await rig.start([2])
+        started = await rig.start([2])
+        uid = rig.manager.cache("i").placement.uid
         await rig.manager.remove_instance("i")
         with pytest.raises(UnknownInstanceError):
             rig.manager.cache("i")
-        assert (rig.used_bytes, rig.manager.sessions.open_count) == (40, 0)
-        rig.manager.register_instance(registered)
+        assert rig.used_bytes == 40
+        await rig.manager.register_instance(registered)
+        assert rig.manager.cache("i").placement.uid > uid
         assert rig.manager.cache("i").index.key_count == 0
+        with pytest.raises(InvalidArgumentError, match="write_session_id"):
+            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
         rig.wait(3600)
+        await rig.manager.expire()
         await rig.executor.run_due()
-        assert rig.used_bytes == 0
+        assert (rig.used_bytes, rig.manager.endings.open_count) == (0, 0)
+
+
+async def test_a_removed_instance_is_remembered_until_its_last_block_is_gone() -> None:
+    with opened() as rig:
+        await rig.store([1])
+        await rig.manager.remove_instance("i")
+        for seconds, left in ((1, 1), (0.999, 1), (0.001, 0)):
+            rig.wait(seconds)
+            await rig.executor.run_due()
+            await rig.manager.purge_removed()
+            assert len(rig.registry.instances.removals()) == left
+        assert [custody.uid for custody in rig.manager.indexes()] == []
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+async def test_a_removed_block_goes_as_soon_as_its_writer_is_done(finished: int) -> None:
+    """The session's own deadline holds it no longer: nobody writes there any more, and nobody was given it to read."""
+    with opened(group(delay_ms=5000)) as rig:
+        started = await rig.start([1], timeout_seconds=20)
+        await rig.manager.remove("i", [1], NO_MASK)
+        await rig.executor.run_due()
+        assert await rig.statuses([1]) == [["DELETING"]]
+        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=finished))
+        await rig.executor.run_due()
+        assert (await rig.statuses([1]), rig.used_bytes) == ([[]], 0)
 
 
 async def test_removing_a_large_instance_goes_through_when_the_caller_hangs_up() -> None:

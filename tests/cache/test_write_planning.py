@@ -76,8 +76,8 @@ def plan(
     found = [(records or {}).get(key) for key in keys]
     asked = wanted or [INFOS] * len(keys)
     lacking = [missing_specs(record, specs, VIEW, 1) for record, specs in zip(found, asked, strict=True)]
-    room = Room(group(capacity=capacity, quotas=quotas), used or {})
-    planner = Planner([Candidate("a", DUMMY), Candidate("b", POOL)], room, free_keys, 100)
+    room = Room(group(capacity=capacity, quotas=quotas), used or {}, free_keys)
+    planner = Planner([Candidate("a", DUMMY), Candidate("b", POOL)], room, 100)
     return plan_write(planner, keys, lacking, found, head)
 
 

@@ -18,10 +18,10 @@ async def test_a_session_lives_as_long_as_asked_within_bounds(requested: int, se
         assert started.session.deadline == rig.clock.now() + seconds
         rig.wait(seconds - 0.001)
         await rig.manager.expire()
-        assert rig.manager.sessions.open_count == 1
+        assert rig.manager.endings.open_count == 1
         rig.wait(0.001)
         await rig.manager.expire()
-        assert rig.manager.sessions.open_count == 0
+        assert rig.manager.endings.open_count == 0
         assert await rig.statuses([1]) == [["DELETING"]]
 
 
@@ -133,7 +133,7 @@ async def test_spec_groups_that_do_not_fit_are_refused(groups: tuple[str, ...]) 
     with opened(registered=registered) as rig:
         with pytest.raises(InvalidArgumentError, match="location_spec_group_names"):
             await rig.start([1, 2], spec_groups=groups)
-        assert rig.manager.sessions.open_count == 0
+        assert rig.manager.endings.open_count == 0
 
 
 async def test_parents_and_depths_are_recorded() -> None:
@@ -163,7 +163,7 @@ async def test_quotas_are_exact_and_refuse_the_suffix() -> None:
         assert rig.used_bytes == 40
         with pytest.raises(CapacityError, match=r"quota\.capacity"):
             await rig.start([5])
-        assert rig.manager.sessions.open_count == 1
+        assert rig.manager.endings.open_count == 1
         await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
         with pytest.raises(CapacityError):
             await rig.start([5])
@@ -199,13 +199,13 @@ async def test_no_available_storage_refuses_only_what_has_to_be_written() -> Non
         rig.enable("slow", enabled=False)
         with pytest.raises(NotReadyError, match="slow"):
             await rig.start([1])
-        assert rig.manager.sessions.open_count == 0
+        assert rig.manager.endings.open_count == 0
         assert (await rig.start([])).chunks == []
 
 
 async def test_a_removed_group_refuses_writes() -> None:
     with opened() as rig:
-        rig.registry.groups.remove("group")
+        await rig.registry.groups.remove("group")
         with pytest.raises(UnknownInstanceError, match="'group'"):
             await rig.start([1])
 
@@ -219,7 +219,7 @@ async def test_sessions_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -
             await rig.start([9])
         rig.wait(5)
         await rig.start([9])
-        assert rig.manager.sessions.open_count == 1
+        assert rig.manager.endings.open_count == 1
 
 
 async def test_renewing_moves_the_deadline_of_session_and_records() -> None:

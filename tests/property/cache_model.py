@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from cache_world import DecodedChunk, FakeClock
-from model_parts import DELETING, SERVING, WRITING, Block, Lease, Pending, Place, Plan, Session, Shelf, Wanted
+from model_parts import DELETING, SERVING, WRITING, Block, Lease, Place, Plan, Session, Shelf, Wanted
 
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import FinishedWrite, WriteRequest
@@ -34,15 +34,15 @@ class CacheModel:
         self.blocks: dict[tuple[str, int, int], Block] = {}
         self.sessions: dict[str, Session] = {}
         self.leases: dict[str, Lease] = {}
-        self.pending: list[Pending] = []
 
     # What is there.
 
     def block(self, instance_id: str, key: int) -> Block | None:
         return self.blocks.get((instance_id, self.epochs[instance_id], key))
 
-    def resident(self, instance_id: str) -> dict[int, Block]:
-        at = (instance_id, self.epochs[instance_id])
+    def resident(self, instance_id: str, epoch: int | None = None) -> dict[int, Block]:
+        """Blocks of an instance as it is registered now, or as it was registered once."""
+        at = (instance_id, self.epochs[instance_id] if epoch is None else epoch)
         return {key: block for (owner, epoch, key), block in self.blocks.items() if (owner, epoch) == at}
 
     def usage(self) -> Counter[StorageType]:
@@ -175,11 +175,11 @@ class CacheModel:
         for key, success in zip(session.keys, flags, strict=True):
             block = self.blocks.get((session.instance_id, session.epoch, key))
             for place in block.places if block is not None else ():
-                if place.session == session.id and place.status is WRITING:
-                    place.leave_writing(SERVING if success else DELETING)
-                    served += success
-                    if not success:
-                        self._wait(self._clock.now(), session.instance_id, session.epoch, key, place)
+                if place.session == session.id and place.status is WRITING and success:
+                    place.leave_session(SERVING, 0.0)
+                    served += 1
+                elif place.session == session.id:
+                    place.leave_session(DELETING, self._clock.now())
         return FinishedWrite(served, len(flags) - sum(flags), sum(flags) - served)
 
     def renew(self, instance_id: str, session_id: str, timeout: int) -> float | Refusal:
@@ -190,8 +190,8 @@ class CacheModel:
         session.deadline = self._clock.now() + (min(timeout, 3600) if timeout > 0 else 30)
         for block in self.blocks.values():
             for place in block.places:
-                if place.session == session_id and place.status is WRITING:
-                    place.deadline = session.deadline
+                if place.session == session_id:
+                    place.deadline = max(place.deadline, session.deadline)
         return session.deadline
 
     def expire(self) -> None:
@@ -201,9 +201,6 @@ class CacheModel:
 
     # Removal and deletion.
 
-    def _wait(self, due: float, instance_id: str, epoch: int, key: int, place: Place) -> None:
-        self.pending.append(Pending(due, instance_id, epoch, key, place.id))
-
     def remove(self, instance_id: str, keys: Sequence[int], which: Callable[[Place], bool] = lambda _: True) -> int:
         now = self._clock.now()
         delay = self.group.cache_config.reclaim_strategy.delay_before_delete_ms / 1000
@@ -212,9 +209,8 @@ class CacheModel:
             block = self.block(instance_id, key)
             for place in block.places if block is not None else ():
                 if place.status is not DELETING and which(place):
-                    due = max(now, place.deadline) if place.status is WRITING else now + delay
-                    self._wait(due, instance_id, self.epochs[instance_id], key, place)
-                    place.leave_writing(DELETING)
+                    place.deadline = max(now, place.deadline) if place.status is WRITING else now + delay
+                    place.status = DELETING
                     removed += 1
         return removed
 
@@ -225,28 +221,31 @@ class CacheModel:
         return len(doomed)
 
     def remove_instance(self, instance_id: str) -> None:
-        """The sessions of the instance are over; its blocks go as with a removal, a later registration starts empty."""
-        epoch = self.epochs[instance_id]
-        for session in list(self.sessions.values()):
-            if (session.instance_id, session.epoch) == (instance_id, epoch):
-                del self.sessions[session.id]
+        """Nobody can end its sessions any more; its blocks go as with a removal, a later registration starts empty."""
         self.remove(instance_id, list(self.resident(instance_id)))
         self.epochs[instance_id] += 1
 
     def delete_due(self) -> None:
+        """Writers whose time is up are ended before anything is deleted."""
         now = self._clock.now()
-        for item in [item for item in self.pending if item.due <= now]:
-            if self.held_until((item.instance_id, item.key, item.place_id)) > now:
-                item.due = now + HELD_RECHECK_SECONDS
-                continue
-            self.pending.remove(item)
-            at = (item.instance_id, item.epoch, item.key)
-            block = self.blocks.get(at)
-            if block is not None:
-                gone = (item.place_id, DELETING)
-                block.places = [place for place in block.places if (place.id, place.status) != gone]
-                if not block.places:
-                    del self.blocks[at]
+        overdue = {
+            place.session
+            for block in self.blocks.values()
+            for place in block.places
+            if place.status is WRITING and place.deadline <= now
+        }
+        for session in [self.sessions[session_id] for session_id in overdue]:
+            self._end(session, [False] * len(session.keys))
+        for at, block in list(self.blocks.items()):
+            owner, _, key = at
+            due = [place for place in block.places if place.status is DELETING and place.deadline <= now]
+            for place in due:
+                if self.held_until((owner, key, place.id)) > now:
+                    place.deadline = now + HELD_RECHECK_SECONDS
+                else:
+                    block.places.remove(place)
+            if not block.places:
+                del self.blocks[at]
 
     # Reads.
 
@@ -315,12 +314,14 @@ class CacheModel:
             for place in getattr(self.block(instance_id, key), "places", ())
             if place.status is SERVING
         }
-        self.leases[lease_id] = Lease(lease_id, instance_id, self._clock.now() + seconds, pins)
+        epoch = self.epochs[instance_id]
+        self.leases[lease_id] = Lease(lease_id, instance_id, epoch, self._clock.now() + seconds, pins)
 
     def open_lease(self, instance_id: str, lease_id: str) -> Lease | None:
         lease = self.leases.get(lease_id)
-        now = self._clock.now()
-        return lease if lease is not None and lease.instance_id == instance_id and lease.deadline > now else None
+        if lease is None or lease.deadline <= self._clock.now():
+            return None
+        return lease if (lease.instance_id, lease.epoch) == (instance_id, self.epochs[instance_id]) else None
 
     def held_until(self, pin: tuple[str, int, str]) -> float:
         now = self._clock.now()

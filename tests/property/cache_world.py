@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from at_once import now
+
 from kvcm.cache.manager import CacheManager
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
@@ -127,13 +129,15 @@ class World:
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
         ids = CountingIds()
-        self.manager = CacheManager(self.registry, self.storages, self.executor, self.clock, ids, new_backend)
-        self.executor.hold_while(self.manager.held_until)
+        self.manager = CacheManager(
+            self.registry, self.storages, self.executor, self.clock, ids, lambda _placement: new_backend()
+        )
+        self.executor.serve(self.manager)
         for config in storages:
-            self.registry.storages.add(config)
-        self.registry.groups.create(group)
+            now(self.registry.storages.add(config))
+        now(self.registry.groups.create(group))
         for each in instances:
-            self.manager.register_instance(each)
+            now(self.manager.register_instance(each))
 
     def close(self) -> None:
         self.storages.close_all()

@@ -1,6 +1,7 @@
 """What every CacheManager machine begins with: the world, the model beside it, and what holds after every step."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
@@ -88,6 +89,9 @@ class MachineCore(RuleBasedStateMachine):
         self.clock = self.world.clock
         shelves = {name: self.shelf(name) for name in self.configured}
         self.model = CacheModel(self.clock, group, INSTANCES, shelves)
+        self.registrations: dict[int, tuple[str, int]] = {}
+        for each in INSTANCES:
+            self.note_registration(each.instance_id)
         self.uris_of: dict[str, list[list[str]]] = {}
         self.extents: set[tuple[str, str, int | None]] = set()
         self.ended: set[str] = set()
@@ -104,6 +108,9 @@ class MachineCore(RuleBasedStateMachine):
         kind = self.configured[name].storage_type
         return Shelf(kind, RANKS[kind])
 
+    def note_registration(self, owner: str) -> None:
+        self.registrations[self.manager.cache(owner).placement.uid] = (owner, self.model.epochs[owner])
+
     def call(self, awaitable: Awaitable[Any]) -> Any:
         """Return what a call of the manager returns, or the class of its error."""
 
@@ -118,7 +125,7 @@ class MachineCore(RuleBasedStateMachine):
     def switch(self, name: str, enabled: bool) -> None:
         """Enable or disable a configured storage."""
         self.model.shelves[name].enabled = enabled
-        self.world.registry.storages.set_enabled(name, enabled=enabled)
+        assert self.call(self.world.registry.storages.set_enabled(name, enabled=enabled)) is None
         self.storages_always_up &= enabled
 
     def any_session(self, pick: int) -> str | None:
@@ -130,12 +137,17 @@ class MachineCore(RuleBasedStateMachine):
 
     @invariant()
     def records_are_those_of_the_model(self) -> None:
-        for owner in self.model.instances:
-            records = self.runner.run(all_records(self.manager.cache(owner).index))
-            assert records == {
+        """Those of removed instances too."""
+        for custody in self.manager.indexes():
+            blocks = self.model.resident(*self.registrations[custody.uid])
+            assert self.runner.run(all_records(custody.meta_index)) == {
                 key: (block.parent, block.depth, [vars(place) for place in block.places])
-                for key, block in self.model.resident(owner).items()
+                for key, block in blocks.items()
             }
+            due = self.runner.run(custody.meta_index.due(math.inf, len(POOL)))
+            assert sorted(due) == sorted(
+                key for key, block in blocks.items() if any(place.status is not SERVING for place in block.places)
+            )
 
     @invariant()
     def invariant_1_answers_are_serving_and_available(self) -> None:
@@ -175,7 +187,8 @@ class MachineCore(RuleBasedStateMachine):
 
     @invariant()
     def invariant_3_what_is_written_belongs_to_an_open_session(self) -> None:
-        assert self.manager.sessions.open_count == len(self.model.sessions)
+        now = self.clock.now()
+        assert self.manager.endings.open_count == sum(each.deadline > now for each in self.model.sessions.values())
         for owner in self.model.instances:
             for _, _, places in self.runner.run(all_records(self.manager.cache(owner).index)).values():
                 assert all(p["session"] in self.model.sessions for p in places if p["status"] is WRITING)
@@ -184,7 +197,6 @@ class MachineCore(RuleBasedStateMachine):
     def invariant_4_usage_is_the_recount(self) -> None:
         used = {kind: size for kind, size in self.manager.group_usage_bytes("group").items() if size}
         assert used == {kind: size for kind, size in self.model.usage().items() if size}
-        assert self.world.executor.waiting_count == len(self.model.pending)
 
     def check_bytes(self) -> None:
         """Invariants 5 and 6: nothing that is served, or was handed out lately, is deleted or damaged."""

@@ -10,7 +10,12 @@ WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, Loc
 
 @dataclass
 class Place:
-    """One location of a block."""
+    """One location of a block.
+
+    Attributes:
+        session: that writes it; kept when it is removed before the session ends.
+        deadline: of the session while writing, of the bytes while deleting, else 0.
+    """
 
     id: str
     storage: str
@@ -22,9 +27,9 @@ class Place:
     deadline: float
     status: LocationStatus = WRITING
 
-    def leave_writing(self, status: LocationStatus) -> None:
-        """Session and deadline belong to writing only."""
-        self.status, self.session, self.deadline = status, "", 0.0
+    def leave_session(self, status: LocationStatus, deadline: float) -> None:
+        """Nobody writes here any more."""
+        self.status, self.session, self.deadline = status, "", deadline
 
 
 @dataclass
@@ -57,19 +62,9 @@ class Session:
 class Lease:
     id: str
     instance_id: str
+    epoch: int
     deadline: float
     pins: set[tuple[str, int, str]]
-
-
-@dataclass
-class Pending:
-    """A location that waits for the deletion of its bytes."""
-
-    due: float
-    instance_id: str
-    epoch: int
-    key: int
-    place_id: str
 
 
 @dataclass

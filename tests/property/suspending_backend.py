@@ -1,15 +1,16 @@
 """A real memory backend behind a store that takes its time, and lock shards that tell what happens to them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvcm.index.backends.backend import Change
+from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.shards import ShardLocks
 from kvcm.model.locations import BlockRecord
+from kvcm.model.storages import StorageType
 
 
 @dataclass
@@ -56,10 +57,18 @@ class SuspendingBackend:
     history: dict[int, list[Version]] = field(default_factory=dict)
     inner: MemoryBackend = field(default_factory=MemoryBackend)
     awaits: bool = True
+    is_shared: bool = False
 
     @property
     def key_count(self) -> int:
         return self.inner.key_count
+
+    @property
+    def usage_bytes(self) -> Mapping[StorageType, int]:
+        return self.inner.usage_bytes
+
+    async def refresh(self) -> None:
+        await self._suspend()
 
     async def _suspend(self) -> None:
         for _ in range(self.random.randint(0, self.most)):
@@ -71,9 +80,10 @@ class SuspendingBackend:
         await self._suspend()
         return records
 
-    async def write_many(self, changes: Sequence[Change]) -> None:
+    async def write_many(self, changes: Sequence[Change]) -> Written:
         await self._suspend()
-        await self.inner.write_many(changes)
+        written = await self.inner.write_many(changes)
+        changes = [change for change in changes if change.key not in written.lost]
         versions = [Version(change.new, self.steps.next()) for change in changes]
         for change, version in zip(changes, versions, strict=True):
             self.history.setdefault(change.key, [Version(None, 0, 0)]).append(version)
@@ -81,6 +91,7 @@ class SuspendingBackend:
         await self._suspend()
         for version in versions:
             version.settled = self.steps.next()
+        return written
 
     def versions_between(self, key: int, begin: int, end: int) -> list[BlockRecord | None]:
         """Return every version of a key that a read from step `begin` to step `end` may see."""
@@ -95,6 +106,23 @@ class SuspendingBackend:
     async def children(self, key: int) -> list[int]:
         await self._suspend()
         return await self.inner.children(key)
+
+    async def due(self, now: float, most: int) -> list[int]:
+        await self._suspend()
+        return await self.inner.due(now, most)
+
+    async def touch(self, counts: Mapping[int, int], at: float) -> None:
+        await self._suspend()
+        await self.inner.touch(counts, at)
+        await self._suspend()
+
+    async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
+        await self._suspend()
+        return await self.inner.accesses(keys)
+
+    async def drop(self) -> None:
+        await self._suspend()
+        await self.inner.drop()
 
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         async for page in self.inner.scan(page_size):

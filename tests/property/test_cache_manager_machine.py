@@ -17,7 +17,6 @@ from machine_writers import WriterRules
 from model_parts import DELETING
 
 from kvcm.cache.match import Match, MatchMode, MatchQuery
-from kvcm.model.errors import KvcmError
 from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import StorageConfig
 
@@ -49,6 +48,16 @@ class CacheMachine(WriterRules):
         self.model.delete_due()
         self.runner.run(self.world.executor.run_due())
         self.check_bytes()
+        self.note_ended()
+
+    @rule()
+    def purge_removed(self) -> None:
+        """A removed instance is forgotten when its last block is gone, and not before."""
+        self.call(self.manager.purge_removed())
+        removed = {custody.uid for custody in self.manager.indexes()}
+        for uid, (owner, epoch) in self.registrations.items():
+            is_current = epoch == self.model.epochs[owner]
+            assert (uid in removed) == (is_current or bool(self.model.resident(owner, epoch)))
 
     @rule(owner=OWNERS, keys=CHAINS, mask=MASKS)
     def remove(self, owner: str, keys: list[int], mask: BlockMask) -> None:
@@ -82,7 +91,8 @@ class CacheMachine(WriterRules):
     def remove_instance(self, owner: str) -> None:
         self.model.remove_instance(owner)
         self.call(self.manager.remove_instance(owner))
-        self.manager.register_instance(self.model.instances[owner])
+        assert not isinstance(self.call(self.manager.register_instance(self.model.instances[owner])), type)
+        self.note_registration(owner)
         self.note_ended()
 
     @rule(pick=PICKS, what=st.sampled_from(["disable", "enable", "enable", "remove", "add", "add"]))
@@ -93,10 +103,10 @@ class CacheMachine(WriterRules):
             self.switch(name, enabled=what == "enable")
         elif what == "remove" and known is not None:
             del self.model.shelves[name]
-            self.world.registry.storages.remove(name)
+            assert self.call(self.world.registry.storages.remove(name)) is None
         elif what == "add" and known is None:
             self.model.shelves[name] = self.shelf(name)
-            self.world.registry.storages.add(self.configured[name])
+            assert self.call(self.world.registry.storages.add(self.configured[name])) is None
         self.storages_always_up &= what != "remove"
 
     # Readers.
@@ -146,15 +156,15 @@ class CacheMachine(WriterRules):
         lease = self.call(self.manager.lease(owner, found, lease_ms))
         self.model.lease(owner, lease.id, found.keys, lease_ms / 1000)
         assert lease.deadline == self.model.leases[lease.id].deadline
-        assert set(lease.pins) == self.model.leases[lease.id].pins
+        uid = self.manager.cache(owner).placement.uid
+        assert set(lease.pins) == {(uid, key, place) for _, key, place in self.model.leases[lease.id].pins}
 
     @rule(pick=PICKS, owner=OWNERS, lease_ms=st.sampled_from([-1, 0, 1000, 600_000, 600_001]))
     def renew_lease(self, pick: int, owner: str, lease_ms: int) -> None:
         lease_id = self.any_lease(pick)
         known = self.model.open_lease(owner, lease_id)
-        try:
-            renewed = self.manager.leases.renew(owner, lease_id, lease_ms)
-        except KvcmError:
+        renewed = self.call(self.manager.renew_lease(owner, lease_id, lease_ms))
+        if isinstance(renewed, type):
             assert known is None or not 1 <= lease_ms <= 600_000
             return
         assert known is not None
@@ -166,16 +176,12 @@ class CacheMachine(WriterRules):
         """Fine for a lease that has ended; refused while it is open for somebody else."""
         lease_id = self.any_lease(pick)
         lease = self.model.leases.get(lease_id)
-        if lease is not None and lease.deadline <= self.clock.now():
-            self.manager.leases.expire()
-        others = lease is not None and lease.instance_id != owner and lease.deadline > self.clock.now()
-        try:
-            self.manager.leases.release(owner, lease_id)
-        except KvcmError:
-            assert others
-            return
-        assert not others
-        self.model.leases.pop(lease_id, None)
+        is_open = lease is not None and lease.deadline > self.clock.now()
+        others = is_open and self.model.open_lease(owner, lease_id) is None
+        refused = self.call(self.manager.release_lease(owner, lease_id)) is not None
+        assert refused == others
+        if not refused:
+            self.model.leases.pop(lease_id, None)
 
     def any_lease(self, pick: int) -> str:
         leases = list(self.model.leases)

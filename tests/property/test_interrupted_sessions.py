@@ -14,7 +14,7 @@ import pytest
 from test_manager_over_slow_store import SlowWorld
 
 from kvcm.cache.sessions import FinishedWrite, WriteRequest
-from kvcm.index.backends.backend import Change
+from kvcm.index.backends.backend import Change, Written
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.groups import InstanceGroupQuota
 from kvcm.model.masks import NO_MASK, BlockMask
@@ -73,6 +73,8 @@ async def test_a_finish_that_is_cut_off_can_be_asked_for_again() -> None:
             with suppress(InvalidArgumentError):
                 finished = await world.manager.finish_write("i", started.session.id, success)
                 assert finished == FinishedWrite(len(KEYS), 0, 0), turns
+            with pytest.raises(InvalidArgumentError):
+                await world.manager.finish_write("i", started.session.id, success)
             records = await world.records()
             assert {place.status.name for record in records for place in record.locations} == {"SERVING"}
 
@@ -101,15 +103,15 @@ async def test_a_removal_that_is_cut_off_is_deleted_all_the_same() -> None:
 class StoreFailure:
     """Makes the store refuse one write."""
 
-    def __init__(self, write_many: Callable[[Sequence[Change]], Awaitable[None]]) -> None:
+    def __init__(self, write_many: Callable[[Sequence[Change]], Awaitable[Written]]) -> None:
         self._write_many = write_many
         self._failed = False
 
-    async def __call__(self, changes: Sequence[Change]) -> None:
+    async def __call__(self, changes: Sequence[Change]) -> Written:
         if not self._failed:
             self._failed = True
             raise StorageIOError("the store is gone for a moment")
-        await self._write_many(changes)
+        return await self._write_many(changes)
 
 
 def break_store_once(world: SlowWorld) -> None:
@@ -125,13 +127,41 @@ async def test_invariant_3_a_finish_that_the_store_refuses_leaves_nothing_writin
         assert await statuses_at_rest(world) <= {"SERVING"}
 
 
+async def test_a_finish_that_the_store_refuses_can_be_repeated_with_the_same_mask_only() -> None:
+    """The decision is stored: it is neither lost nor changed."""
+    with slow_world() as world:
+        started = await world.manager.start_write("i", WriteRequest(KEYS))
+        break_store_once(world)
+        with pytest.raises(StorageIOError):
+            await world.manager.finish_write("i", started.session.id, BlockMask(offset=4))
+        for mask in (BlockMask(offset=3), BlockMask(flags=(True,) * 6)):
+            with pytest.raises(InvalidArgumentError, match="other success_blocks"):
+                await world.manager.finish_write("i", started.session.id, mask)
+        with pytest.raises(InvalidArgumentError, match="cannot be renewed"):
+            await world.manager.renew_write("i", started.session.id, 100)
+        again = BlockMask(flags=(True,) * 4 + (False,) * 2)
+        assert await world.manager.finish_write("i", started.session.id, again) == FinishedWrite(4, 2, 0)
+
+
+async def test_a_decision_that_nobody_asks_for_again_is_carried_out_after_five_seconds() -> None:
+    with slow_world() as world:
+        started = await world.manager.start_write("i", WriteRequest(KEYS))
+        break_store_once(world)
+        with pytest.raises(StorageIOError):
+            await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
+        for seconds, status in ((4.9, "WRITING"), (0.1, "SERVING")):
+            world.clock.advance(seconds)
+            await world.manager.expire()
+            assert {place.status.name for record in await world.records() for place in record.locations} == {status}
+
+
 async def test_invariant_3_an_expiry_that_the_store_refuses_leaves_nothing_writing() -> None:
     with slow_world() as world:
         await world.manager.start_write("i", WriteRequest(KEYS))
         break_store_once(world)
         world.clock.advance(100)
-        with pytest.raises(StorageIOError):
-            await world.manager.expire()
+        await world.manager.expire()
+        assert {place.status.name for record in await world.records() for place in record.locations} == {"WRITING"}
         assert await statuses_at_rest(world) == set()
 
 
@@ -152,7 +182,9 @@ async def test_writers_with_parents_never_exceed_the_quota_together() -> None:
     with slow_world() as world:
         group = world.registry.groups.get("group")
         capacity = 40  # two blocks
-        world.registry.groups.update(replace(group, quota=InstanceGroupQuota(capacity), version=1), current_version=0)
+        await world.registry.groups.update(
+            replace(group, quota=InstanceGroupQuota(capacity), version=1), current_version=0
+        )
         starts = [
             world.manager.start_write("i", WriteRequest((key, key + 1), parent_key=key - 1)) for key in (10, 20, 30)
         ]

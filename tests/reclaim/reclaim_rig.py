@@ -1,8 +1,9 @@
 """A deletion executor over a real index and dummy storages, whose deletions can be made to fail or hang."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -70,8 +71,21 @@ class FaultyDirectory:
         return self.faults.get(storage)
 
 
+class OwnedIndex(NamedTuple):
+    """An index and whose it is."""
+
+    instance_id: str
+    uid: int
+    meta_index: MetaIndex
+
+
 class Rig:
-    """Blocks that are marked as deleting, and the executor that deletes them."""
+    """Blocks that are marked as deleting, the executor that deletes them, and who tells it what is due.
+
+    Attributes:
+        held: until when the bytes of a block must stay, by key.
+        overdue: what the executor asked to be ended: (uid, blocks by session) each.
+    """
 
     def __init__(self, names: Sequence[str] = ("a", "b")) -> None:
         self.clock = FakeClock()
@@ -80,34 +94,80 @@ class Rig:
             self.directory.open(StorageConfig(name, DummyStorageSpec()))
         self.storages = FaultyDirectory(self.directory, names)
         self.held: dict[int, float] = {}
-        self.executor = DeletionExecutor(self.storages, self.clock)  # type: ignore[arg-type]
-        self.executor.hold_while(lambda item: self.held.get(item.key, 0.0))
+        self.overdue: list[tuple[int, Mapping[str, Sequence[int]]]] = []
+        self.executor = self.new_executor()
         self.backend = MemoryBackend()
         self.index = MetaIndex(self.backend, self.directory)
+        self.owned = [OwnedIndex("i", 1, self.index)]
+
+    def new_executor(self) -> DeletionExecutor:
+        executor = DeletionExecutor(self.storages, self.clock)  # type: ignore[arg-type]
+        executor.serve(self)
+        return executor
+
+    def indexes(self) -> Iterator[OwnedIndex]:
+        yield from self.owned
+
+    async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
+        """Their sessions are renewed by a minute, as if a client had just asked for that."""
+        self.overdue.append((uid, overdue))
+
+        def renew(_key: int, old: BlockRecord | None) -> BlockRecord | None:
+            return old and old._replace(
+                locations=tuple(
+                    place._replace(deadline=self.clock.now() + 60) if place.session_id in overdue else place
+                    for place in old.locations
+                )
+            )
+
+        (index,) = [each.meta_index for each in self.owned if each.uid == uid]
+        await index.read_modify_write([key for keys in overdue.values() for key in keys], renew)
+
+    async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
+        return [self.held.get(item.key, 0.0) for item in items]
 
     async def block(
-        self, key: int, storage: str = "a", status: LocationStatus = LocationStatus.DELETING, location_id: str = "l"
-    ) -> DeletionItem:
-        """Add a location to a block and return what it takes to delete it."""
+        self,
+        key: int,
+        storage: str = "a",
+        status: LocationStatus = LocationStatus.DELETING,
+        location_id: str = "l",
+        *,
+        after_seconds: float = 0.0,
+        specs: Sequence[str] = ("tp0", "tp1"),
+        owned: int = 0,
+    ) -> tuple[str, ...]:
+        """Add a location to a block and return its uris."""
         backend = self.directory.backend(storage)
-        parts = [Part("tp0", key, 8), Part("tp1", key, 8)]
+        parts = [Part(name, key, 8) for name in specs]
         uris = (
             backend.allocate(Allocation("i", location_id, parts))
             if backend is not None
-            else [f"file://{storage}/{key}/{n}?size=8" for n in range(2)]
+            else [f"file://{storage}/{key}/{n}?size=8" for n in range(len(parts))]
         )
-        specs = [SpecUri(part.spec_name, uri) for part, uri in zip(parts, uris, strict=True)]
-        chunk = encode_chunk(StorageType.ST_DUMMY, 2, specs)
-        place = Location(location_id, storage, StorageType.ST_DUMMY, status, ("tp0", "tp1"), chunk, 16, 0.0)
+        spec_uris = [SpecUri(part.spec_name, uri) for part, uri in zip(parts, uris, strict=True)]
+        chunk = encode_chunk(StorageType.ST_DUMMY, len(parts), spec_uris)
+        place = Location(
+            location_id,
+            storage,
+            StorageType.ST_DUMMY,
+            status,
+            tuple(specs),
+            chunk,
+            8 * len(parts),
+            0.0,
+            session_id="session" if status is LocationStatus.WRITING else "",
+            deadline=self.clock.now() + after_seconds,
+        )
 
         def add(_key: int, old: BlockRecord | None) -> BlockRecord:
             return BlockRecord(None, 0, (*(old.locations if old is not None else ()), place))
 
-        await self.index.read_modify_write([key], add)
-        return DeletionItem("i", key, location_id, storage, tuple(uris))
+        await self.owned[owned].meta_index.read_modify_write([key], add)
+        return tuple(uris)
 
-    async def left(self) -> list[int]:
-        return sorted([key async for page in self.index.scan() for key in page])
+    async def left(self, owned: int = 0) -> list[int]:
+        return sorted([key async for page in self.owned[owned].meta_index.scan() for key in page])
 
     async def turns(self, enough: Callable[[], bool], most: int = 200) -> bool:
         """Let the loop turn until something holds; return whether it ever did."""

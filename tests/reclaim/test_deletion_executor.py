@@ -1,13 +1,17 @@
 """The deletion executor: when it deletes, what it deletes, and what it does when a storage fails."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
-from reclaim_rig import Rig
+from reclaim_rig import OwnedIndex, Rig
 
-from kvcm.index.backends.backend import Change
+from kvcm.index.backends.backend import Change, Written
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import LocationStatus
 from kvcm.model.storages import StorageType
@@ -15,46 +19,61 @@ from kvcm.model.storages import StorageType
 
 async def test_bytes_go_before_metadata_and_usage() -> None:
     rig = Rig()
-    item = await rig.block(1)
+    uris = await rig.block(1)
     rig.storages.faults["a"].outage = OSError("down")
-    rig.executor.submit(rig.index, [item], rig.clock.time)
     await rig.executor.run_due()
     assert (await rig.left(), rig.index.usage_bytes[StorageType.ST_DUMMY]) == ([1], 16)
     rig.storages.faults["a"].outage = None
     rig.clock.time += 1
     await rig.executor.run_due()
     assert (await rig.left(), rig.index.usage_bytes[StorageType.ST_DUMMY]) == ([], 0)
-    assert rig.storages.faults["a"].deleted == list(item.uris)
+    assert rig.storages.faults["a"].deleted == list(uris)
 
 
 async def test_nothing_is_deleted_before_it_is_due() -> None:
     rig = Rig()
     for key, due in ((1, 30.0), (2, 10.0), (3, 20.0)):
-        rig.executor.submit(rig.index, [await rig.block(key)], rig.clock.time + due)
-    assert rig.executor.waiting_count == 3
+        await rig.block(key, after_seconds=due)
     for seconds, left in ((9.999, [1, 2, 3]), (0.001, [1, 3]), (5, [1, 3]), (5, [1]), (100, [])):
         rig.clock.time += seconds
         await rig.executor.run_due()
         assert await rig.left() == left
-    assert rig.executor.waiting_count == 0
 
 
 async def test_what_is_due_first_is_deleted_first() -> None:
     rig = Rig()
-    items = {key: await rig.block(key) for key in range(5)}
-    for key, due in ((0, 3), (1, 1), (2, 2), (3, 1), (4, 0)):
-        rig.executor.submit(rig.index, [items[key]], rig.clock.time + due)
+    uris = {key: await rig.block(key, after_seconds=due) for key, due in ((0, 4), (1, 1), (2, 2), (3, 3), (4, 0))}
     rig.clock.time += 10
     await rig.executor.run_due()
-    assert rig.storages.faults["a"].deleted == [uri for key in (4, 1, 3, 2, 0) for uri in items[key].uris]
+    assert rig.storages.faults["a"].deleted == [uri for key in (4, 1, 2, 3, 0) for uri in uris[key]]
+
+
+async def test_more_than_a_batch_goes_in_one_round() -> None:
+    """As many as lie in a few batches; a round never has more of an index than that at once."""
+    rig = Rig()
+    for key in range(2500):
+        await rig.block(key)
+    assert await rig.executor.run_due() == 2500
+    assert await rig.left() == []
+
+
+async def test_every_index_is_looked_at() -> None:
+    """The same key and location of two instances are two things."""
+    rig = Rig()
+    rig.owned.append(OwnedIndex("other", 2, MetaIndex(MemoryBackend(), rig.directory)))
+    uris = [await rig.block(1, owned=owned) for owned in (0, 1)]
+    await rig.executor.run_due()
+    assert (await rig.left(0), await rig.left(1)) == ([], [])
+    assert sorted(rig.storages.faults["a"].deleted) == sorted([*uris[0], *uris[1]])
 
 
 async def test_bytes_stay_while_they_are_held() -> None:
     rig = Rig()
     rig.held[1] = rig.clock.time + 50
-    rig.executor.submit(rig.index, [await rig.block(1), await rig.block(2)], rig.clock.time)
+    await rig.block(1)
+    await rig.block(2)
     await rig.executor.run_due()
-    assert (await rig.left(), rig.executor.waiting_count) == ([1], 1)
+    assert await rig.left() == [1]
     for _ in range(24):
         rig.clock.time += 2
         await rig.executor.run_due()
@@ -74,7 +93,8 @@ async def test_a_failing_storage_is_asked_again_with_growing_pauses() -> None:
     rig = Rig()
     storage = rig.storages.faults["a"]
     storage.outage = OSError("mount is gone")
-    rig.executor.submit(rig.index, [await rig.block(key) for key in range(10)], rig.clock.time)
+    for key in range(10):
+        await rig.block(key)
     asked_at: list[float] = []
     for _ in range(2000):
         before = storage.attempts
@@ -84,17 +104,17 @@ async def test_a_failing_storage_is_asked_again_with_growing_pauses() -> None:
     pauses = [later - earlier for earlier, later in pairwise(asked_at)]
     assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert set(pauses[6:]) == {60}
-    assert (rig.executor.waiting_count, await rig.left()) == (10, list(range(10)))
+    assert await rig.left() == list(range(10))
     storage.outage = None
     rig.clock.time += 60
     await rig.executor.run_due()
-    assert (rig.executor.waiting_count, await rig.left()) == (0, [])
+    assert await rig.left() == []
 
 
 async def test_a_storage_that_fails_for_days_is_still_asked() -> None:
     rig = Rig()
     rig.storages.faults["a"].outage = OSError("down")
-    rig.executor.submit(rig.index, [await rig.block(1)], rig.clock.time)
+    await rig.block(1)
     for _ in range(1500):
         rig.clock.time += 61
         await rig.executor.run_due()
@@ -103,54 +123,63 @@ async def test_a_storage_that_fails_for_days_is_still_asked() -> None:
 
 async def test_only_what_failed_is_tried_again() -> None:
     rig = Rig()
-    items = [await rig.block(key) for key in range(4)]
+    uris = [await rig.block(key) for key in range(4)]
     storage = rig.storages.faults["a"]
-    storage.stubborn = {items[1].uris[0], items[2].uris[1]}
-    rig.executor.submit(rig.index, items, rig.clock.time)
+    storage.stubborn = {uris[1][0], uris[2][1]}
     await rig.executor.run_due()
-    assert (await rig.left(), rig.executor.waiting_count) == ([1, 2], 2)
+    assert await rig.left() == [1, 2]
     storage.stubborn = set()
     storage.deleted.clear()
     rig.clock.time += 1
     await rig.executor.run_due()
     assert await rig.left() == []
-    assert sorted(storage.deleted) == sorted([*items[1].uris, *items[2].uris])
+    assert sorted(storage.deleted) == sorted([*uris[1], *uris[2]])
 
 
 async def test_one_failing_storage_does_not_hold_up_another() -> None:
     rig = Rig()
     rig.storages.faults["a"].outage = OSError("down")
-    items = [await rig.block(1, "a"), await rig.block(2, "b")]
-    rig.executor.submit(rig.index, items, rig.clock.time)
+    await rig.block(1, "a")
+    await rig.block(2, "b")
     await rig.executor.run_due()
     assert await rig.left() == [1]
 
 
 async def test_a_storage_that_is_gone_loses_metadata_only() -> None:
     rig = Rig()
-    items = [await rig.block(1, "never-was"), await rig.block(2, "a")]
-    rig.executor.submit(rig.index, items, rig.clock.time)
+    await rig.block(1, "never-was")
+    uris = await rig.block(2, "a")
     await rig.executor.run_due()
     assert await rig.left() == []
-    assert rig.storages.faults["a"].deleted == list(items[1].uris)
+    assert rig.storages.faults["a"].deleted == list(uris)
     assert rig.storages.faults["b"].deleted == []
 
 
-@pytest.mark.parametrize("status", [LocationStatus.SERVING, LocationStatus.WRITING])
-async def test_metadata_that_is_not_marked_deleting_stays(status: LocationStatus) -> None:
+async def test_what_is_serving_stays() -> None:
     rig = Rig()
-    item = await rig.block(1, status=status)
-    rig.executor.submit(rig.index, [item], rig.clock.time)
-    await rig.executor.run_due()
+    await rig.block(1, status=LocationStatus.SERVING)
+    rig.clock.time += 1000
+    assert await rig.executor.run_due() == 0
     assert await rig.left() == [1]
+
+
+async def test_overdue_writers_are_ended_and_their_bytes_stay_until_then() -> None:
+    """Whoever knows the sessions decides: here the session turns out to be renewed."""
+    rig = Rig()
+    for key, due in ((1, 5.0), (2, 5.0), (3, 50.0)):
+        await rig.block(key, status=LocationStatus.WRITING, after_seconds=due)
+    rig.clock.time += 5
+    assert await rig.executor.run_due() == 2
+    assert rig.overdue == [(1, {"session": [1, 2]})]
+    assert await rig.executor.run_due() == 0
+    assert (await rig.left(), rig.storages.faults["a"].attempts) == ([1, 2, 3], 0)
 
 
 async def test_only_the_marked_location_of_a_block_goes() -> None:
     rig = Rig()
-    old = await rig.block(1, location_id="old")
+    await rig.block(1, location_id="old")
     await rig.block(1, location_id="new", status=LocationStatus.SERVING)
-    await rig.block(1, location_id="later")
-    rig.executor.submit(rig.index, [old], rig.clock.time)
+    await rig.block(1, location_id="later", after_seconds=1)
     await rig.executor.run_due()
     (record,) = await rig.index.get([1])
     assert record is not None
@@ -159,32 +188,53 @@ async def test_only_the_marked_location_of_a_block_goes() -> None:
 
 async def test_several_locations_of_one_block_go_together() -> None:
     rig = Rig()
-    items = [await rig.block(1, storage, location_id=storage) for storage in ("a", "b")]
-    rig.executor.submit(rig.index, items, rig.clock.time)
+    for storage in ("a", "b"):
+        await rig.block(1, storage, location_id=storage)
     await rig.executor.run_due()
     assert await rig.left() == []
 
 
-async def test_deleting_twice_harms_nobody() -> None:
+async def test_rounds_at_the_same_time_delete_once() -> None:
     rig = Rig()
-    item = await rig.block(1)
-    for _ in range(2):
-        rig.executor.submit(rig.index, [item, item], rig.clock.time)
-    await rig.executor.run_due()
-    again = await rig.block(1, location_id="again", status=LocationStatus.SERVING)
-    rig.executor.submit(rig.index, [item], rig.clock.time)
-    await rig.executor.run_due()
+    uris = await rig.block(1)
+    await asyncio.gather(rig.executor.run_due(), rig.executor.run_due())
+    assert rig.storages.faults["a"].deleted == list(uris)
+
+
+async def test_two_managers_that_delete_the_same_harm_nobody() -> None:
+    """The leader that lost its lease is still at it: what was written meanwhile under another location stays."""
+    rig = Rig()
+    other = rig.new_executor()
+    await rig.block(1)
+    rig.storages.faults["a"].open_gate.clear()
+    rounds = [asyncio.create_task(executor.run_due()) for executor in (rig.executor, other)]
+    assert await rig.turns(lambda: rig.storages.faults["a"].attempts == 2)
+    await rig.block(1, location_id="again", status=LocationStatus.SERVING)
+    rig.storages.faults["a"].open_gate.set()
+    await asyncio.gather(*rounds)
     (record,) = await rig.index.get([1])
     assert record is not None
-    assert [place.id for place in record.locations] == [again.location_id]
+    assert [place.id for place in record.locations] == ["again"]
 
 
-async def test_an_item_without_bytes_loses_its_metadata() -> None:
+async def test_a_location_without_bytes_loses_its_metadata() -> None:
     rig = Rig()
-    item = (await rig.block(1))._replace(uris=())
-    rig.executor.submit(rig.index, [item], rig.clock.time)
+    await rig.block(1, specs=())
     await rig.executor.run_due()
     assert await rig.left() == []
+
+
+async def test_addresses_that_were_never_handed_out_are_freed() -> None:
+    """No record knows of them, and none of the same block is touched."""
+    rig = Rig()
+    await rig.block(1, after_seconds=9)
+    uris = ("dummy://a/x?size=8", "dummy://a/y?size=8")
+    rig.executor.discard([DeletionItem("i", 1, 1, "l", "a", uris)])
+    await rig.executor.run_due()
+    assert rig.storages.faults["a"].deleted == list(uris)
+    assert await rig.left() == [1]
+    await rig.executor.run_due()
+    assert rig.storages.faults["a"].attempts == 1
 
 
 @contextmanager
@@ -192,10 +242,10 @@ def index_that_fails_once(rig: Rig) -> Iterator[None]:
     """The store refuses the first write, whatever that is."""
     write_many, failures = rig.backend.write_many, iter([StorageIOError("the store is gone for a moment")])
 
-    async def refuse_once(changes: list[Change]) -> None:
+    async def refuse_once(changes: Sequence[Change]) -> Written:
         for error in failures:
             raise error
-        await write_many(changes)
+        return await write_many(changes)
 
     rig.backend.write_many = refuse_once  # type: ignore[method-assign]
     try:
@@ -207,11 +257,10 @@ def index_that_fails_once(rig: Rig) -> Iterator[None]:
 async def test_nothing_is_forgotten_when_the_index_fails() -> None:
     """The bytes are gone and the metadata could not be removed: it must be tried again, like bytes."""
     rig = Rig()
-    rig.executor.submit(rig.index, [await rig.block(1), await rig.block(2, "b")], rig.clock.time)
+    await rig.block(1)
+    await rig.block(2, "b")
     with index_that_fails_once(rig):
-        with suppress(StorageIOError):
+        with pytest.raises(StorageIOError):
             await rig.executor.run_due()
-        for _ in range(5):
-            rig.clock.time += 60
-            await rig.executor.run_due()
+        await rig.executor.run_due()
     assert await rig.left() == []

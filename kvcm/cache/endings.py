@@ -1,0 +1,305 @@
+"""How write sessions end: finished, aborted or expired, by any manager, exactly once (invariant 3).
+
+A session is a document. It ends in three steps, each of which may be the last that a manager lives to make:
+
+1. The decision (which blocks succeeded) takes the place of the open session by compare-and-set: of a finish, an expiry
+   and another finish exactly one wins.
+2. The blocks follow it: what is still writing for this very session becomes serving or deleting. A removed block is
+   never revived. Doing this twice changes nothing.
+3. The document goes.
+
+Whoever finds a document with a decision carries it out, so a finish that was decided is never lost, and a client that
+asks again gets its answer. What is still open past its deadline is decided as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from kvcm.cache.deadlines import DeadlineTable
+from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.pages import pages
+from kvcm.cache.write_values import FinishedWrite, WriteSession
+from kvcm.model.clock import Clock
+from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.masks import BlockMask
+from kvcm.store.store import Table
+
+__all__ = ["SessionEndings", "timeout_seconds"]
+
+_DEFAULT_TIMEOUT_SECONDS = 30
+_MAX_TIMEOUT_SECONDS = 3600
+_CARRY_OUT_SECONDS = 5.0  # then whoever looks for due sessions takes a decision over
+_MOST_ATTEMPTS = 16
+_MOST_DUE = 1024
+
+_log = structlog.get_logger("kvcm.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A session that this manager opened."""
+
+    id: str
+    deadline: float
+
+
+class SessionEndings:
+    """The stored write sessions of all instances.
+
+    Args:
+        table: where they are stored.
+        find: from the number of an instance to what is kept for it, None when it is gone for good.
+        clock: time source.
+    """
+
+    def __init__(self, table: Table, find: Callable[[int], InstanceCache | None], clock: Clock) -> None:
+        self._table = table
+        self._find_cache = find
+        self._clock = clock
+        self._opened: DeadlineTable[_Opened] = DeadlineTable()
+
+    @property
+    def open_count(self) -> int:
+        """Sessions that this manager opened and whose deadline has not passed, less those that it ended."""
+        self._opened.pop_due(self._clock.now())
+        return len(self._opened)
+
+    async def open(self, session: WriteSession) -> None:
+        """Store a new session."""
+        if not await self._table.replace(session.id, None, session.encoded(), session.deadline):
+            raise NotReadyError("the id of the new write session is taken: start the write again")
+        self._opened.put(_Opened(session.id, session.deadline))
+
+    async def change(self, old: WriteSession, new: WriteSession) -> None:
+        """Replace an open session.
+
+        Raises:
+            NotReadyError: it has ended or changed meanwhile.
+        """
+        if not await self._table.replace(old.id, old.encoded(), new.encoded(), new.deadline):
+            raise NotReadyError("the write session ended while it was being started: start the write again")
+
+    async def is_open(self, session: WriteSession) -> bool:
+        """Return whether nobody ended a session; before its deadline only its client can."""
+        if self._clock.now() < session.deadline:
+            return True
+        document = await self._table.get(session.id)
+        return document is not None and WriteSession.decoded(session.id, document).decision is None
+
+    async def abort(self, cache: InstanceCache, session: WriteSession) -> None:
+        """Roll a session back, also one whose document is gone already."""
+        document = await self._table.get(session.id)
+        if document is not None:
+            stored = WriteSession.decoded(session.id, document)
+            failed = replace(stored, decision=(False,) * len(stored.keys))
+            if not await self._decide(document, failed):
+                return
+        await self._settle(cache, replace(session, decision=(False,) * len(session.keys)))
+        if document is not None:
+            await self._forget(failed)
+
+    async def finish(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
+        """End a session: successful blocks become serving, the others are dropped.
+
+        Args:
+            cache: the instance of the caller, which must be the session's.
+            session_id: the session.
+            success: masked positions succeeded; positions index the locations that the start returned.
+
+        Raises:
+            InvalidArgumentError: no such session is open for the instance, or the mask does not fit it; the session
+                stays open then.
+            StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
+        """
+        for _ in range(_MOST_ATTEMPTS):
+            session, document = await self._find(cache, session_id)
+            decision = tuple(_success_flags(success, len(session.keys)))
+            if session.decision not in {None, decision}:
+                raise InvalidArgumentError("write_session_id is being finished with other success_blocks")
+            decided = replace(session, decision=decision)
+            if session.decision is not None or await self._decide(document, decided):
+                return await self._carry_out(cache, decided)
+        raise NotReadyError("the write session keeps changing: finish it again")
+
+    async def renew(self, cache: InstanceCache, session_id: str, seconds: int) -> WriteSession:
+        """Move a session's deadline to so many seconds from now.
+
+        Raises:
+            InvalidArgumentError: no such session is open for the instance.
+        """
+        session, document = await self._find(cache, session_id)
+        renewed = replace(session, deadline=self._clock.now() + timeout_seconds(seconds))
+        if session.decision is not None or not await self._table.replace(
+            session_id, document, renewed.encoded(), renewed.deadline
+        ):
+            raise InvalidArgumentError("write_session_id is being finished: it cannot be renewed any more")
+        self._opened.put(_Opened(session_id, renewed.deadline))
+        await self._move_deadlines(cache, renewed, renewed.keys)
+        return renewed
+
+    async def expire(self, most: int = _MOST_DUE) -> int:
+        """End sessions that are due: overdue ones are rolled back, decisions carried out. Returns how many were."""
+        ended = 0
+        for session_id in await self._table.due(self._clock.now(), most):
+            try:
+                ended += await self._end_due(session_id)
+            except StorageIOError as error:
+                _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
+        return ended
+
+    def overdue(self, records: Iterable[tuple[int, BlockRecord | None]]) -> dict[str, list[int]]:
+        """Return by session the blocks that are still writing for it though its deadline has passed."""
+        now = self._clock.now()
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for key, record in records:
+            for location in record.locations if record is not None else ():
+                if location.status is LocationStatus.WRITING and location.deadline <= now:
+                    found[location.session_id].append(key)
+        return found
+
+    async def end_writers(self, cache: InstanceCache, overdue: Mapping[str, Sequence[int]]) -> None:
+        """Repair blocks from their records: end their session, or follow it if it was renewed, or roll them back if
+        its document is gone."""
+        for session_id, keys in overdue.items():
+            await self._end_due(session_id)
+            document = await self._table.get(session_id)
+            if document is None:
+                orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys), (False,) * len(keys))
+                await self._settle(cache, orphaned)
+                continue
+            session = WriteSession.decoded(session_id, document)
+            if session.decision is None:
+                await self._move_deadlines(cache, session, keys)
+
+    async def deadlines_of(self, session_ids: Iterable[str]) -> dict[str, float]:
+        """Return the deadlines of those sessions that are open."""
+        deadlines: dict[str, float] = {}
+        for session_id in set(session_ids):
+            document = await self._table.get(session_id)
+            session = WriteSession.decoded(session_id, document) if document is not None else None
+            if session is not None and session.decision is None:
+                deadlines[session_id] = session.deadline
+        return deadlines
+
+    async def _find(self, cache: InstanceCache, session_id: str) -> tuple[WriteSession, bytes]:
+        document = await self._table.get(session_id)
+        session = WriteSession.decoded(session_id, document) if document is not None else None
+        if session is not None and session.decision is None and session.deadline <= self._clock.now():
+            await self._end_due(session_id)
+            session = None
+        if session is None or document is None or session.uid != cache.placement.uid:
+            raise InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")
+        return session, document
+
+    async def _decide(self, document: bytes, decided: WriteSession) -> bool:
+        due = self._clock.now() + _CARRY_OUT_SECONDS
+        return await self._table.replace(decided.id, document, decided.encoded(), due)
+
+    async def _end_due(self, session_id: str) -> bool:
+        document = await self._table.get(session_id)
+        if document is None:
+            return False
+        session = WriteSession.decoded(session_id, document)
+        if session.decision is None:
+            if session.deadline > self._clock.now():
+                return False  # renewed
+            session = replace(session, decision=(False,) * len(session.keys))
+            if not await self._decide(document, session):
+                return False  # another manager was faster
+        cache = self._find_cache(session.uid)
+        if cache is None:  # its instance is gone, and all its blocks with it
+            await self._forget(session)
+        else:
+            await self._carry_out(cache, session)
+        return True
+
+    async def _carry_out(self, cache: InstanceCache, decided: WriteSession) -> FinishedWrite:
+        finished = await self._settle(cache, decided)
+        await self._forget(decided)
+        return finished
+
+    async def _forget(self, decided: WriteSession) -> None:
+        await self._table.replace(decided.id, decided.encoded(), None)
+        self._opened.take(decided.id)
+
+    async def _settle(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
+        assert session.decision is not None
+        succeeded = {key for key, ok in zip(session.keys, session.decision, strict=True) if ok}
+        now = self._clock.now()
+
+        def settle(key: int, old: BlockRecord | None) -> BlockRecord | None:
+            return _settled(old, session.id, now, to_serving=key in succeeded)
+
+        served = 0
+        for page in pages(session.keys):
+            changes = await cache.index.read_modify_write(page, settle)
+            served += sum(change.key in succeeded and _serves(change.new, session) for change in changes)
+            await asyncio.sleep(0)
+        return FinishedWrite(served, len(session.keys) - len(succeeded), len(succeeded) - served)
+
+    async def _move_deadlines(self, cache: InstanceCache, session: WriteSession, keys: Sequence[int]) -> None:
+        def move(_key: int, old: BlockRecord | None) -> BlockRecord | None:
+            return _changed(
+                old,
+                lambda location: (
+                    location._replace(deadline=session.deadline)
+                    if location.session_id == session.id and location.deadline < session.deadline
+                    else location
+                ),
+            )
+
+        for page in pages(keys):
+            await cache.index.read_modify_write(page, move)
+            await asyncio.sleep(0)
+
+
+def timeout_seconds(requested: int) -> int:
+    """Return the life of a session for what the client asked for: unset is 30 s, an hour at most (decision 17)."""
+    return min(requested, _MAX_TIMEOUT_SECONDS) if requested > 0 else _DEFAULT_TIMEOUT_SECONDS
+
+
+def _success_flags(success: BlockMask, count: int) -> Sequence[bool]:
+    if success.offset is not None:
+        if not 0 <= success.offset <= count:
+            raise InvalidArgumentError(f"success_blocks.offset is {success.offset}, must be from 0 to {count}")
+        return [position < success.offset for position in range(count)]
+    flags = success.flags or ()
+    if len(flags) != count:
+        raise InvalidArgumentError(
+            f"success_blocks has {len(flags)} entries, must have one per location that the start returned: {count}"
+        )
+    return flags
+
+
+def _serves(record: BlockRecord | None, session: WriteSession) -> bool:
+    """Whether the session's location serves now; it may have since a first finish that was cut off."""
+    return record is not None and any(
+        location.id == session.location_id and location.status is LocationStatus.SERVING
+        for location in record.locations
+    )
+
+
+def _changed(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:
+    if old is None:
+        return None
+    locations = tuple(map(change, old.locations))
+    return old if locations == old.locations else old._replace(locations=locations)
+
+
+def _settled(old: BlockRecord | None, session_id: str, now: float, *, to_serving: bool) -> BlockRecord | None:
+    def settle(location: Location) -> Location:
+        if location.session_id != session_id or location.status is LocationStatus.SERVING:
+            return location
+        if to_serving and location.status is LocationStatus.WRITING:
+            return location._replace(status=LocationStatus.SERVING, session_id="", deadline=0.0)
+        # Nobody was ever given it to read, and its writer is done: its bytes can go at once.
+        return location._replace(status=LocationStatus.DELETING, session_id="", deadline=now)
+
+    return _changed(old, settle)

@@ -1,0 +1,108 @@
+"""The indexes that this manager has open: one per registered instance, and per instance that is being removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.usage import Ledger
+from kvcm.index.answers import StorageView
+from kvcm.index.backends.backend import IndexBackend
+from kvcm.index.meta_index import MetaIndex
+from kvcm.index.search_cache import CacheBudget
+from kvcm.model.groups import MetaIndexerConfig
+from kvcm.model.instances import Instance, Placement
+from kvcm.registry.registry import Registry
+
+__all__ = ["OpenCaches"]
+
+_MOST_KEYS = 1 << 62
+_BATCH_KEYS = 256
+
+
+class OpenCaches:
+    """Opens indexes when they are first asked for.
+
+    Args:
+        registry: instances and groups.
+        storages: which storages can be read.
+        new_backend: makes or finds the backend of an instance's index.
+        usage: told of what the indexes use.
+        budget: bytes of the search caches.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        storages: StorageView,
+        new_backend: Callable[[Placement], IndexBackend],
+        usage: Ledger,
+        budget: CacheBudget,
+    ) -> None:
+        self._registry = registry
+        self._storages = storages
+        self._new_backend = new_backend
+        self._usage = usage
+        self._budget = budget
+        self._caches: dict[int, InstanceCache] = {}
+
+    def of(self, instance_id: str) -> InstanceCache:
+        """Return what is kept for an instance.
+
+        Raises:
+            UnknownInstanceError: it is not registered.
+        """
+        placement = self._registry.instances.placement(instance_id)
+        cache = self._caches.get(placement.uid)
+        return cache if cache is not None else self._open(self._registry.instances.get(instance_id), placement)
+
+    def by_uid(self, uid: int) -> InstanceCache | None:
+        """Return what is kept for a registration, None when it is gone for good."""
+        return self._caches.get(uid) or next((cache for cache in self.all() if cache.placement.uid == uid), None)
+
+    def of_removal(self, instance: Instance, placement: Placement) -> InstanceCache:
+        """Return what is kept for an instance that is being removed."""
+        cache = self._caches.get(placement.uid)
+        return cache if cache is not None else self._open(instance, placement)
+
+    def all(self) -> Iterator[InstanceCache]:
+        """Return everything, opening what is not open yet; what is neither registered nor being removed is closed."""
+        instances = self._registry.instances
+        current = [self.of(instance.instance_id) for instance in instances.all()]
+        current += [self.of_removal(removal.instance, removal.placement) for removal in instances.removals()]
+        self._caches = {cache.placement.uid: cache for cache in current}
+        return iter(current)
+
+    def invalidate(self, changed: Iterable[tuple[int, int]]) -> None:
+        """Another manager changed blocks: (uid, key) each."""
+        for uid, key in changed:
+            cache = self._caches.get(uid)
+            if cache is not None:
+                cache.index.invalidate((key,))
+
+    def invalidate_all(self) -> None:
+        """Changes of other managers may have been missed."""
+        for cache in self._caches.values():
+            cache.index.invalidate_all()
+
+    def _open(self, instance: Instance, placement: Placement) -> InstanceCache:
+        cache = InstanceCache(instance, placement, self._new_index(instance, placement))
+        self._caches[placement.uid] = cache
+        return cache
+
+    def _new_index(self, instance: Instance, placement: Placement) -> MetaIndex:
+        group = self._registry.groups.find(instance.instance_group_name)
+        config = group.cache_config.meta_indexer_config if group is not None else MetaIndexerConfig()
+        backend = self._new_backend(placement)
+        listener = self._usage.listener(instance.instance_group_name, placement.uid)
+        if not backend.is_shared and backend.key_count:
+            listener(backend.usage_bytes, backend.key_count)
+        return MetaIndex(
+            backend,
+            self._storages,
+            shard_count=placement.shard_count,
+            batch_key_size=config.batch_key_size or _BATCH_KEYS,
+            max_key_count=config.max_key_count or _MOST_KEYS,
+            on_usage=listener,
+            budget=self._budget,
+        )

@@ -1,0 +1,67 @@
+"""Removal of instances: incremental, and resumed by whoever leads after a crash.
+
+The registry remembers the removal under the registration's number until no block of it is left, so the same id can be
+registered anew at once and starts empty. Its blocks turn to deleting page by page; the deletion executor frees their
+bytes and records like any others. With several managers an index is scanned again from time to time, since a manager
+that has not heard of the removal yet may have finished a write; and the end is only believed after a while.
+"""
+
+from __future__ import annotations
+
+from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.open_caches import OpenCaches
+from kvcm.cache.removal import Remover
+from kvcm.model.clock import Clock
+from kvcm.registry.registry import Registry
+
+__all__ = ["InstanceRemovals"]
+
+_PAGES_AT_ONCE = 64
+_RESCAN_SECONDS = 30.0
+_GRACE_SECONDS = 60.0  # other managers hear of a removal within a second; a write takes seconds at most
+
+
+class InstanceRemovals:
+    """Instances that are being removed.
+
+    Args:
+        registry: remembers them.
+        caches: their indexes.
+        remover: marks their blocks.
+        clock: time source.
+        is_shared: whether other managers work on the store.
+    """
+
+    def __init__(
+        self, registry: Registry, caches: OpenCaches, remover: Remover, clock: Clock, *, is_shared: bool
+    ) -> None:
+        self._registry = registry
+        self._caches = caches
+        self._remover = remover
+        self._clock = clock
+        self._grace_seconds = _GRACE_SECONDS if is_shared else 0.0
+        self._next_scan: dict[int, float] = {}
+        self._empty_since: dict[int, float] = {}
+
+    async def begin(self, cache: InstanceCache) -> None:
+        """Mark the first blocks of an instance that was just removed: all of them, unless it is large."""
+        await self._remover.remove_all(cache, most_pages=_PAGES_AT_ONCE)
+
+    async def go_on(self) -> None:
+        """Mark what is left of every removed instance, and forget those that have no blocks any more."""
+        for removal in self._registry.instances.removals():
+            await self._go_on(self._caches.of_removal(removal.instance, removal.placement))
+
+    async def _go_on(self, cache: InstanceCache) -> None:
+        uid, now = cache.placement.uid, self._clock.now()
+        await cache.index.refresh()
+        if cache.index.key_count:
+            self._empty_since.pop(uid, None)
+            if now >= self._next_scan.get(uid, 0.0):
+                await self._remover.remove_all(cache)
+                self._next_scan[uid] = self._clock.now() + _RESCAN_SECONDS
+        elif now >= self._empty_since.setdefault(uid, now) + self._grace_seconds:
+            await cache.index.drop()
+            await self._registry.instances.forget_removal(uid)
+            self._empty_since.pop(uid, None)
+            self._next_scan.pop(uid, None)
