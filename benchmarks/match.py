@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.calls import Call, Caller
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
-from kvcm.service.node import Endpoint
 from kvcm.telemetry.logs import LEVELS, configure_logs
+from kvcm.telemetry.metrics import ApiMetrics
 
 BLOCKS = 1024
 SPEC_BYTES = 4096
@@ -64,13 +64,13 @@ def match_request(instance_id: str, keys: list[int], wanted: str = "") -> bytes:
 # ---- part one: in one process ---------------------------------------------------------------------------------------
 
 
-def data_calls(directory: str) -> tuple[dict[str, Call], Caller]:
-    """Return the manager's data plane without its listeners."""
-    manager = Manager(Settings(data_dir=directory))
-    endpoint = Endpoint("bench", "127.0.0.1", 0, 0, 0, 0)
-    api = MetaApi(manager.cache, manager.registry, manager.leadership, endpoint, RequestLimits())
-    caller = Caller(manager.metrics, lambda: None, lambda _id: {})
-    return {call.name: call for call in api.calls()}, caller
+@contextlib.asynccontextmanager
+async def data_calls(directory: str) -> AsyncIterator[tuple[dict[str, Call], Caller]]:
+    """Yield the manager's data plane without its listeners."""
+    async with Manager(Settings(data_dir=directory)).opened() as rooms:
+        api = MetaApi(rooms.cache, rooms.registry, rooms.leadership, RequestLimits())
+        caller = Caller(ApiMetrics(), lambda _plane: None, lambda _id: {})
+        yield {call.name: call for call in api.calls()}, caller
 
 
 async def store(calls: dict[str, Call], caller: Caller, instance_id: str, spec_count: int, keys: list[int]) -> None:
@@ -114,8 +114,9 @@ async def in_process(spec_count: int, rounds: int, repeat: int, wanted: str = ""
         repeat: answers per window.
         wanted: name of the only spec to return, "" for all.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        calls, caller = data_calls(directory)
+    async with contextlib.AsyncExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        calls, caller = await stack.enter_async_context(data_calls(directory))
         keys = [7919 * (i + 1) for i in range(BLOCKS)]
         await store(calls, caller, "bench", spec_count, keys)
         body = match_request("bench", keys, wanted)

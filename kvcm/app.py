@@ -9,20 +9,22 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import structlog
 
-from kvcm.cache.manager import CacheManager
 from kvcm.config import ConfigError, Settings
+from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
-from kvcm.model.errors import DuplicateEntityError, NotLeaderError, UnknownInstanceError
+from kvcm.model.errors import DuplicateEntityError, KvcmError, StorageIOError
+from kvcm.model.nodes import Endpoint
 from kvcm.model.storages import NfsStorageSpec
-from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
-from kvcm.registry.registry import Registry
+from kvcm.registry.registry import Registry, kept_cluster_id
+from kvcm.rooms import Rooms
 from kvcm.service.admin_api import AdminApi
 from kvcm.service.calls import Call, Caller
 from kvcm.service.grpc_server import GrpcServer
@@ -30,57 +32,48 @@ from kvcm.service.http_app import HttpApp
 from kvcm.service.http_server import HttpServer
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
-from kvcm.service.node import Endpoint
 from kvcm.storage.directory import StorageDirectory
+from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.store.rocks.progress import LoadProgress
 from kvcm.telemetry.metrics import ApiMetrics
 
 __all__ = ["Manager"]
 
 _DRAIN_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
 
 _log = structlog.get_logger("kvcm")
 
 
 class Manager:
-    """A metadata manager: builds its rooms, then starts, serves and stops.
+    """A metadata manager: opens its store, builds its rooms, then starts, serves and stops.
 
     Args:
         settings: how it is configured.
         clock: time source.
-
-    Raises:
-        KvcmError: a storage of the startup document cannot be opened, or the document is malformed.
-        ConfigError: a file or directory that the settings name cannot be used.
+        progress: shows rows read and rows there are, inside its block, while metadata is loaded.
     """
 
-    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock | None = None,
+        progress: Callable[[], AbstractContextManager[LoadProgress]] = lambda: nullcontext(_unseen),
+    ) -> None:
         self._settings = settings
-        clock = clock if clock is not None else SystemClock()
-        document = _startup_document(settings)
-        self.storages = StorageDirectory(_cluster_id(settings), _allowed_roots(settings, document))
-        self.registry = Registry(self.storages)
-        self.deletions = DeletionExecutor(self.storages, clock)
-        self.cache = CacheManager(self.registry, self.storages, self.deletions, clock)
-        self.deletions.hold_while(self.cache.held_until)
-        self.metrics = ApiMetrics()
-        node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
-        self.leadership = Leadership(node_id, clock, settings.lease_ms / 1000)
-        self._load(document)
-
-    def _load(self, document: StartupDocument) -> None:
-        with contextlib.suppress(DuplicateEntityError):
-            self.registry.storages.add(document.storage)
-        with contextlib.suppress(DuplicateEntityError):
-            self.registry.groups.create(document.group)
-        _log.info("configured", storage=document.storage.global_unique_name, group=document.group.name)
+        self._clock = clock if clock is not None else SystemClock()
+        self._progress = progress
+        self._stopping = asyncio.Event()
+        self._failure = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and return; a second signal ends the process at once.
 
         Raises:
-            StorageIOError: an address cannot be bound.
+            KvcmError: the store or a storage of the startup document cannot be opened, or an address not be bound.
+            ConfigError: a file or directory that the settings name cannot be used.
         """
-        stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a
         # write.
@@ -88,64 +81,83 @@ class Manager:
         gc.set_threshold(200_000, 20, 100)
 
         def stop(number: signal.Signals) -> None:
-            stopping.set()
+            self._stopping.set()
             loop.remove_signal_handler(number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, number)
         async with self.running() as endpoint:
             _log.info("serving", **_addresses(endpoint))
-            await stopping.wait()
-            _log.info("draining", open_write_sessions=self.cache.sessions.open_count)
+            await self._stopping.wait()
+        if self._failure:
+            raise StorageIOError(self._failure)
         _log.info("stopped")
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Endpoint]:
         """Serve inside the block. Yields the endpoint with the ports that are really bound."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self.storages.close_all)
-            servers = await self._bind(stack)
-            endpoint = servers.endpoint(self.leadership.node_id, self._settings.bind_address)
-            duties = (("keep_time", self._keep_time), ("deletions", self.deletions.run))
-            stack.push_async_callback(_cancel, [asyncio.create_task(_keep_running(*duty)) for duty in duties])
-            self.leadership.tick()
-            await self._start(servers, endpoint)
+            rooms = await stack.enter_async_context(self.opened())
+            stack.push_async_callback(rooms.settle)
+            servers = _Servers(self._settings)
+            stack.push_async_callback(servers.stop)
+            endpoint = servers.endpoint(rooms.leadership.node_id, self._settings.bind_address)
+            stack.push_async_callback(rooms.leadership.withdraw)
+            await rooms.leadership.publish(endpoint)
+            await rooms.leadership.tick()
+            stack.push_async_callback(_cancel, [asyncio.create_task(_keep_running(*duty)) for duty in rooms.duties()])
+            await self._start(servers, rooms)
             yield endpoint
+            _log.info("draining", open_write_sessions=rooms.cache.endings.open_count)
 
-    async def _bind(self, stack: contextlib.AsyncExitStack) -> _Servers:
-        servers = _Servers(self._settings)
-        stack.push_async_callback(servers.stop)
-        return servers
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[Rooms]:
+        """Open the store and build the rooms, which are closed at the end of the block; nothing is served."""
+        settings, self._loop = self._settings, asyncio.get_running_loop()
+        document = _startup_document(settings)
+        node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
+        async with contextlib.AsyncExitStack() as stack:
+            with self._progress() as progress:
+                metadata = await open_metadata(settings, self._clock, node_id, progress, self._fail)
+            stack.push_async_callback(metadata.close)
+            store, table = metadata.store, metadata.store.table("registry")
+            cluster_id = settings.cluster_id or await kept_cluster_id(table, _new_cluster_id(settings), store.flush)
+            storages = StorageDirectory(cluster_id, _allowed_roots(settings, document))
+            stack.callback(storages.close_all)
+            registry = Registry(storages, table, store.flush, metadata.kind)
+            await registry.load()
+            await _add_missing(registry, document)
+            leadership = Leadership(
+                node_id,
+                self._clock,
+                settings.lease_ms / 1000,
+                metadata.lease,
+                store.table("nodes"),
+                margin_seconds=settings.loop_interval_ms / 1000,
+            )
+            rooms = Rooms.build(metadata, registry, storages, leadership, self._clock, settings)
+            await rooms.cache.load()
+            yield rooms
 
-    async def _start(self, servers: _Servers, endpoint: Endpoint) -> None:
-        limits = RequestLimits(
-            self._settings.max_keys_per_request, self._settings.max_tokens_per_request, self._settings.max_body_bytes
-        )
-        meta = MetaApi(self.cache, self.registry, self.leadership, endpoint, limits)
-        admin = AdminApi(self.cache, self.registry, self.leadership, endpoint, self.metrics, limits)
-        caller = Caller(self.metrics, lambda: self._refuse_unless_leading(endpoint), self._labels)
+    async def _start(self, servers: _Servers, rooms: Rooms) -> None:
+        settings = self._settings
+        limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
+        metrics = ApiMetrics()
+        meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits)
+        admin = AdminApi(rooms.cache, rooms.registry, rooms.leadership, metrics, limits)
+        refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
+        caller = Caller(metrics, rooms.refuse_unless_leading, rooms.labels, refresh)
         data_calls, admin_calls = meta.calls(), admin.calls()
         for call in (*data_calls, *admin_calls):
-            self.metrics.declare(call.name)
-        await servers.start(data_calls, admin_calls, caller, self._settings.max_body_bytes)
+            metrics.declare(call.name)
+        await servers.start(data_calls, admin_calls, caller, settings.max_body_bytes)
 
-    def _refuse_unless_leading(self, endpoint: Endpoint) -> None:
-        if self._settings.require_leader and not self.leadership.is_leader:
-            raise NotLeaderError(f"node {endpoint.node_id} does not lead and no other node does; retry shortly")
-
-    def _labels(self, instance_id: str) -> Mapping[str, str]:
-        try:
-            instance = self.registry.instances.get(instance_id)
-        except UnknownInstanceError:
-            return {}
-        return {"instance_group": instance.instance_group_name, "instance_id": instance_id}
-
-    async def _keep_time(self) -> None:
-        """Renew the lease and end what is overdue, every loop interval."""
-        while True:
-            await asyncio.sleep(self._settings.loop_interval_ms / 1000)
-            self.leadership.tick()
-            await self.cache.expire()
+    def _fail(self, reason: str) -> None:
+        """Memory is ahead of the disk: only a restart makes them agree. Called on a thread of the store."""
+        _log.error("metadata_store_failed", reason=reason)
+        self._failure = reason
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._stopping.set)
 
 
 class _Servers:
@@ -186,9 +198,12 @@ async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             await duty()
+        except KvcmError as error:  # the store cannot be asked: the next round tries again
+            _log.warning("duty_interrupted", duty=name, reason=str(error))
+            await asyncio.sleep(_PAUSE_SECONDS)
         except Exception:
             _log.exception("duty_failed", duty=name)
-            await asyncio.sleep(1)
+            await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
@@ -197,21 +212,28 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _cluster_id(settings: Settings) -> str:
-    """The configured id, else the one kept in the data directory, else a new one (design.md decision 1)."""
-    if settings.cluster_id:
-        return settings.cluster_id
-    new = secrets.token_hex(8)
-    if not settings.data_dir:
-        return new
-    kept = Path(settings.data_dir) / "cluster_id"
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), kept.open("x", encoding="ascii") as file:
-            file.write(new)
-        return kept.read_text(encoding="ascii").strip() or new
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data directory {settings.data_dir!r} cannot be used: {error}") from error
+def _new_cluster_id(settings: Settings) -> str:
+    """What a store that has no id yet is given: the name of a shared one, else something new (design.md decision 1)."""
+    if settings.registry_storage_uri.startswith("redis"):
+        return parse_redis_uri(settings.registry_storage_uri).cluster_name
+    return secrets.token_hex(8)
+
+
+async def _add_missing(registry: Registry, document: StartupDocument) -> None:
+    """Add what the startup document names and the store does not know yet."""
+    with contextlib.suppress(DuplicateEntityError):
+        await registry.storages.add(document.storage)
+    with contextlib.suppress(DuplicateEntityError):
+        await registry.groups.create(document.group)
+    _log.info("configured", storage=document.storage.global_unique_name, group=document.group.name)
+
+
+async def _nothing_new() -> bool:
+    return False
+
+
+def _unseen(_done: int, _estimated: int) -> None:
+    """Nobody looks."""
 
 
 def _allowed_roots(settings: Settings, document: StartupDocument) -> tuple[Path, ...] | None:

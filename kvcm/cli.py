@@ -20,6 +20,7 @@ try:
     from kvcm.app import Manager
     from kvcm.config import ConfigError, Settings, load_settings
     from kvcm.model.errors import KvcmError
+    from kvcm.store.rocks.progress import shown_progress
     from kvcm.telemetry.logs import LEVELS, configure_logs
 except ModuleNotFoundError as missing:
     sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
@@ -65,7 +66,7 @@ def serve(
     ] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", help="Directory for the cluster id and, below nfs/, the built-in file storage."),
+        typer.Option("--data-dir", help="Directory for the metadata and, below nfs/, the built-in file storage."),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve on all addresses although nobody is authenticated.")
@@ -105,7 +106,7 @@ def _run(settings: Settings) -> None:
     log.info("settings", **_changed(settings))
     for key in settings.without_effect():
         log.warning("settings", reason=f"{key} has no effect in this release")
-    uvloop.run(Manager(settings).serve())
+    uvloop.run(Manager(settings, progress=lambda: shown_progress("loading metadata")).serve())
 
 
 def _changed(settings: Settings) -> dict[str, str]:

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 __all__ = ["ConfigError", "Settings", "load_settings"]
 
-_OWN_SECTIONS = ("kvcm.auth.", "kvcm.storage.", "kvcm.limits.", "kvcm.cluster_id", "kvcm.data_dir")
+_OWN_SECTIONS = ("kvcm.auth.", "kvcm.storage.", "kvcm.store.", "kvcm.limits.", "kvcm.cluster_id", "kvcm.data_dir")
 _WITHOUT_EFFECT = {
     "io_thread_num",
     "enable_debug_service",
@@ -29,6 +28,7 @@ _WITHOUT_EFFECT = {
     "report_interval_ms",
     "event_publishers_configs",
 }
+_PASSWORD = re.compile("(?<=password)=[^&]*")
 _LEVELS = {"error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
@@ -82,6 +82,9 @@ def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text) -> Any
     return field(default=default, metadata={"key": key, "parse": parse})
 
 
+_REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel")
+_STORES = ("memory", "local", *_REDIS)
+_LOCKS = ("memory", "file", *_REDIS)
 _PORT = _number(0, 65535)
 _COUNT = _number(0, 1 << 31)
 
@@ -91,7 +94,7 @@ class Settings:
     """Everything that can be set. Fields that the original knows keep its keys."""
 
     registry_storage_uri: str = _setting("kvcm.registry_storage.uri", "")
-    distributed_lock_uri: str = _setting("kvcm.distributed_lock.uri", "memory://")
+    distributed_lock_uri: str = _setting("kvcm.distributed_lock.uri", "")
     node_id: str = _setting("kvcm.leader_elector.node_id", "")
     lease_ms: int = _setting("kvcm.leader_elector.lease_ms", 10000, _number(1, 1 << 31))
     loop_interval_ms: int = _setting("kvcm.leader_elector.loop_interval_ms", 100, _number(1, 1 << 31))
@@ -114,6 +117,8 @@ class Settings:
     auth_mode: str = _setting("kvcm.auth.mode", "off", _one_of("off"))
     cluster_id: str = _setting("kvcm.cluster_id", "")
     data_dir: str = _setting("kvcm.data_dir", "")
+    fsync: str = _setting("kvcm.store.fsync", "everysec", _one_of("always", "everysec", "never"))
+    search_cache_bytes: int = _setting("kvcm.store.search_cache_bytes", 1 << 30, _number(0, 1 << 50))
     allowed_roots: tuple[Path, ...] | None = _setting("kvcm.storage.allowed_roots", None, _paths)
     max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24))
     max_tokens_per_request: int = _setting("kvcm.limits.max_tokens_per_request", 1 << 20, _number(1, 1 << 28))
@@ -228,11 +233,18 @@ def _checked(settings: Settings) -> Settings:
             f"kvcm.service.host is {settings.host!r} and nobody is authenticated: "
             "give --insecure to serve other hosts, or leave the host at 127.0.0.1"
         )
-    if settings.registry_storage_uri:
-        raise ConfigError("kvcm.registry_storage.uri is set, but this release keeps its metadata in memory only")
-    if not settings.distributed_lock_uri.startswith("memory:"):
-        raise ConfigError("kvcm.distributed_lock.uri must be memory:// while the metadata is in memory")
+    _check_uri("kvcm.registry_storage.uri", settings.registry_storage_uri, _STORES)
+    _check_uri("kvcm.distributed_lock.uri", settings.distributed_lock_uri, _LOCKS)
+    if settings.registry_storage_uri.startswith("redis") and settings.distributed_lock_uri.startswith("memory:"):
+        raise ConfigError(
+            "kvcm.distributed_lock.uri is memory:// while managers share a store: each would lead; leave it unset"
+        )
     return settings
+
+
+def _check_uri(key: str, uri: str, schemes: Sequence[str]) -> None:
+    if uri and not uri.startswith(tuple(f"{scheme}://" for scheme in schemes)):
+        raise ConfigError(f"{key} is {_redacted(uri)!r}, must begin with one of {', '.join(schemes)}, or be empty")
 
 
 def _shown(value: object) -> str:
@@ -242,8 +254,8 @@ def _shown(value: object) -> str:
 def _redacted(value: str) -> str:
     if "://" not in value:
         return value
-    try:
-        password = urlsplit(value).password
-    except ValueError:  # not a uri after all, and perhaps still a secret
-        return "***"
-    return value.replace(f":{password}@", ":***@") if password else value
+    scheme, _, rest = value.partition("://")
+    login, at, hosts = rest.rpartition("@")
+    user = login.partition(":")[0]
+    shown = f"{user}:***@" if at and ":" in login else login + at
+    return f"{scheme}://{shown}{_PASSWORD.sub('=***', hosts)}"

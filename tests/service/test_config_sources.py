@@ -147,13 +147,34 @@ def test_another_host_needs_the_consent_of_insecure_decision_11(load: Loader, ho
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("kvcm.registry_storage.uri", "redis://user:hunter2@h:1/?cluster_name=c"),
-        ("kvcm.distributed_lock.uri", "redis://user:hunter2@h:1/"),
+        ("kvcm.registry_storage.uri", "mysql://user:hunter2@h:1/?cluster_name=c"),
+        ("kvcm.distributed_lock.uri", "etcd://user:hunter2@h:1/"),
+        ("kvcm.distributed_lock.uri", "local:///lock?password=hunter2"),
     ],
 )
-def test_a_store_of_a_later_release_is_refused_without_telling_its_password(load: Loader, key: str, value: str) -> None:
+def test_an_unknown_store_is_refused_without_telling_its_password(load: Loader, key: str, value: str) -> None:
     message = load.refusal(f"{key}={value}")
-    assert (key in message, "hunter2" in message) == (True, False)
+    assert (key in message, "redis" in message, "hunter2" in message) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "redis://user:hunter2@h:1/?cluster_name=c",
+        "rediss+cluster://:hunter2@a:1,b:2/?cluster_name=c&timeout_ms=5",
+        "redis+sentinel://u:hunter2@a:1,b:2/name/3?cluster_name=c&sentinel_user=s&sentinel_password=hunter2",
+    ],
+)
+def test_settings_are_shown_without_passwords(load: Loader, uri: str) -> None:
+    shown = load(f"kvcm.registry_storage.uri={uri}").described()["kvcm.registry_storage.uri"]
+    assert ("***" in shown, "hunter2" in shown, "cluster_name=c" in shown) == (True, False, True)
+
+
+def test_managers_that_share_a_store_share_its_lease(load: Loader) -> None:
+    """Each would lead, and run the background duties beside the others."""
+    shared = "kvcm.registry_storage.uri=redis://h:1/?cluster_name=c"
+    assert "kvcm.distributed_lock.uri" in load.refusal(shared, "kvcm.distributed_lock.uri=memory://")
+    assert load(shared).distributed_lock_uri == ""
 
 
 def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, load: Loader) -> None:

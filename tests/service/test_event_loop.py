@@ -71,8 +71,8 @@ def test_the_watch_sees_blocking_work(watch: Watch, tmp_path: Path) -> None:
 async def test_no_call_blocks_the_loop(tmp_path: Path, watch: Watch) -> None:
     settings = Settings(rpc_port=0, http_port=0, admin_rpc_port=0, admin_http_port=0, data_dir=str(tmp_path))
     manager = Manager(settings)
-    watch.on_loop.clear()  # before it serves, a manager may block
     async with manager.running() as endpoint:
+        watch.on_loop.clear()  # before it serves, a manager may block
         async with (
             grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.admin_rpc_port}") as admin_channel,
             grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.meta_rpc_port}") as channel,
