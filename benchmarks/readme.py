@@ -56,9 +56,26 @@ def checks_table(rows: Rows) -> list[str]:
     return header + [f"| {row['case']} | {row['target']} |" for row in rows if row["metric"] == "holds"]
 
 
+def costs_table(rows: Rows) -> list[str]:
+    """All rows of benchmarks/index.py and benchmarks/scale.py."""
+    header = ["| what | figure | compared with | ratio | wanted |", "|---|---|---|---|---|"]
+    return header + [
+        f"| {row['case']}: {row['metric']} | {row['value']:,.1f} {row['unit']} | {_compared(row)} | {row['target']} |"
+        for row in rows
+    ]
+
+
+def _compared(row: dict[str, Any]) -> str:
+    if row["baseline"] is None:
+        return " | "
+    return f"{row['baseline']:,.1f} {row['unit']} | {row['ratio']:.2f}"
+
+
 TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "match", "match.json", match_table),
     ("README.md", "cpu", "match.json", cpu_table),
+    ("docs/metadata.md", "index", "index.json", costs_table),
+    ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/demo.md", "turns", "reuse.json", turns_table),
     ("docs/demo.md", "checks", "reuse.json", checks_table),
 ]

@@ -75,10 +75,6 @@ class Manager:
             ConfigError: a file or directory that the settings name cannot be used.
         """
         loop = asyncio.get_running_loop()
-        # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a
-        # write.
-        gc.freeze()
-        gc.set_threshold(200_000, 20, 100)
 
         def stop(number: signal.Signals) -> None:
             self._stopping.set()
@@ -87,6 +83,10 @@ class Manager:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop, number)
         async with self.running() as endpoint:
+            # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a
+            # write.
+            gc.freeze()
+            gc.set_threshold(200_000, 20, 100)
             _log.info("serving", **_addresses(endpoint))
             await self._stopping.wait()
         if self._failure:

@@ -115,11 +115,20 @@ class Leadership:
         async with self._asking:
             begin, resignations = self._clock.now(), self._resignations
             if not self.is_leader and begin < self._stay_out_until:
+                await self._look_on(begin)
                 return
             state = await self._lease.hold(self.node_id, self._lease_seconds)
             if resignations != self._resignations:
                 return  # the lease may have been taken or renewed for one who does not want it; release follows
             self._took_note(state, begin)
+
+    async def _look_on(self, begin: float) -> None:
+        """Hear who leads while this manager does not want to."""
+        state = await self._lease.look()
+        if state.holder == self.node_id:  # giving it up did not reach the store
+            await self._lease.release(self.node_id)
+            state = LeaseState("", state.token)
+        self._seen, self._seen_until = state, begin + self._lease_seconds
 
     def _took_note(self, state: LeaseState, begin: float) -> None:
         was_leader = self.is_leader

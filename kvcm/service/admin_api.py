@@ -19,6 +19,7 @@ from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.limits import RequestLimits
+from kvcm.service.state_series import state_series
 from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
 from kvcm.telemetry.logs import LEVELS, set_level
 from kvcm.telemetry.metrics import ApiMetrics
@@ -259,7 +260,7 @@ class AdminApi:
     async def get_metrics(self, _request: Any) -> Reply:
         """Return all counters and gauges."""
         message = pb.GetMetricsResponse(timestamp=time.time_ns() // 1_000_000)
-        for series in self._metrics.series():
+        for series in (*self._metrics.series(), *await state_series(self._cache, self._registry)):
             data = message.metrics.add(metric_name=series.name)
             if isinstance(series.value, int):
                 data.metric_value.int_value = series.value

@@ -81,18 +81,29 @@ class FileLease:
     async def hold(self, node_id: str, seconds: float) -> LeaseState:
         return await asyncio.to_thread(self._hold, node_id, seconds)
 
+    async def look(self) -> LeaseState:
+        return await asyncio.to_thread(self._look)
+
     async def release(self, node_id: str) -> None:
         await asyncio.to_thread(self._release, node_id)
 
     def _hold(self, node_id: str, seconds: float) -> LeaseState:
         with self._locked():
             entry, now = self._read(), self._clock.now()
-            is_free = not entry.holder or now >= entry.expires or entry.boot != self._boot
+            is_free = self._is_free(entry, now)
             if is_free or entry.holder == node_id:
                 entry = _Entry(node_id, now + seconds, entry.token + is_free, self._boot)
                 self._write(entry)
             self._token = entry.token
             return LeaseState(entry.holder, entry.token)
+
+    def _look(self) -> LeaseState:
+        with self._locked():
+            entry = self._read()
+            return LeaseState("" if self._is_free(entry, self._clock.now()) else entry.holder, entry.token)
+
+    def _is_free(self, entry: _Entry, now: float) -> bool:
+        return not entry.holder or now >= entry.expires or entry.boot != self._boot
 
     def _release(self, node_id: str) -> None:
         with self._locked():

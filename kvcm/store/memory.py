@@ -84,6 +84,10 @@ class MemoryLease:
             self._expires = now + seconds
         return self._state
 
+    async def look(self) -> LeaseState:
+        is_free = self._clock.now() >= self._expires
+        return LeaseState("", self._state.token) if is_free else self._state
+
     async def release(self, node_id: str) -> None:
         if self._state.holder == node_id:
             self._state = LeaseState("", self._state.token)

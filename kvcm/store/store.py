@@ -65,6 +65,13 @@ class Lease(Protocol):
             StorageIOError: the place where the lease is kept cannot be asked.
         """
 
+    async def look(self) -> LeaseState:
+        """Return who holds the lease, without taking it.
+
+        Raises:
+            StorageIOError: the place where the lease is kept cannot be asked.
+        """
+
     async def release(self, node_id: str) -> None:
         """Give the lease up if `node_id` holds it."""
 

@@ -66,6 +66,15 @@ async def test_the_first_takes_it_and_the_others_hear_who_holds_it(rig: Rig) -> 
     assert await rig.other.hold("b", LONG_SECONDS) == taken
 
 
+async def test_looking_takes_nothing(rig: Rig) -> None:
+    assert (await rig.other.look()).holder == ""
+    taken = await rig.lease.hold("a", SHORT_SECONDS)
+    assert await rig.other.look() == taken
+    await rig.run_out()
+    assert (await rig.other.look()).holder == ""
+    assert (await rig.other.hold("b", LONG_SECONDS)).holder == "b"
+
+
 async def test_renewing_keeps_it_and_its_token(rig: Rig) -> None:
     taken = await rig.lease.hold("a", SHORT_SECONDS)
     assert await rig.lease.hold("a", LONG_SECONDS) == taken

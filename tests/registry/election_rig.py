@@ -49,6 +49,12 @@ class UnreliableLease:
         self._end()
         return state
 
+    async def look(self) -> LeaseState:
+        await self._begin()
+        state = await self._lease.look()
+        self._end()
+        return state
+
     async def release(self, node_id: str) -> None:
         await self._begin()
         await self._lease.release(node_id)

@@ -94,6 +94,7 @@ async def test_a_demoted_leader_stays_out_and_the_other_takes_over_at_once(clust
     await cluster.tick()
     assert cluster.leaders == ["node-b"]
     assert second.token == 2
+    assert [node.leader_node_id for node in cluster.nodes] == ["node-b", "node-b"], "it knows who leads while it waits"
 
 
 async def test_a_leader_that_stops_hands_over_at_once(cluster: Cluster) -> None:

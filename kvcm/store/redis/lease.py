@@ -30,6 +30,11 @@ return 0
 """)
 
 
+_LOOK = Script("""
+return {redis.call('GET', KEYS[1]) or '', tonumber(redis.call('GET', KEYS[2]) or 0)}
+""")
+
+
 class RedisLease:
     """One lease.
 
@@ -44,6 +49,10 @@ class RedisLease:
     async def hold(self, node_id: str, seconds: float) -> LeaseState:
         args = (node_id.encode(), max(1, int(seconds * 1000)))
         ((holder, token),) = await self._client.run([ScriptCall(_HOLD, self._keys, args)])
+        return LeaseState(holder.decode(), token)
+
+    async def look(self) -> LeaseState:
+        ((holder, token),) = await self._client.run([ScriptCall(_LOOK, self._keys)])
         return LeaseState(holder.decode(), token)
 
     async def release(self, node_id: str) -> None:

@@ -1,0 +1,54 @@
+"""What GetMetrics tells of the manager's state, under the original's names (wire.md 10.1) where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcm.cache.manager import CacheManager
+from kvcm.registry.registry import Registry
+from kvcm.telemetry.metrics import Series
+
+__all__ = ["state_series"]
+
+
+async def state_series(cache: CacheManager, registry: Registry) -> list[Series]:
+    """Return gauges and counters of the index, the groups and the instances, as the store has them now.
+
+    Raises:
+        StorageIOError: the store cannot be asked.
+    """
+    for kept in cache.open_caches.all():
+        await kept.index.refresh()
+    return [*_search_cache(cache), *_groups(cache, registry), *_instances(cache)]
+
+
+def _search_cache(cache: CacheManager) -> Iterator[Series]:
+    budget = cache.budget
+    asked = budget.hits + budget.misses
+    yield Series("meta_indexer.search_cache_hit_count", (), budget.hits)
+    yield Series("meta_indexer.search_cache_miss_count", (), budget.misses)
+    yield Series("meta_indexer.search_cache_hit_ratio", (), 100.0 * budget.hits / asked if asked else 0.0)
+    yield Series("cache_manager.write_location_expire_size", (), float(cache.endings.open_count))
+    yield Series("cache_manager.access_waiting_count", (), float(cache.accesses.waiting_count))
+    yield Series("cache_manager.access_dropped_count", (), cache.accesses.dropped)
+
+
+def _groups(cache: CacheManager, registry: Registry) -> Iterator[Series]:
+    for group in registry.groups.all():
+        tags = (("instance_group", group.name),)
+        used = sum(cache.group_usage_bytes(group.name).values())
+        yield Series("cache_manager_group.byte_size", tags, float(used))
+        yield Series("cache_manager_group.usage_ratio", tags, used / max(1, group.quota.capacity))
+
+
+def _instances(cache: CacheManager) -> Iterator[Series]:
+    keys = 0
+    for kept in cache.open_caches.all():
+        tags = (
+            ("instance_group", kept.instance.instance_group_name),
+            ("instance_id", kept.instance.instance_id),
+        )
+        keys += kept.index.key_count
+        yield Series("cache_manager_instance.key_count", tags, float(kept.index.key_count))
+        yield Series("cache_manager_instance.byte_size", tags, float(sum(kept.index.usage_bytes.values())))
+    yield Series("meta_indexer.total_key_count", (), float(keys))
