@@ -1,0 +1,209 @@
+"""Quotas that several managers share, on a real Redis: never exceeded, never forgotten (invariant 4).
+
+The truth is what the records say. While reports are on their way, or were lost, the counters may be above it, not below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from redis_servers import Standalone
+
+from kvcm.cache.shared_usage import SharedLedger, counted
+from kvcm.cache.usage import Reservation
+from kvcm.index.backends.redis import RedisBackend
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.groups import InstanceGroup, InstanceGroupQuota, QuotaConfig
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.storages import StorageType
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.quota import QuotaCounters
+from kvcm.store.redis.uri import parse_redis_uri
+
+UID = 1
+SIZE = 10
+NFS = StorageType.ST_NFS
+
+
+class AnyStorage:
+    """Every storage is available."""
+
+    generation = 0
+
+    def rank(self, _storage: str) -> int | None:
+        return 0
+
+
+def group(capacity: int = 40 * SIZE, nfs: int = 30 * SIZE) -> InstanceGroup:
+    return InstanceGroup("a group {with} braces", quota=InstanceGroupQuota(capacity, (QuotaConfig(NFS, nfs),)))
+
+
+def block(kind: StorageType = NFS) -> BlockRecord:
+    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"dummy://s/x?size={SIZE}")])
+    return BlockRecord(None, 0, (Location("x", "s", kind, LocationStatus.SERVING, ("tp0",), chunk, SIZE, 1.0),))
+
+
+@dataclass
+class Manager:
+    """One manager's ledger and its view of the index.
+
+    Attributes:
+        stored: reservations whose blocks are stored and that are not settled yet.
+    """
+
+    ledger: SharedLedger
+    index: MetaIndex
+    open: list[tuple[Reservation, list[int]]] = field(default_factory=list)
+
+
+class World:
+    """Managers over one Redis."""
+
+    def __init__(self, client: RedisClient, max_key_count: int = 1 << 62) -> None:
+        self.counters = QuotaCounters(client)
+        self._client = client
+        self._max_key_count = max_key_count
+        self._keys = iter(range(1, 1 << 40))
+        self._nodes = iter(range(1 << 20))
+        self.truth = MetaIndex(RedisBackend(client, UID, 4), AnyStorage(), shard_count=4)
+
+    def manager(self) -> Manager:
+        ledger = SharedLedger(self.counters, f"node-{next(self._nodes)}")
+        index = MetaIndex(
+            RedisBackend(self._client, UID, 4),
+            AnyStorage(),
+            shard_count=4,
+            max_key_count=self._max_key_count,
+            on_usage=ledger.listener(group().name, UID),
+        )
+        return Manager(ledger, index)
+
+    async def reserve(self, manager: Manager, count: int, kind: StorageType, deadline: float = math.inf) -> bool:
+        keys = [next(self._keys) for _ in range(count)]
+        wanted = {kind: count * SIZE}
+        reservation = Reservation(secrets.token_hex(4), group(), UID, wanted, count, deadline)
+        fits = await manager.ledger.reserve(reservation, manager.index)
+        if fits:
+            manager.open.append((reservation, keys))
+        return fits
+
+    async def store(self, manager: Manager, kind: StorageType) -> None:
+        reservation, keys = manager.open.pop()
+        await manager.index.put({key: block(next(iter(reservation.wanted_bytes))) for key in keys})
+        manager.ledger.settle(reservation, manager.index)
+
+    async def keys(self) -> list[int]:
+        return [key async for page in self.truth.scan() for key in page]
+
+    async def check(self) -> None:
+        """Counters are at least the truth, and the truth is within the limits."""
+        counters, truth = await self.counters.read(group().name), await counted({UID: self.truth})
+        for name, value in truth.items():
+            assert counters.used.get(name, 0) + counters.reserved.get(name, 0) >= value, name
+        assert truth.get("b4", 0) <= 30 * SIZE
+        assert truth[f"k{UID}"] <= self._max_key_count
+        assert sum(value for name, value in truth.items() if name[0] == "b") <= 40 * SIZE
+
+
+@pytest.fixture
+async def client(redis_standalone: Standalone) -> AsyncIterator[RedisClient]:
+    client = RedisClient.of(parse_redis_uri(redis_standalone.uri(f"t{secrets.token_hex(6)}")))
+    yield client
+    await client.close()
+
+
+KINDS = [NFS, NFS, StorageType.ST_DUMMY]
+
+
+async def step(world: World, managers: list[Manager], random: Random) -> None:
+    manager = random.choice(managers)
+    action = random.choice(["reserve", "reserve", "store", "store", "delete", "flush", "crash"])
+    if action == "reserve":
+        await world.reserve(manager, random.randint(1, 8), random.choice(KINDS))
+    elif action == "store" and manager.open:
+        await world.store(manager, random.choice(KINDS))
+    elif action == "delete" and (keys := await world.keys()):
+        await manager.index.delete(random.sample(keys, min(len(keys), random.randint(1, 10))))
+    elif action == "flush":
+        await manager.ledger.flush()
+    elif action == "crash" and random.random() < 0.3:
+        managers[managers.index(manager)] = world.manager()
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_limits_hold_whatever_managers_do_and_lose(client: RedisClient, seed: int) -> None:
+    """Invariant 4, with recounts begun and ended at any time in between."""
+    random = Random(seed)
+    world = World(client, max_key_count=33)
+    managers = [world.manager() for _ in range(3)]
+    begun = None
+    for _ in range(70):
+        await step(world, managers, random)
+        if begun is None and random.random() < 0.15:
+            begun = await world.counters.begin_recount(group().name, now=0.0)
+            seen = await counted({UID: world.truth})
+        elif begun is not None and random.random() < 0.4:
+            assert await world.counters.end_recount(group().name, begun, seen)
+            begun = None
+        await world.check()
+    for manager in managers:
+        await manager.ledger.flush()
+    assert await managers[0].ledger.recount(group().name, {UID: world.truth}, now=math.inf)
+    counters = await world.counters.read(group().name)
+    truth = await counted({UID: world.truth})
+    assert {name: used for name, used in counters.used.items() if used} == {n: v for n, v in truth.items() if v}
+    assert not any(value for value in counters.reserved.values() if value < 0)
+
+
+async def test_writers_at_once_fill_a_group_to_its_last_byte_and_no_further(client: RedisClient) -> None:
+    world = World(client)
+    managers = [world.manager() for _ in range(4)]
+    answers = await asyncio.gather(*(world.reserve(m, 1, NFS) for m in managers for _ in range(20)))
+    assert sum(answers) == 30
+
+
+async def test_the_key_limit_is_one_of_all_managers(client: RedisClient) -> None:
+    world = World(client, max_key_count=7)
+    first, second = world.manager(), world.manager()
+    assert await world.reserve(first, 5, NFS)
+    assert not await world.reserve(second, 3, NFS)
+    assert await world.reserve(second, 2, NFS)
+
+
+async def test_a_report_that_is_sent_twice_counts_once(client: RedisClient) -> None:
+    """The store heard it and the answer was lost: the manager sends it again."""
+    world = World(client)
+    manager = world.manager()
+    assert await world.reserve(manager, 3, NFS)
+    await world.store(manager, NFS)
+    assert manager.ledger._next_report(group().name)
+    report = manager.ledger._sending[group().name]
+    await world.counters.report(group().name, report)
+    await manager.ledger.flush()
+    counters = await world.counters.read(group().name)
+    assert (counters.used["b4"], counters.reserved["b4"]) == (30, 0)
+
+
+async def test_a_reservation_of_a_manager_that_died_is_void_after_its_deadline(client: RedisClient) -> None:
+    world = World(client)
+    assert await world.reserve(world.manager(), 30, NFS, deadline=100.0)
+    other = world.manager()
+    await other.ledger.recount(group().name, {UID: world.truth}, now=99.0)
+    assert not await world.reserve(other, 1, NFS)
+    await other.ledger.recount(group().name, {UID: world.truth}, now=101.0)
+    assert await world.reserve(other, 30, NFS)
+
+
+async def test_of_two_recounts_at_once_the_later_counts(client: RedisClient) -> None:
+    counters = World(client).counters
+    first = await counters.begin_recount("g", 0.0)
+    second = await counters.begin_recount("g", 0.0)
+    assert not await counters.end_recount("g", first, {"b4": 1})
+    assert await counters.end_recount("g", second, {"b4": 2})
+    assert (await counters.read("g")).used == {"b4": 2}
