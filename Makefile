@@ -22,6 +22,12 @@ $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,dev]'
 	touch $@
 
+# Tests and benchmarks start real Redis servers of their own.
+.PHONY: redis
+redis:
+	command -v redis-server > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; } \
+	  || { echo "redis-server >= 7 is needed on the PATH for tests and benchmarks" >&2; exit 1; }
+
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
 
@@ -43,7 +49,7 @@ imports: setup
 figures: setup
 	$(BIN)/python benchmarks/readme.py --check
 
-unit: setup
+unit: setup redis
 	$(BIN)/python -m pytest
 
 demo: setup
