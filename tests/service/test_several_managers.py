@@ -1,0 +1,226 @@
+"""Managers that share one store, as `app` wires them, on real servers: what one does, the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc.aio
+import pytest
+
+from kvcm.app import Manager
+from kvcm.config import Settings
+from kvcm.model.nodes import Endpoint
+from kvcm.protocol import admin_service_pb2 as admin
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
+from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
+
+KEYS = list(range(1, 41))
+
+
+class Node(NamedTuple):
+    """One running manager and how to call it."""
+
+    endpoint: Endpoint
+    meta: MetaServiceStub
+    admin: AdminServiceStub
+
+
+@contextlib.asynccontextmanager
+async def node(settings: Settings) -> AsyncIterator[Node]:
+    """A manager inside the block."""
+    async with Manager(settings).running() as endpoint:
+        async with (
+            grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.meta_rpc_port}") as data,
+            grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.admin_rpc_port}") as operators,
+        ):
+            yield Node(endpoint, MetaServiceStub(data), AdminServiceStub(operators))
+
+
+def settings_of(uri: str, directory: Path) -> Settings:
+    return Settings(
+        rpc_port=0,
+        http_port=0,
+        admin_rpc_port=0,
+        admin_http_port=0,
+        registry_storage_uri=uri,
+        lease_ms=1000,
+        startup_config=str(startup_document(directory)),
+    )
+
+
+def startup_document(directory: Path) -> Path:
+    """A group whose blocks are deleted a moment after they were removed."""
+    path = directory / "startup.json"
+    path.write_text(
+        '{"storage_config": {"type": "file", "global_unique_name": "nfs", "storage_spec": {"root_path": "%s/",'
+        ' "key_count_per_file": 8}}, "instance_group": {"name": "default", "storage_candidates": ["nfs"],'
+        ' "global_quota_group_name": "all", "max_instance_count": 10, "quota": {"capacity": 4000, "quota_config": []},'
+        ' "cache_config": {"reclaim_strategy": {"reclaim_policy": 1, "delay_before_delete_ms": 50,'
+        ' "trigger_strategy": {"used_percentage": 0.8}}, "cache_prefer_strategy": 2, "meta_indexer_config":'
+        ' {"max_key_count": 1000, "mutex_shard_num": 4}}, "version": 1}}' % (directory / "bytes")
+    )
+    return path
+
+
+@pytest.fixture(params=["redis_standalone", "redis_cluster", "redis_sentinel"])
+async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[Node]]:
+    uri = request.getfixturevalue(request.param).uri(f"t{secrets.token_hex(6)}")
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(node(settings_of(uri, tmp_path))) for _ in range(3)]
+
+
+async def registered(on: Node) -> None:
+    request = meta.RegisterInstanceRequest(instance_group="default", instance_id="i", block_size=16)
+    request.location_spec_infos.add(name="kv", size=100)
+    request.model_deployment.model_name, request.model_deployment.dtype = "m", "bf16"
+    assert (await on.meta.RegisterInstance(request)).header.status.code == meta.OK
+
+
+async def start(on: Node, keys: list[int], seconds: int = 30) -> meta.StartWriteCacheResponse:
+    answer: meta.StartWriteCacheResponse = await on.meta.StartWriteCache(
+        meta.StartWriteCacheRequest(instance_id="i", block_keys=keys, write_timeout_seconds=seconds)
+    )
+    return answer
+
+
+async def finish(on: Node, started: meta.StartWriteCacheResponse, count: int) -> meta.CommonResponse:
+    request = meta.FinishWriteCacheRequest(instance_id="i", write_session_id=started.write_session_id)
+    request.success_blocks.offset = count
+    answer: meta.CommonResponse = await on.meta.FinishWriteCache(request)
+    return answer
+
+
+async def hits(on: Node, keys: list[int] = KEYS) -> int:
+    request = meta.GetCacheLocationRequest(instance_id="i", block_keys=keys, query_type=meta.QT_PREFIX_MATCH)
+    answer = await on.meta.GetCacheLocation(request)
+    assert answer.header.status.code == meta.OK, answer.header
+    return len(answer.locations)
+
+
+async def gauge(on: Node, name: str) -> float:
+    answer = await on.admin.GetMetrics(admin.GetMetricsRequest())
+    (value,) = {
+        metric.metric_value.float_value or float(metric.metric_value.int_value)
+        for metric in answer.metrics
+        if metric.metric_name == name and all(tag.tag_value in {"default", "i"} for tag in metric.metric_tags)
+    }
+    return value
+
+
+async def eventually(holds: Callable[[], object], seconds: float = 10.0) -> float:
+    """Wait until a condition (a coroutine function) holds, and return how long that took."""
+    begin = time.monotonic()
+    while not await holds():  # type: ignore[misc]
+        assert time.monotonic() - begin < seconds
+        await asyncio.sleep(0.005)
+    return time.monotonic() - begin
+
+
+async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) -> None:
+    """Invariants 2 and 3: the blocks are masked at every manager meanwhile, and served by every one afterwards."""
+    await registered(nodes[0])
+    started = await start(nodes[0], KEYS)
+    assert len(started.locations) == len(KEYS)
+    elsewhere = await start(nodes[1], KEYS)
+    assert (len(elsewhere.locations), elsewhere.block_mask.offset) == (0, len(KEYS))
+    assert (await finish(nodes[2], started, len(KEYS))).header.status.code == meta.OK
+    assert [await hits(each) for each in nodes] == [len(KEYS)] * 3
+    assert (await finish(nodes[0], started, len(KEYS))).header.status.code == meta.INVALID_ARGUMENT
+
+
+async def test_every_manager_answers_from_its_cache_until_a_block_changes(nodes: list[Node]) -> None:
+    """Invariant 1, within the moment that an invalidation takes."""
+    await registered(nodes[0])
+    await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
+    for each in nodes:
+        await eventually(lambda each=each: cached(each))
+    await nodes[1].meta.RemoveCache(meta.RemoveCacheRequest(instance_id="i", block_keys=[20]))
+
+    async def gone(each: Node) -> bool:
+        return await hits(each) == 19
+
+    for each in nodes:
+        assert await eventually(lambda each=each: gone(each)) < 1.0
+
+
+async def cached(each: Node) -> bool:
+    """Whether a match is answered without a miss of the search cache."""
+    before = await gauge(each, "meta_indexer.search_cache_miss_count")
+    assert await hits(each) == len(KEYS)
+    return await gauge(each, "meta_indexer.search_cache_miss_count") == before
+
+
+async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
+    """Invariant 4: 40 blocks fit; writers at every manager get exactly these."""
+    await registered(nodes[0])
+    answers = await asyncio.gather(*(start(nodes[i % 3], [1000 + i]) for i in range(60)))
+    codes = [answer.header.status.code for answer in answers]
+    assert (codes.count(meta.OK), codes.count(meta.REACH_MAX_ENTITY_CAPACITY)) == (40, 20)
+    done = await asyncio.gather(*(finish(nodes[2], each, 0) for each in answers if each.write_session_id))
+    assert {answer.header.status.code for answer in done} == {meta.OK}
+
+    async def empty() -> bool:
+        return await gauge(nodes[1], "cache_manager_instance.byte_size") == 0
+
+    async def writable() -> bool:
+        return len((await start(nodes[1], KEYS)).locations) == len(KEYS)
+
+    await eventually(empty)
+    await eventually(writable)
+
+
+async def test_what_an_operator_changes_is_in_force_everywhere_within_a_second(nodes: list[Node]) -> None:
+    await registered(nodes[0])
+    await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
+    assert await hits(nodes[2]) == len(KEYS)
+    await nodes[1].admin.DisableStorage(admin.DisableStorageRequest(storage_unique_name="nfs"))
+
+    async def refuses(each: Node) -> bool:
+        request = meta.GetCacheLocationRequest(instance_id="i", block_keys=KEYS, query_type=meta.QT_PREFIX_MATCH)
+        return (await each.meta.GetCacheLocation(request)).header.status.code == meta.SERVICE_NOT_READY
+
+    for each in nodes:
+        assert await eventually(lambda each=each: refuses(each)) < 1.0
+
+
+async def test_a_removed_instance_vanishes_everywhere_and_can_be_registered_anew(nodes: list[Node]) -> None:
+    await registered(nodes[0])
+    await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
+    assert await hits(nodes[2]) == len(KEYS)
+    removed = await nodes[1].admin.RemoveInstance(
+        admin.RemoveInstanceRequest(instance_group="default", instance_id="i")
+    )
+    assert removed.header.status.code == admin.OK
+    await registered(nodes[1])
+
+    async def empty(each: Node) -> bool:
+        request = meta.GetCacheLocationRequest(instance_id="i", block_keys=KEYS, query_type=meta.QT_PREFIX_MATCH)
+        answer = await each.meta.GetCacheLocation(request)
+        return answer.header.status.code == meta.OK and not answer.locations
+
+    for each in nodes:
+        assert await eventually(lambda each=each: empty(each)) < 1.0
+
+
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+async def test_a_restart_finds_everything_again(tmp_path: Path, fsync: str) -> None:
+    """RocksDB, stopped in good order: registry, blocks, an open session, usage."""
+    settings = replace(settings_of("", tmp_path), data_dir=str(tmp_path / "data"), fsync=fsync)
+    async with node(settings) as before:
+        await registered(before)
+        await finish(before, await start(before, KEYS[:20]), 20)
+        open_session = await start(before, KEYS[20:])
+        used = await gauge(before, "cache_manager_group.byte_size")
+    async with node(settings) as after:
+        assert await hits(after) == 20
+        assert await gauge(after, "cache_manager_group.byte_size") == used == 4000
+        assert (await finish(after, open_session, 20)).header.status.code == meta.OK
+        assert await hits(after) == 40
