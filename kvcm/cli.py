@@ -19,6 +19,7 @@ try:
 
     from kvcm.app import Manager
     from kvcm.config import ConfigError, Settings, load_settings
+    from kvcm.index_commands import index_app
     from kvcm.model.errors import KvcmError
     from kvcm.store.rocks.progress import shown_progress
     from kvcm.telemetry.logs import LEVELS, configure_logs
@@ -33,6 +34,7 @@ _app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+_app.add_typer(index_app)
 
 
 def _print_version(wanted: bool) -> None:

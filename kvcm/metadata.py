@@ -31,7 +31,7 @@ from kvcm.store.rocks.progress import LoadProgress
 from kvcm.store.rocks.store import RocksStore
 from kvcm.store.store import Lease, Store
 
-__all__ = ["Metadata", "open_metadata"]
+__all__ = ["Metadata", "local_directory", "open_metadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ async def open_metadata(
     uri = settings.registry_storage_uri
     if uri.startswith("redis"):
         metadata = await _in_redis(_redis_settings("kvcm.registry_storage.uri", uri), node_id)
-    elif (directory := _local_directory(settings)) is not None:
+    elif (directory := local_directory(settings)) is not None:
         metadata = await asyncio.to_thread(_in_rocksdb, settings, directory, clock, progress, on_failure)
     else:
         metadata = _in_memory(clock)
@@ -101,7 +101,11 @@ def _in_rocksdb(
     settings: Settings, directory: Path, clock: Clock, progress: LoadProgress, on_failure: Callable[[str], None]
 ) -> Metadata:
     store = RocksStore(directory, settings.fsync, clock, on_failure)
-    index = load_index(store, progress)
+    try:
+        index = load_index(store, progress)
+    except BaseException:
+        store.log.close_at_once()  # or the directory stays in use
+        raise
     return Metadata("rocksdb", store, lambda placement: index.backend(placement.uid), MemoryLease(clock), UsageLedger())
 
 
@@ -147,7 +151,8 @@ def _redis_settings(key: str, uri: str, cluster_name: str = "") -> RedisSettings
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _local_directory(settings: Settings) -> Path | None:
+def local_directory(settings: Settings) -> Path | None:
+    """Return where the settings have a RocksDB, None when they have none."""
     uri = settings.registry_storage_uri
     if uri.startswith("local://"):
         return Path(uri.removeprefix("local://"))

@@ -26,6 +26,7 @@ from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
+from kvcm.store.memory import MemoryStore
 
 SPECS = {"tp0": 10, "tp1": 10}
 
@@ -112,8 +113,14 @@ class Rig:
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
         ids = iter(range(1, 1 << 30))
+        self.tables = MemoryStore()
         self.manager = CacheManager(
-            self.registry, self.storages, self.executor, self.clock, lambda length: f"{next(ids):0{length}x}"
+            self.registry,
+            self.storages,
+            self.executor,
+            self.clock,
+            lambda length: f"{next(ids):0{length}x}",
+            store=self.tables,
         )
         self.executor.serve(self.manager)
         for name in ("slow", "slow2"):

@@ -1,6 +1,6 @@
 """Quotas that several managers share, on a real Redis: never exceeded, never forgotten (invariant 4).
 
-The truth is what the records say. While reports are on their way, or were lost, the counters may be above it, not below.
+The truth is what the records say. While reports are on their way or lost, the counters may be above it, not below.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Write sessions through the manager: deadlines, masks, spec groups, limits, and who may end them."""
 
 import pytest
-from cache_rig import group, instance, opened, uris
+from cache_rig import group, instance, location, opened, uris
 
 from kvcm.cache.sessions import FinishedWrite
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, UnknownInstanceError
+from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.storages import StorageType
 
@@ -234,3 +235,32 @@ async def test_renewing_moves_the_deadline_of_session_and_records() -> None:
         assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1)) == FinishedWrite(1, 0, 0)
         with pytest.raises(InvalidArgumentError):
             await rig.manager.renew_write("i", started.session.id, 10)
+
+
+async def test_a_block_whose_session_is_unknown_is_repaired_from_its_record() -> None:
+    """It was stored after the end of its session, by a manager that was slow or died."""
+    with opened() as rig:
+        orphan = location("slow", status=LocationStatus.WRITING)._replace(
+            session_id="f" * 32, deadline=rig.clock.now() + 5
+        )
+        await rig.manager.cache("i").index.put({1: BlockRecord(None, 0, (orphan,))})
+        rig.wait(4.9)
+        await rig.executor.run_due()
+        assert await rig.statuses([1]) == [["WRITING"]]
+        rig.wait(0.1)
+        await rig.executor.run_due()
+        assert (await rig.statuses([1]), rig.used_bytes) == ([[]], 0)
+
+
+async def test_sessions_that_cannot_be_ended_do_not_hide_those_behind_them() -> None:
+    """A newer release wrote some: they are looked at again later, and the others end."""
+    with opened() as rig:
+        table = rig.tables.table("sessions")
+        for number in range(40):
+            assert await table.replace(f"unreadable-{number}", None, b"newer", rig.clock.now() + 1)
+        await rig.start([1], timeout_seconds=5)
+        rig.wait(5)
+        await rig.manager.expire()
+        await rig.manager.expire()
+        await rig.manager.expire()
+        assert await rig.statuses([1]) == [["DELETING"]]

@@ -23,6 +23,7 @@ from typing import Final
 
 from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.backends.rocks_rows import ADDRESS, BLOCKS, READS
 from kvcm.index.codec import decode_payload, encode_payload
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import BlockRecord
@@ -33,9 +34,6 @@ from kvcm.store.rocks.store import RocksStore
 
 __all__ = ["RocksBackend", "RocksIndex", "load_index"]
 
-_BLOCKS: Final = b"b"
-_READS: Final = b"a"
-_ADDRESS: Final = Struct(">cIq")  # kind of row, uid, key
 _ACCESS: Final = Struct(">IH")
 _BEYOND_ALL: Final = b"\xff" * 16
 _PAGE_ROWS: Final = 4096
@@ -76,20 +74,20 @@ class RocksBackend(MemoryBackend):
         self._log.admit()
         await super().drop()
         uid = self._uid.to_bytes(4)
-        self._log.append((), prefixes=(_BLOCKS + uid, _READS + uid))
+        self._log.append((), prefixes=(BLOCKS + uid, READS + uid))
 
     async def _rows(self, changes: Sequence[Change]) -> list[RowChange]:
-        uid, pack = self._uid, _ADDRESS.pack
+        uid, pack = self._uid, ADDRESS.pack
         rows: list[RowChange] = []
         stored_anew: list[int] = []
         for key, old, new, _ in changes:
             if new is not None:
-                rows.append((pack(_BLOCKS, uid, key), encode_payload(new)))
+                rows.append((pack(BLOCKS, uid, key), encode_payload(new)))
                 if old is not None and _stored_at(old) != _stored_at(new):
                     stored_anew.append(key)
             elif old is not None:
-                rows.append((pack(_BLOCKS, uid, key), None))
-                rows.append((pack(_READS, uid, key), None))
+                rows.append((pack(BLOCKS, uid, key), None))
+                rows.append((pack(READS, uid, key), None))
         if stored_anew:
             rows += await self._access_rows(stored_anew)
         return rows
@@ -97,7 +95,7 @@ class RocksBackend(MemoryBackend):
     async def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:
         accesses = zip(keys, await self.accesses(keys), strict=True)
         return [
-            (_ADDRESS.pack(_READS, self._uid, key), _ACCESS.pack(*access))
+            (ADDRESS.pack(READS, self._uid, key), _ACCESS.pack(*access))
             for key, access in accesses
             if access is not None
         ]
@@ -138,12 +136,12 @@ def load_index(store: RocksStore, on_progress: LoadProgress = lambda _done, _est
     """
     index = RocksIndex(store.log)
     estimated, done = store.log.estimated_rows(), 0
-    reads = _Reads(store.log.read(_READS))
+    reads = _Reads(store.log.read(READS))
     with _undisturbed():
         uid, backend = 0, index.backend(0)
-        for key, value in store.log.read(_BLOCKS):
+        for key, value in store.log.read(BLOCKS):
             try:
-                _, row_uid, block = _ADDRESS.unpack(key)
+                _, row_uid, block = ADDRESS.unpack(key)
                 if row_uid != uid:
                     uid, backend = row_uid, index.backend(row_uid)
                 backend.load(block, decode_payload(value), reads.of(key))
@@ -189,6 +187,6 @@ def _undisturbed() -> Iterator[None]:
 
 def _unreadable(store: RocksStore, key: bytes, error: Exception) -> StorageIOError:
     row = f"row {key.hex()}"
-    if len(key) == _ADDRESS.size:
-        row = "block {2} of registration {1}".format(*_ADDRESS.unpack(key))
+    if len(key) == ADDRESS.size:
+        row = "block {2} of registration {1}".format(*ADDRESS.unpack(key))
     return StorageIOError(f"{store.log.directory}: {row} cannot be read: {error}; run `kvcm index verify`")

@@ -1,0 +1,75 @@
+"""What `kvcm index verify` found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+__all__ = ["AuditReport", "Finding", "Repair"]
+
+_MOST_FINDINGS: Final = 10_000
+
+
+class Repair(NamedTuple):
+    """What may be changed.
+
+    Attributes:
+        mend: whatever can be mended without losing anything.
+        drop_unreadable: also drop what cannot be read.
+    """
+
+    mend: bool = False
+    drop_unreadable: bool = False
+
+
+class Finding(NamedTuple):
+    """Something that is wrong.
+
+    Attributes:
+        check: what was checked, one word.
+        where: the place.
+        what: what is wrong there.
+        repair: what a repair does about it.
+        is_mended: whether it was done.
+    """
+
+    check: str
+    where: str
+    what: str
+    repair: str
+    is_mended: bool = False
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """Findings and what was looked at.
+
+    Attributes:
+        findings: the first ten thousand.
+        more: number of those that are not listed.
+        unsettled: what changed all the time, so that nothing could be said.
+        looked_at: numbers by name.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    more: int = 0
+    unsettled: list[str] = field(default_factory=list)
+    looked_at: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether nothing is left of what was found."""
+        return not self.more and all(finding.is_mended for finding in self.findings)
+
+    def add(self, finding: Finding) -> None:
+        """List a finding."""
+        if len(self.findings) < _MOST_FINDINGS:
+            self.findings.append(finding)
+        else:
+            self.more += 1

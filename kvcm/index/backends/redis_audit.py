@@ -1,0 +1,344 @@
+"""What a Redis holds of blocks, read shard by shard and mended block by block (layout: redis.py).
+
+A script reads the parts of a block that lie in its shard at one moment, save the children; so do those that mend, and
+only while the record is the one that was judged. Nothing here holds up other managers for more than a page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+from redis.asyncio.connection import Connection
+from redis.exceptions import RedisError
+
+from kvcm.index.backends.audited import PAGE_KEYS, BlockView, Claims
+from kvcm.index.codec import STAMP_SIZE, decode_record
+from kvcm.model.errors import StorageIOError
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.script import Argument, Script, ScriptCall
+
+__all__ = ["RedisAudit", "StoredBlocks"]
+
+_KEYS_PER_CALL: Final = 256
+_KEY: Final = Struct(">q")
+_ABSENT: Final = bytes(STAMP_SIZE)
+_NO_PARENTS: Final = frozenset[int]()
+
+_LOOK: Final = Script("""
+-- KEYS: access order, pending, then the block records. Returns records, scores and deadlines of them.
+local members = {}
+for i = 3, #KEYS do members[#members + 1] = string.sub(KEYS[i], -8) end
+return {
+  redis.call('MGET', unpack(KEYS, 3)),
+  redis.call('ZMSCORE', KEYS[1], unpack(members)),
+  redis.call('ZMSCORE', KEYS[2], unpack(members)),
+}
+""")
+
+_MEND: Final = Script("""
+-- KEYS: access order, children, pending, block record.
+-- ARGV: stamp of the record, zeros for none; score if it is not in the order; due time or ''; parent or '';
+--       parents whose child it is not.
+local order, children, pending, block = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local member = string.sub(block, -8)
+local held = redis.call('GET', block)
+local none = '\\0\\0\\0\\0\\0\\0\\0\\0'
+if (held and string.sub(held, 2, 9) or none) ~= ARGV[1] then return 0 end
+
+local function family(parent)
+  local text, members, found = redis.call('HGET', children, parent) or '', {}, false
+  for at = 1, #text - 7, 8 do
+    local each = string.sub(text, at, at + 7)
+    if each == member then found = true else members[#members + 1] = each end
+  end
+  return members, found
+end
+
+local function put(parent, members)
+  if #members > 0 then
+    redis.call('HSET', children, parent, table.concat(members))
+  else
+    redis.call('HDEL', children, parent)
+  end
+end
+
+if ARGV[1] == none then
+  redis.call('ZREM', order, member)
+else
+  redis.call('ZADD', order, 'NX', ARGV[2], member)
+end
+if ARGV[3] == '' then redis.call('ZREM', pending, member) else redis.call('ZADD', pending, ARGV[3], member) end
+for at = 1, #ARGV[5], 8 do
+  local parent = string.sub(ARGV[5], at, at + 7)
+  local members, found = family(parent)
+  if found then put(parent, members) end
+end
+if ARGV[4] ~= '' then
+  local members = family(ARGV[4])
+  members[#members + 1] = member
+  put(ARGV[4], members)
+end
+return 1
+""")
+
+_DROP: Final = Script("""
+-- KEYS: access order, pending, block record. ARGV: the record.
+if redis.call('GET', KEYS[3]) ~= ARGV[1] then return 0 end
+local member = string.sub(KEYS[3], -8)
+redis.call('UNLINK', KEYS[3])
+redis.call('ZREM', KEYS[1], member)
+redis.call('ZREM', KEYS[2], member)
+return 1
+""")
+
+
+class _Shard(NamedTuple):
+    blocks: bytes
+    order: bytes
+    children: bytes
+    pending: bytes
+    usage: bytes
+
+    def block(self, key: int) -> bytes:
+        return self.blocks + _KEY.pack(key)
+
+
+class RedisAudit:
+    """One instance's blocks.
+
+    Args:
+        client: the store.
+        uid: number of the instance's registration.
+        shard_count: as it was registered.
+    """
+
+    can_mend = True
+
+    def __init__(self, client: RedisClient, uid: int, shard_count: int) -> None:
+        self._client = client
+        self.shards = range(shard_count)
+        self._names = [
+            _Shard(*(f"{client.prefix}:{kind}{{{uid}.{shard}}}".encode() for kind in "bzcpu")) for shard in self.shards
+        ]
+
+    async def listed(self, shard: int) -> AsyncIterator[Claims]:
+        async for members in self._scan(b"ZSCAN", self._names[shard].order):
+            for page in _cut(members[::2], PAGE_KEYS):
+                yield dict.fromkeys(map(_key, page), _NO_PARENTS)
+
+    async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
+        async for members in self._scan(b"ZSCAN", self._names[shard].pending):
+            for page in _cut(members[::2], PAGE_KEYS):
+                yield dict.fromkeys(map(_key, page), _NO_PARENTS)
+        async for families in self._scan(b"HSCAN", self._names[shard].children):
+            pairs = ((_key(parent), child) for parent, child in _relations(families))
+            for page in _cut(list(pairs), PAGE_KEYS):
+                yield _claims(page)
+
+    async def look(self, shard: int, claims: Claims) -> list[BlockView]:
+        names, keys = self._names[shard], list(claims)
+        calls = [
+            ScriptCall(_LOOK, [names.order, names.pending, *map(names.block, part)])
+            for part in _cut(keys, _KEYS_PER_CALL)
+        ]
+        found = [row for answer in await self._client.run(calls) for row in zip(*answer, strict=True)]
+        views = [_view(key, *row) for key, row in zip(keys, found, strict=True)]
+        asked = [claims[view.key] | _parents_of(view) for view in views]
+        families = await self._families(names, set().union(*asked))
+        return [_with_parents(view, parents, families) for view, parents in zip(views, asked, strict=True)]
+
+    async def usage(self, shard: int) -> Mapping[int, int]:
+        (flat,) = await self._client.execute([(b"HGETALL", self._names[shard].usage)])
+        sizes = {int(kind): int(size) for kind, size in zip(flat[::2], flat[1::2], strict=True)}
+        return {kind: size for kind, size in sizes.items() if size}
+
+    async def mend(self, shard: int, view: BlockView) -> bool:
+        names, record = self._names[shard], view.record
+        score = int(record.locations[0].written_at) if record is not None else 0
+        due = repr(float(record.due)) if record is not None and record.due is not None else ""
+        parent = record.parent if record is not None else None
+        wrong = [_KEY.pack(other) for other in view.parents if other != parent]
+        joined = _KEY.pack(parent) if parent is not None else b""
+        keys = [names.order, names.children, names.pending, names.block(view.key)]
+        arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong)]
+        (done,) = await self._client.run([ScriptCall(_MEND, keys, arguments)])
+        return bool(done)
+
+    async def drop_record(self, shard: int, view: BlockView) -> bool:
+        names = self._names[shard]
+        keys = [names.order, names.pending, names.block(view.key)]
+        (done,) = await self._client.run([ScriptCall(_DROP, keys, [view.version])])
+        return bool(done)
+
+    async def add_usage(self, shard: int, difference: Mapping[int, int]) -> None:
+        usage = self._names[shard].usage
+        await self._client.execute([(b"HINCRBY", usage, str(kind), size) for kind, size in difference.items()])
+
+    async def _scan(self, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
+        cursor: Any = b"0"
+        while True:
+            ((cursor, found),) = await self._client.execute([(command, key, cursor, b"COUNT", PAGE_KEYS)])
+            if found:
+                yield found
+            if cursor == b"0":
+                return
+
+    async def _families(self, names: _Shard, parents: Iterable[int]) -> dict[int, frozenset[int]]:
+        asked = list(parents)
+        if not asked:
+            return {}
+        (families,) = await self._client.execute([(b"HMGET", names.children, *map(_KEY.pack, asked))])
+        return {parent: frozenset(_members(family or b"")) for parent, family in zip(asked, families, strict=True)}
+
+
+class _StoredKey(NamedTuple):
+    """A key of the deployment that belongs to an instance.
+
+    Attributes:
+        name: of the key.
+        uid: number of the instance's registration.
+        shard: lock shard.
+        block: whose record it is, None for a key that the blocks of a shard share.
+    """
+
+    name: bytes
+    uid: int
+    shard: int
+    block: int | None
+
+
+class StoredBlocks:
+    """All keys of blocks, of whatever instance: found by going through everything that the servers hold.
+
+    Args:
+        client: the store.
+    """
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def uids(self) -> Counter[int]:
+        """Return how many keys there are of each registration; some may be counted twice."""
+        counted: Counter[int] = Counter()
+        async for page in self._pages():
+            counted.update(key.uid for key in page)
+        return counted
+
+    async def unlisted(self) -> AsyncIterator[tuple[int, int, list[int]]]:
+        """Yield uid, shard and keys of records that are not in the access order, so that no scan finds them."""
+        async for page in self._pages():
+            groups: dict[tuple[int, int], list[int]] = {}
+            for key in page:
+                if key.block is not None:
+                    groups.setdefault((key.uid, key.shard), []).append(key.block)
+            commands = [
+                (b"ZMSCORE", self._order(uid, shard), *map(_KEY.pack, blocks))
+                for (uid, shard), blocks in groups.items()
+            ]
+            answers = await self._client.execute(commands) if commands else []
+            for ((uid, shard), blocks), scores in zip(groups.items(), answers, strict=True):
+                missing = [block for block, score in zip(blocks, scores, strict=True) if score is None]
+                if missing:
+                    yield uid, shard, missing
+
+    async def drop(self, uids: Container[int]) -> None:
+        """Forget every key of these registrations."""
+        async for page in self._pages():
+            names = [key.name for key in page if key.uid in uids]
+            if names:
+                await self._client.execute([(b"UNLINK", name) for name in names])
+
+    def _order(self, uid: int, shard: int) -> bytes:
+        return f"{self._client.prefix}:z{{{uid}.{shard}}}".encode()
+
+    async def _pages(self) -> AsyncIterator[list[_StoredKey]]:
+        pattern = _escaped(self._client.prefix) + b":[bzcpu]{*"
+        for address in await self._client.masters():
+            connection = await self._client.connect(address)
+            try:
+                async for names in _scanned(connection, pattern):
+                    page = [key for name in names if (key := _parsed(self._client.prefix, name)) is not None]
+                    if page:
+                        yield page
+            except (OSError, RedisError) as error:
+                raise StorageIOError(f"redis {address}: {error}; try again") from error
+            finally:
+                await connection.disconnect(nowait=True)
+
+
+async def _scanned(connection: Connection, pattern: bytes) -> AsyncIterator[list[bytes]]:
+    cursor: Any = b"0"
+    while True:
+        await connection.send_command("SCAN", cursor, "MATCH", pattern, "COUNT", PAGE_KEYS)
+        cursor, names = await connection.read_response()
+        yield names
+        if cursor == b"0":
+            return
+
+
+def _parsed(prefix: str, name: bytes) -> _StoredKey | None:
+    start = len(prefix.encode()) + 1
+    end = name.find(b"}", start)
+    uid, _, shard = name[start + 2 : end].partition(b".")
+    if not (uid.isdigit() and shard.isdigit()):
+        return None  # a name like ours that is none of ours
+    is_block = name[start : start + 1] == b"b"
+    if len(name) != end + 1 + (_KEY.size if is_block else 0):
+        return None
+    return _StoredKey(name, int(uid), int(shard), _key(name[-_KEY.size :]) if is_block else None)
+
+
+def _escaped(text: str) -> bytes:
+    return "".join(f"\\{each}" if each in "*?[]\\^" else each for each in text).encode()
+
+
+def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) -> BlockView:
+    record, damage, version = None, "", b""
+    if data is not None:
+        try:
+            record = decode_record(data)
+            version = data[1 : 1 + STAMP_SIZE]
+        except StorageIOError as error:
+            damage, version = str(error), data
+    return BlockView(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS)
+
+
+def _parents_of(view: BlockView) -> frozenset[int]:
+    record = view.record
+    return frozenset((record.parent,)) if record is not None and record.parent is not None else _NO_PARENTS
+
+
+def _with_parents(view: BlockView, asked: Iterable[int], families: Mapping[int, frozenset[int]]) -> BlockView:
+    parents = frozenset(parent for parent in asked if view.key in families[parent])
+    return BlockView(view.key, view.record, view.damage, view.version, view.is_listed, view.due, parents)
+
+
+def _relations(flat: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Yield parent and child of families as HSCAN answers them."""
+    for parent, family in zip(flat[::2], flat[1::2], strict=True):
+        for child in _members(family):
+            yield parent, child
+
+
+def _members(family: bytes) -> Iterator[int]:
+    whole = len(family) - len(family) % _KEY.size
+    return (key for (key,) in _KEY.iter_unpack(family[:whole]))
+
+
+def _claims(pairs: Iterable[tuple[int, int]]) -> Claims:
+    claims: dict[int, set[int]] = {}
+    for parent, child in pairs:
+        claims.setdefault(child, set()).add(parent)
+    return {child: frozenset(parents) for child, parents in claims.items()}
+
+
+def _key(member: bytes) -> int:
+    (key,) = _KEY.unpack(member)
+    return int(key)
+
+
+def _cut(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

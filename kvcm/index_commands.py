@@ -1,0 +1,269 @@
+"""`kvcm index`: backup, move and check what a deployment has stored."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvcm.cache.audit_report import AuditReport, Repair
+from kvcm.cache.export import Exported
+from kvcm.cache.importing import Imported
+from kvcm.config import ConfigError, Settings, load_settings
+from kvcm.index_tools import IndexTools
+from kvcm.model.clock import SystemClock
+from kvcm.model.errors import InvalidArgumentError, KvcmError
+from kvcm.telemetry.logs import LEVELS, configure_logs
+
+__all__ = ["index_app"]
+
+index_app = typer.Typer(
+    name="index",
+    help="Export, import and verify the metadata: the registry and the index of all blocks.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+_FAILED, _FINDINGS, _CANNOT_RUN = 1, 1, 2
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config_file", "--config-file", "-c", help="Settings of the manager, as for serve.")
+]
+Env = Annotated[
+    list[str] | None, typer.Option("--env", "-e", metavar="KEY=VALUE", help="One setting, as for serve; repeatable.")
+]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Data directory of the manager, as for serve.")]
+Group = Annotated[str, typer.Option("--group", metavar="NAME", help="Only this instance group.")]
+
+
+@index_app.command("export")
+def export_index(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Where to write the export; - for the standard output.")],
+    config_file: ConfigFile = None,
+    env: Env = None,
+    data_dir: DataDir = None,
+    group: Group = "",
+    with_accounts: Annotated[
+        bool, typer.Option("--with-accounts", help="Also the accounts, with the hashes of their passwords.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+) -> None:
+    """Write the registry and the index of all blocks to FILE; the bytes of the blocks stay where they are.
+
+    On Redis the managers may go on; a manager on a data directory has to be stopped.
+    """
+    with _refusals(_FAILED):
+        if group and with_accounts:
+            raise InvalidArgumentError("accounts belong to no group: leave --group or --with-accounts out")
+        with _output(file, force=force) as output, _progress() as progress:
+            tools = IndexTools(_settings(config_file, env, data_dir), SystemClock(), progress)
+            exported = asyncio.run(tools.export(output, group, with_accounts=with_accounts))
+    _print_exported(exported)
+
+
+@index_app.command("import")
+def import_index(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An export; - for the standard input.")],
+    config_file: ConfigFile = None,
+    env: Env = None,
+    data_dir: DataDir = None,
+    group: Group = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing, tell what would be written.")] = False,
+) -> None:
+    """Add what an export holds. What exists stays as it is; something different of the same name refuses the import.
+
+    An import that was cut off is run again. On Redis the managers may go on; a manager on a data directory has to be
+    stopped.
+    """
+    with _refusals(_FAILED):
+        settings = _settings(config_file, env, data_dir)
+        with _input(file) as (source, is_file), _progress() as progress:
+            if not is_file:
+                typer.echo(
+                    "kvcm: a pipe cannot be checked as a whole first: each part is checked as it comes", err=True
+                )
+            tools = IndexTools(settings, SystemClock(), progress)
+            imported = asyncio.run(tools.import_(source, file, group, dry_run=dry_run, is_file=is_file))
+    _print_imported(imported, dry_run=dry_run)
+
+
+@index_app.command("verify")
+def verify_index(
+    config_file: ConfigFile = None,
+    env: Env = None,
+    data_dir: DataDir = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended without losing anything.")] = False,
+    drop_unreadable: Annotated[
+        bool, typer.Option("--drop-unreadable", help="With --repair: also drop what cannot be read.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check the whole store. Exit code 0: clean, or all is mended; 1: something is wrong; 2: it could not be checked.
+
+    On Redis the managers may go on; a manager on a data directory has to be stopped.
+    """
+    with _refusals(_CANNOT_RUN):
+        if drop_unreadable and not repair:
+            raise InvalidArgumentError("--drop-unreadable changes nothing without --repair")
+        with _progress() as progress:
+            tools = IndexTools(_settings(config_file, env, data_dir), SystemClock(), progress)
+            report = asyncio.run(tools.verify(Repair(repair, drop_unreadable)))
+    if as_json:
+        typer.echo(_report_json(report))
+    else:
+        _print_report(report)
+    if not report.is_mended:
+        raise typer.Exit(_FINDINGS)
+
+
+def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | None) -> Settings:
+    # Commands, unlike the manager, say what matters themselves.
+    configure_logs(LEVELS["WARN"])
+    options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
+    # An address to serve at is not needed here, so what would be refused of it is not looked at.
+    options.append("kvcm.service.insecure=true")
+    return load_settings(config_file, [*options, *(env or ())], os.environ, lambda _text: None)
+
+
+@contextlib.contextmanager
+def _refusals(exit_code: int) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, KvcmError) as error:
+        _refuse(str(error), exit_code)
+    except OSError as error:
+        _refuse(f"{error.filename or 'the file'}: {error.strerror or error}", exit_code)
+
+
+def _refuse(reason: str, exit_code: int) -> NoReturn:
+    typer.echo(f"kvcm: {reason}", err=True)
+    raise typer.Exit(exit_code) from None
+
+
+# ── files ──
+
+
+@contextlib.contextmanager
+def _output(name: str, *, force: bool) -> Iterator[BinaryIO]:
+    """Yield where to write; a file appears under its name when it is complete, readable by its owner only."""
+    if name == "-":
+        if sys.stdout.isatty():
+            raise InvalidArgumentError("an export is no text for a terminal: redirect the standard output")
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(name)
+    if path.exists() and not force:
+        raise InvalidArgumentError(f"{path} exists: choose another name, or give --force to replace it")
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, _NEW_FILE, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _input(name: str) -> Iterator[tuple[BinaryIO, bool]]:
+    if name == "-":
+        yield sys.stdin.buffer, False
+        return
+    path = Path(name)
+    with path.open("rb") as file:
+        yield file, path.is_file()
+
+
+# ── what a person sees ──
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield what shows how far the work is: a bar where somebody watches, nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _what, _done, _total: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=None)
+            bar.update(tasks[what], completed=done, total=max(done, total) if total else None)
+
+        yield show
+
+
+def _print_exported(exported: Exported) -> None:
+    table = _table("instance", "records")
+    for instance_id, records in exported.records.items():
+        table.add_row(instance_id, f"{records:,}")
+    console = Console(stderr=True)  # the standard output may be the export itself
+    console.print(table)
+    if exported.left_out:
+        console.print(f"{exported.left_out:,} blocks are being written and were left out")
+    for name in sorted(exported.unknown_storages):
+        console.print(f"storage {name} is configured no more, locations on it were exported without it", markup=False)
+
+
+def _print_imported(imported: Imported, *, dry_run: bool) -> None:
+    console = Console()
+    for kind, names in imported.created.items():
+        console.print(f"{'would add' if dry_run else 'added'} {kind}: {', '.join(names)}", markup=False)
+    table = _table("instance", "would be stored" if dry_run else "stored", "there already")
+    for instance_id in sorted(imported.stored.keys() | imported.skipped.keys()):
+        table.add_row(instance_id, f"{imported.stored[instance_id]:,}", f"{imported.skipped[instance_id]:,}")
+    console.print(table)
+    for sentence in imported.exceeded:
+        console.print(f"over quota: {sentence}", markup=False)
+
+
+def _print_report(report: AuditReport) -> None:
+    console = Console()
+    for finding in report.findings:
+        state = "mended" if finding.is_mended else f"--repair {finding.repair}"
+        typer.echo(f"{finding.check}: {finding.where}: {finding.what} [{state}]")
+    if report.more:
+        typer.echo(f"and {report.more:,} more; run again after a repair")
+    for what in report.unsettled:
+        typer.echo(f"could not be checked: {what}")
+    table = _table("looked at", "number")
+    for name, number in report.looked_at.items():
+        table.add_row(name, f"{number:,}")
+    table.add_row("findings", f"{len(report.findings) + report.more:,}")
+    console.print(table)
+
+
+def _report_json(report: AuditReport) -> str:
+    return json.dumps(
+        {
+            "clean": report.is_clean,
+            "mended": report.is_mended,
+            "looked_at": dict(report.looked_at),
+            "findings": [finding._asdict() for finding in report.findings],
+            "more": report.more,
+            "unsettled": report.unsettled,
+        }
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table

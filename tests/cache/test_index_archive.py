@@ -1,0 +1,296 @@
+"""Exports and imports on every kind of store: what goes out comes back, and nothing else is touched."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from io import BytesIO
+
+import pytest
+from audit_rig import KINDS, IndexRig, chain, location, opened, record
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcm.cache.archive import ArchiveReader, ArchiveWriter, Document, Head, Row, Rows, Trailer
+from kvcm.cache.importing import Importer
+from kvcm.index.backends.backend import Access
+from kvcm.model.accounts import AccountRole
+from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
+from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.storages import StorageType
+
+HEAD = Head("0", "c", "", 1.0)
+
+
+@pytest.fixture
+async def source(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    """A deployment with two instances, in memory."""
+    async with opened("memory", request) as rig:
+        await rig.configure()
+        yield rig
+
+
+@pytest.fixture
+async def target(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    """An empty deployment in memory."""
+    async with opened("memory", request) as rig:
+        yield rig
+
+
+def frames(archive: bytes) -> list[Document | Rows | Trailer]:
+    return list(ArchiveReader(BytesIO(archive), "file").frames())
+
+
+# ── Round trips ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_deployment_moves_from_store_to_store_as_it_is(
+    request: pytest.FixtureRequest, source: IndexRig
+) -> None:
+    """Memory → file → RocksDB → file → Redis → file → Cluster: registry, records, access, usage and families stay."""
+    deleting = location("d", LocationStatus.DELETING, deadline=2000.25, session_id="s", storage="two")
+    await source.put("i", chain(2500, salt="i-"))
+    await source.put("j", {-5: BlockRecord(7, 3, (location("x"), deleting)), 1: record(1), -(2**63): record(9)})
+    await source.backend("i").touch({1: 3, 2: 1}, 5000.0)
+    await source.backend("i").touch({3: 1}, 6000.0)
+    blocks = {name: await source.blocks(name) for name in ("i", "j")}
+    async with AsyncExitStack() as stack:
+        rig = source
+        for kind in KINDS[1:]:
+            archive, _ = await rig.exported()
+            rig = await stack.enter_async_context(opened(kind, request))
+            imported = await rig.imported(archive)
+            assert imported.stored == {"i": 2500, "j": 3}, kind
+            assert rig.configured() == source.configured(), kind
+            assert {name: await rig.blocks(name) for name in ("i", "j")} == blocks, kind
+            assert await rig.usage("i") == {StorageType.ST_DUMMY: 25_000}, kind
+            assert await rig.usage("j") == {StorageType.ST_DUMMY: 40}, kind
+            assert await rig.backend("i").children(17) == [18], kind
+            assert await rig.backend("j").due(2001.0, 10) == [-5], kind
+            assert (await rig.verified()).findings == [], kind
+
+
+async def test_the_archive_of_an_import_is_the_archive_again(source: IndexRig, target: IndexRig) -> None:
+    await source.put("i", chain(30))
+    archive, _ = await source.exported()
+    await target.imported(archive)
+    assert (await target.exported())[0] == archive
+
+
+async def test_what_is_being_written_is_left_out(source: IndexRig) -> None:
+    writing = location("w", LocationStatus.WRITING, session_id="s", deadline=9e9)
+    await source.put("i", {1: BlockRecord(None, 0, (writing,)), 2: BlockRecord(None, 0, (writing, location("x")))})
+    archive, exported = await source.exported()
+    assert (exported.left_out, exported.records) == (1, {"i": 1, "j": 0})
+    assert [frame for frame in frames(archive) if isinstance(frame, Rows)] == [
+        Rows("i", [Row(2, BlockRecord(None, 0, (location("x"),)), Access(1000, 0))])
+    ]
+
+
+async def test_accounts_go_along_only_when_asked_for(source: IndexRig, target: IndexRig) -> None:
+    await source.registry.accounts.add("root", "secret", AccountRole.ROLE_ADMIN)
+    await target.imported((await source.exported())[0])
+    assert target.registry.accounts.all() == []
+    archive, _ = await source.exported(with_accounts=True)
+    assert b"secret" not in archive
+    await target.imported(archive)
+    await target.registry.refresh()
+    assert target.registry.accounts.all() == source.registry.accounts.all() != []
+
+
+async def test_one_group_goes_out_with_the_storages_that_it_uses(source: IndexRig, target: IndexRig) -> None:
+    await source.configure("h", ("k",))
+    await source.put("k", {1: record(1, storage="two"), 2: record(2)})
+    await source.put("i", chain(5))
+    archive, _ = await source.exported("h")
+    imported = await target.imported(archive)
+    assert imported.created == {"storage": ["one", "two"], "group": ["h"], "instance": ["k"]}
+    assert imported.stored == {"k": 2}
+    (found, _) = (await target.blocks("k"))[1]
+    assert found == record(1, storage="two")  # the uri still leads to the first deployment's directory
+
+
+async def test_a_storage_that_a_group_does_not_use_stays_behind(source: IndexRig) -> None:
+    await source.put("i", chain(3))
+    archive, _ = await source.exported("g")
+    kinds = [frame.kind for frame in frames(archive) if isinstance(frame, Document)]
+    assert kinds == ["storage", "group", "instance", "instance"]
+
+
+async def test_one_group_of_a_whole_export_is_imported(source: IndexRig, target: IndexRig) -> None:
+    await source.configure("h", ("k",))
+    await source.put("k", {1: record(1)})
+    await source.put("i", chain(5))
+    archive, _ = await source.exported()
+    imported = await target.imported(archive, "h")
+    assert (imported.created["group"], imported.created["instance"], imported.stored) == (["h"], ["k"], {"k": 1})
+    with pytest.raises(InvalidArgumentError, match=r"holds no group 'nope', only \['g', 'h'\]"):
+        await target.imported(archive, "nope")
+
+
+# ── What exists ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_import_is_run_again_without_harm(source: IndexRig, target: IndexRig) -> None:
+    await source.put("i", chain(3000))
+    archive, _ = await source.exported()
+    kept = frames(archive)
+    importer = Importer(target.registry, target.metadata.new_backend, target.metadata.usage, target.metadata.store)
+    for frame in kept[:-2]:  # cut off before the last page
+        await importer.take(frame)
+    again = await target.imported(archive)
+    assert again.created == {}
+    assert (again.stored["i"], again.skipped["i"]) == (3000 - 2048, 2048)
+    assert await target.blocks("i") == await source.blocks("i")
+    assert await target.usage("i") == await source.usage("i")
+
+
+async def test_a_block_that_exists_is_kept_as_it_is(source: IndexRig, target: IndexRig) -> None:
+    await target.configure()
+    await target.put("i", {2: record(2, size=500)})
+    await source.put("i", chain(3))
+    imported = await target.imported((await source.exported())[0])
+    assert (imported.stored["i"], imported.skipped["i"]) == (2, 1)
+    assert (await target.blocks("i"))[2][0] == record(2, size=500)
+
+
+async def test_a_different_group_refuses_the_import_before_anything_is_written(
+    source: IndexRig, target: IndexRig
+) -> None:
+    await source.put("i", chain(3))
+    archive, _ = await source.exported()
+    await target.configure(instances=(), capacity=7)
+    before = target.configured()
+    with pytest.raises(
+        DuplicateEntityError, match=r"group 'g' exists and differs: quota.capacity is 7 here and \d+ in"
+    ):
+        await target.imported(archive)
+    assert target.configured() == before
+
+
+async def test_a_different_instance_is_named_with_its_difference(source: IndexRig, target: IndexRig) -> None:
+    archive, _ = await source.exported()
+    await target.configure(instances=())
+    other = replace(source.registry.instances.get("j"), block_size=32)
+    await target.registry.instances.register(other)
+    with pytest.raises(DuplicateEntityError, match="instance 'j' exists and differs: block_size; nothing is changed"):
+        await target.imported(archive)
+    assert [each.instance_id for each in target.registry.instances.all()] == ["j"]
+
+
+async def test_a_switched_off_storage_and_a_newer_version_of_a_group_are_no_difference(
+    source: IndexRig, target: IndexRig
+) -> None:
+    archive, _ = await source.exported()
+    await target.configure()
+    await target.registry.storages.set_enabled("one", enabled=False)
+    await target.registry.groups.update(replace(target.registry.groups.get("g"), version=9), 3)
+    assert (await target.imported(archive)).created == {}
+
+
+async def test_a_dry_run_writes_nothing_and_says_the_same(source: IndexRig, target: IndexRig) -> None:
+    await source.put("i", chain(10))
+    archive, _ = await source.exported()
+    planned = await target.imported(archive, dry_run=True)
+    assert target.configured() == []
+    done = await target.imported(archive)
+    assert (planned.created, planned.stored, planned.skipped) == (done.created, done.stored, done.skipped)
+    planned = await target.imported(archive, dry_run=True)
+    assert (planned.created, +planned.stored, planned.skipped["i"]) == ({}, {}, 10)
+
+
+async def test_a_quota_that_is_exceeded_is_told_and_not_enforced(
+    request: pytest.FixtureRequest, source: IndexRig
+) -> None:
+    async with opened("memory", request) as tight:
+        await tight.configure(capacity=50)
+        archive, _ = await tight.exported()
+        await tight.put("i", chain(10))
+        archive, _ = await tight.exported()
+    async with opened("memory", request) as rig:
+        imported = await rig.imported(archive)
+        assert imported.stored["i"] == 10
+        assert imported.exceeded == ["group 'g' uses 100 bytes, its quota is 50"]
+
+
+# ── Damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def small_archive() -> bytes:
+    file = BytesIO()
+    writer = ArchiveWriter(file, HEAD)
+    writer.document(Document("group", b"{}"))
+    writer.rows(Rows("i", [Row(1, record(1), Access(1, 2))]))
+    writer.finish()
+    return file.getvalue()
+
+
+@given(st.data())
+def test_every_cut_and_every_flipped_bit_is_noticed(data: st.DataObject) -> None:
+    archive = small_archive()
+    at = data.draw(st.integers(0, len(archive) - 1))
+    with pytest.raises(InvalidArgumentError, match=r"cut off|is not an export"):
+        frames(archive[:at])
+    flipped = bytearray(archive)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(InvalidArgumentError, match=r"damaged|not an export|version|cut off"):
+        frames(bytes(flipped))
+
+
+def test_a_frame_that_is_missing_or_comes_twice_is_noticed() -> None:
+    first, second = BytesIO(), BytesIO()
+    for file, times in ((first, 1), (second, 2)):
+        writer = ArchiveWriter(file, HEAD)
+        for _ in range(times):
+            writer.rows(Rows("i", [Row(1, record(1), Access(1, 2))]))
+        size = file.tell()
+        writer.finish()
+        if file is first:
+            start = size
+    swapped = first.getvalue()[:start] + second.getvalue()[size:]
+    with pytest.raises(InvalidArgumentError, match="holds 0 documents and 1 records instead of 0 and 2"):
+        frames(swapped)
+
+
+def test_another_version_is_refused_by_name() -> None:
+    archive = bytearray(small_archive())
+    archive[7] = 2
+    with pytest.raises(InvalidArgumentError, match="file has format version 2, this release reads version 1"):
+        frames(bytes(archive))
+
+
+def test_something_behind_the_end_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="behind its end"):
+        frames(small_archive() + b"x")
+
+
+async def test_blocks_of_an_instance_that_the_export_lacks_are_refused(target: IndexRig) -> None:
+    file = BytesIO()
+    writer = ArchiveWriter(file, HEAD)
+    writer.rows(Rows("i", [Row(1, record(1), Access(1, 2))]))
+    writer.finish()
+    with pytest.raises(InvalidArgumentError, match="blocks of instance 'i', but not the instance"):
+        await target.imported(file.getvalue())
+
+
+@given(
+    st.dictionaries(
+        st.integers(-(2**63), 2**63 - 1),
+        st.tuples(st.none() | st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1)),
+        max_size=5,
+    )
+)
+def test_rows_come_back_as_they_were_written(blocks: dict[int, tuple[int | None, int, int]]) -> None:
+    rows = Rows(
+        "i",
+        [
+            Row(key, BlockRecord(parent, depth, (location("l"),)), Access(at, depth % 4096))
+            for key, (parent, depth, at) in blocks.items()
+        ],
+    )
+    file = BytesIO()
+    writer = ArchiveWriter(file, HEAD)
+    writer.rows(rows)
+    writer.finish()
+    assert frames(file.getvalue()) == [rows, Trailer(0, len(blocks))]

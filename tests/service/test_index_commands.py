@@ -1,0 +1,256 @@
+"""`kvcm index` as operators run it, against stores that real managers filled."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+import pytest
+from redis_servers import Standalone
+from test_transport_process import ManagerProcess, manager, run_kvcm
+from test_transport_sites import Site
+
+from kvcm.model.clock import SystemClock
+from kvcm.store.rocks.log import CommitLog, Fsync
+
+KEYS = list(range(1, 41))
+
+
+@pytest.fixture
+def redis_uri(redis_standalone: Standalone) -> str:
+    """An empty deployment on Redis."""
+    return redis_standalone.uri(f"test-{secrets.token_hex(8)}")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The data directory of a manager that stored blocks and was stopped, and the id of the instance."""
+    with manager(tmp_path_factory.mktemp("original")) as process:
+        instance_id = _fill(process)
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+    return process.data_dir, instance_id
+
+
+@pytest.fixture
+def stored(tmp_path: Path, original: tuple[Path, str]) -> tuple[Path, str]:
+    """A copy of the data directory for one test, where a manager in `m` has it, and the id of the instance."""
+    data_dir, instance_id = original
+    return Path(shutil.copytree(data_dir, tmp_path / "m" / "data")), instance_id
+
+
+def _fill(process: ManagerProcess) -> str:
+    with process.api() as api:
+        site = Site(api)
+        instance_id = site.instance()
+        site.write(instance_id, KEYS)
+    return instance_id
+
+
+def _found(process: ManagerProcess, instance_id: str) -> list[Any]:
+    with process.api() as api:
+        answer = api.ok(
+            "GetCacheLocation", query_type="QT_PREFIX_MATCH", instance_id=instance_id, block_keys=[*KEYS, 99]
+        )
+        return list(answer.locations)
+
+
+def _index(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_kvcm(directory, "index", *arguments)
+
+
+def _verified(directory: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    done = _index(directory, "verify", "--json", *arguments)
+    return done.returncode, json.loads(done.stdout)
+
+
+def _data(directory: Path) -> tuple[str, str]:
+    return "--data-dir", str(directory)
+
+
+def _on(uri: str) -> tuple[str, str]:
+    return "-e", f"kvcm.registry_storage.uri={uri}"
+
+
+# ── Export and import ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_deployment_moves_from_a_data_directory_to_redis(
+    tmp_path: Path, stored: tuple[Path, str], redis_uri: str
+) -> None:
+    data_dir, instance_id = stored
+    with manager(tmp_path / "m") as first:
+        before = _found(first, instance_id)
+        first.signal(signal.SIGTERM)
+        first.wait()
+    assert len(before) == len(KEYS)
+    file = tmp_path / "backup"
+    done = _index(tmp_path, "export", str(file), *_data(data_dir))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["backup", "m"]
+    done = _index(tmp_path, "import", str(file), *_on(redis_uri))
+    assert done.returncode == 0, done.stderr
+    assert instance_id in done.stdout
+    with manager(tmp_path / "n", f"kvcm.registry_storage.uri={redis_uri}") as second:
+        assert _found(second, instance_id) == before
+        # While a manager works on it, too.
+        assert _verified(tmp_path, *_on(redis_uri))[0] == 0
+
+
+def test_an_export_goes_through_a_pipe(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    data_dir, instance_id = stored
+    command = [sys.executable, "-m", "kvcm", "index"]
+    with subprocess.Popen([*command, "export", "-", *_data(data_dir)], stdout=subprocess.PIPE) as source:
+        done = subprocess.run(
+            [*command, "import", "-", *_data(tmp_path / "copy")],
+            stdin=source.stdout, capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+    assert (done.returncode, source.returncode) == (0, 0), done.stderr
+    assert "a pipe cannot be checked as a whole first" in done.stderr
+    assert instance_id in done.stdout
+    code, report = _verified(tmp_path, *_data(tmp_path / "copy"))
+    assert (code, report["looked_at"]["records"], report["looked_at"]["instances"]) == (0, len(KEYS), 1)
+
+
+def test_an_export_does_not_replace_a_file_unasked(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    file = tmp_path / "backup"
+    file.write_text("precious")
+    done = _index(tmp_path, "export", str(file), *_data(stored[0]))
+    assert (done.returncode, file.read_text()) == (1, "precious")
+    assert done.stderr == f"kvcm: {file} exists: choose another name, or give --force to replace it\n"
+    assert _index(tmp_path, "export", str(file), "--force", *_data(stored[0])).returncode == 0
+    assert file.read_bytes().startswith(b"KVCMIDX")
+
+
+def test_an_export_that_fails_leaves_no_file(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    done = _index(tmp_path, "export", str(tmp_path / "backup"), "--group", "nope", *_data(stored[0]))
+    assert (done.returncode, done.stderr) == (1, "kvcm: instance group 'nope' does not exist\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "version", "empty"])
+def test_a_damaged_file_is_refused_before_anything_is_written(
+    tmp_path: Path, stored: tuple[Path, str], damage: str
+) -> None:
+    file, copy = tmp_path / "backup", tmp_path / "copy"
+    _index(tmp_path, "export", str(file), *_data(stored[0]))
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        del content[-30:]
+    elif damage == "flipped":
+        content[-200] ^= 1
+    elif damage == "version":
+        content[7] = 9
+    else:
+        content.clear()
+    file.write_bytes(content)
+    done = _index(tmp_path, "import", str(file), *_data(copy))
+    said = {"cut": "was cut off", "flipped": "checksum", "version": "has format version 9", "empty": "was cut off"}
+    assert (done.returncode, said[damage] in done.stderr, copy.exists()) == (1, True, False), done.stderr
+
+
+def test_a_dry_run_touches_nothing(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    file, copy = tmp_path / "backup", tmp_path / "copy"
+    _index(tmp_path, "export", str(file), *_data(stored[0]))
+    done = _index(tmp_path, "import", str(file), "--dry-run", *_data(copy))
+    assert (done.returncode, copy.exists()) == (0, False), done.stderr
+    assert f"would add instance: {stored[1]}" in done.stdout
+    assert str(len(KEYS)) in done.stdout
+
+
+# ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_directory_in_use_is_refused_by_name(tmp_path: Path) -> None:
+    with manager(tmp_path / "m") as process:
+        for arguments, code in ((("export", "-"), 1), (("verify",), 2)):
+            done = _index(tmp_path, *arguments, *_data(process.data_dir))
+            assert done.returncode == code
+            assert "is in use by another process: stop it" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(("export", "-"), 1), (("verify",), 2), (("import", "x"), 1)])
+def test_metadata_in_memory_is_refused(tmp_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    done = _index(tmp_path, *arguments)
+    assert done.returncode == code
+    assert done.stderr.startswith("kvcm: the metadata is kept in the manager's memory only: give --data-dir")
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    for arguments, code in ((("export", "-"), 1), (("verify",), 2)):
+        done = _index(tmp_path, *arguments, *_data(tmp_path / "nothing"))
+        assert (done.returncode, "does not exist" in done.stderr) == (code, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_redis_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    done = _index(tmp_path, "verify", *_on("redis://127.0.0.1:1/?cluster_name=x&timeout_ms=500"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvcm: redis 127.0.0.1:1")
+
+
+# ── Verification ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sound_directory_is_clean(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    code, report = _verified(tmp_path, *_data(stored[0]))
+    assert (code, report["clean"], report["findings"], report["unsettled"]) == (0, True, [], [])
+    assert report["looked_at"]["records"] == len(KEYS)
+    done = _index(tmp_path, "verify", *_data(stored[0]))
+    assert (done.returncode, "records" in done.stdout, "findings" in done.stdout) == (0, True, True)
+
+
+def test_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    data_dir = stored[0]
+    log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
+    log.append([(b"b" + pack(">Iq", 1, 5), b"\x01\xc1"), (b"b" + pack(">Iq", 77, 5), b"\x01\xc1")])
+    log.close_at_once()
+    for options in ((), ("--repair",)):
+        done = _index(tmp_path, "verify", *options, *_data(data_dir))
+        assert done.returncode == 1
+        assert "row: block 5 of registration 1: a stored block record" in done.stdout
+        assert "[--repair with --drop-unreadable drops the row]" in done.stdout
+    code, report = _verified(tmp_path, "--repair", "--drop-unreadable", *_data(data_dir))
+    assert (code, report["clean"], report["mended"], len(report["findings"])) == (0, False, True, 2)
+    code, report = _verified(tmp_path, *_data(data_dir))
+    assert (code, report["clean"], report["looked_at"]["records"]) == (0, True, len(KEYS) - 1)
+
+
+def test_rows_of_an_instance_that_is_gone_are_found_and_dropped(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    data_dir = stored[0]
+    log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
+    _, value = next(log.read(b"b"))
+    log.append([(b"b" + pack(">Iq", 77, 5), value)])
+    log.close_at_once()
+    code, report = _verified(tmp_path, *_data(data_dir))
+    assert (code, [each["where"] for each in report["findings"]]) == (1, ["registration 77"])
+    assert _verified(tmp_path, "--repair", *_data(data_dir))[0] == 0
+    assert _verified(tmp_path, *_data(data_dir))[1]["clean"]
+
+
+def test_damage_in_redis_is_found_and_mended_while_a_manager_serves(
+    tmp_path: Path, redis_uri: str, redis_standalone: Standalone
+) -> None:
+    with manager(tmp_path / "m", f"kvcm.registry_storage.uri={redis_uri}") as process:
+        instance_id = _fill(process)
+        name = redis_uri.partition("cluster_name=")[2]
+        with redis_standalone.server.admin() as client:
+            (usage, *_) = sorted(client.keys(f"{name}:u*"))
+            client.hincrby(usage, "6", 111)
+            client.zadd(usage.replace(b":u{", b":p{"), {b"12345678": 9e9})
+        code, report = _verified(tmp_path, *_on(redis_uri))
+        assert code == 1
+        assert {"block", "usage"} <= {each["check"] for each in report["findings"]}
+        assert _verified(tmp_path, "--repair", *_on(redis_uri))[0] == 0
+        assert _verified(tmp_path, *_on(redis_uri))[1]["clean"]
+        assert len(_found(process, instance_id)) == len(KEYS)
