@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -26,7 +27,7 @@ from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
 from kvcm.cache.write_values import FinishedWrite, WriteSession
 from kvcm.model.clock import Clock
-from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.masks import BlockMask
 from kvcm.store.store import Table
@@ -55,11 +56,12 @@ class SessionEndings:
 
     Args:
         table: where they are stored.
-        find: from the number of an instance to what is kept for it, None when it is gone for good.
+        find: from the number of an instance to what is kept for it; None when it is gone for good, which the store
+            was asked about.
         clock: time source.
     """
 
-    def __init__(self, table: Table, find: Callable[[int], InstanceCache | None], clock: Clock) -> None:
+    def __init__(self, table: Table, find: Callable[[int], Awaitable[InstanceCache | None]], clock: Clock) -> None:
         self._table = table
         self._find_cache = find
         self._clock = clock
@@ -150,9 +152,17 @@ class SessionEndings:
         for session_id in await self._table.due(self._clock.now(), most):
             try:
                 ended += await self._end_due(session_id)
-            except StorageIOError as error:
+            except KvcmError as error:
                 _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
+                await self._put_off(session_id)
         return ended
+
+    async def _put_off(self, session_id: str) -> None:
+        """Come back to a session later, so that what cannot be ended now does not hide what is due behind it."""
+        with suppress(StorageIOError):
+            document = await self._table.get(session_id)
+            if document is not None:
+                await self._table.replace(session_id, document, document, self._clock.now() + _CARRY_OUT_SECONDS)
 
     def overdue(self, records: Iterable[tuple[int, BlockRecord | None]]) -> dict[str, list[int]]:
         """Return by session the blocks that are still writing for it though its deadline has passed."""
@@ -213,7 +223,7 @@ class SessionEndings:
             session = replace(session, decision=(False,) * len(session.keys))
             if not await self._decide(document, session):
                 return False  # another manager was faster
-        cache = self._find_cache(session.uid)
+        cache = await self._find_cache(session.uid)
         if cache is None:  # its instance is gone, and all its blocks with it
             await self._forget(session)
         else:

@@ -90,7 +90,7 @@ class CacheManager:
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
         self._remover = Remover(deleter, clock, registry.groups.find)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
-        self.endings = SessionEndings(sessions, self._caches.by_uid, clock)
+        self.endings = SessionEndings(sessions, self._find, clock)
         self._sessions = WriteSessions(self.endings, storages, self.usage, self._remover, clock, new_id)
         self._removals = InstanceRemovals(registry, self._caches, self._remover, clock, is_shared=is_shared)
         self.accesses = AccessRecorder(clock)
@@ -279,6 +279,12 @@ class CacheManager:
         await self.leases.expire()
         while await self.endings.expire(most=16):
             pass
+
+    async def _find(self, uid: int) -> InstanceCache | None:
+        cache = self._caches.by_uid(uid)
+        if cache is None and await self._registry.refresh():  # another manager may have registered it a moment ago
+            cache = self._caches.by_uid(uid)
+        return cache
 
     async def _expire_if_alone(self) -> None:
         """Alone this is exact and costs nothing; with others the leader does it, and records tell what is overdue."""

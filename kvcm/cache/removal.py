@@ -69,10 +69,11 @@ class Remover:
         removed = 0
 
         def mark(_key: int, old: BlockRecord | None) -> BlockRecord | None:
+            now = self._clock.now()  # a store that takes its time must not eat up the delay
             return _marked(old, which, now, now + delay)
 
         for page in pages(list(keys)):
-            now, delay = self._clock.now(), self._delay_seconds(cache)
+            delay = self._delay_seconds(cache)
             removed += _count_marked(await cache.index.read_modify_write(page, mark))
             await asyncio.sleep(0)
         return removed

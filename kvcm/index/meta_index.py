@@ -16,12 +16,13 @@ a shared store the locks only spare useless retries inside this process.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from random import Random, uniform
 
 from kvcm.index.answers import StorageView
-from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend
+from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend, usage_difference
 from kvcm.index.search_cache import CacheBudget, SearchCache
 from kvcm.index.shards import ShardLocks, plan_sub_batches
 from kvcm.index.uninterrupted import uninterrupted
@@ -120,6 +121,7 @@ class MetaIndex:
         found = self._cache.lookup(keys)
         window = _FIRST_WINDOW if stop_at_miss else len(keys)
         position, asked = _next_none(found, 0, len(found)), 0
+        self._budget.hits += len(found) - (found.count(None) if position >= 0 else 0)
         while position >= 0:
             # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
             unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
@@ -131,7 +133,6 @@ class MetaIndex:
                 break
             position = _next_none(found, end, len(found))
         self._budget.misses += asked
-        self._budget.hits += max(0, len(found) - asked)
         return found
 
     async def _fill(self, keys: Sequence[int]) -> list[bytes | None]:
@@ -241,6 +242,7 @@ class MetaIndex:
             outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
         except BaseException:
             self._cache.forget([change.key for change in written])  # who knows what was stored
+            self._tell_possible_growth(written)
             raise
         finally:
             self._incoming -= incoming
@@ -262,6 +264,18 @@ class MetaIndex:
         keys = sum((change.new is not None) - (change.old is not None) for change in written)
         if keys or any(usage.values()):
             self._on_usage(usage, keys)
+
+    def _tell_possible_growth(self, changes: Sequence[Change]) -> None:
+        """Count everything that may have been stored, so that usage is never below the truth and no limit is exceeded;
+        a recount takes off what was not."""
+        if not self._backend.is_shared:
+            return
+        grown: Counter[StorageType] = Counter()
+        for change in changes:
+            grown += +usage_difference([change])
+        keys = sum(change.old is None and change.new is not None for change in changes)
+        if keys or grown:
+            self._on_usage(grown, keys)
 
     def _within_limit(self, changes: list[Change]) -> tuple[list[Change], int]:
         free = self.free_key_count

@@ -5,17 +5,17 @@ tells which of its blocks are due. So nothing is forgotten when a manager dies, 
 session is overdue are found the same way and ended.
 
 A read lease or an unfinished writer postpones a deletion, and so does a storage that fails, with growing pauses; both
-are noted in the record. Each storage has a lane of its own, where one batch runs at a time: a slow or hanging storage
-holds up only itself, and one thread at most. Metadata goes only if the location is still the one that was found
-(compare-and-delete), so deleting twice harms nobody.
+are noted in the record. Each storage has a lane of its own, where one batch runs at a time, and nobody who looks for
+more waits for it: a slow or hanging storage holds up only itself, and one thread at most. Metadata goes only if the
+location is still the one that was found (compare-and-delete), so deleting twice harms nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import structlog
 
@@ -32,7 +32,7 @@ _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _MOST_BLOCKS = 1024  # per round and index, so that none holds up the event loop
 _MOST_BATCHES = 64  # per round and index: then the others get their turn
-_MOST_ROUNDS = 16  # that wait for slow storages
+_MOST_DOUBLINGS = 6  # of the first pause: longer than the longest then
 _MOST_IN_FLIGHT = 16_384  # per index: a hanging storage keeps no more than that from being looked at
 _HELD_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
 
@@ -85,11 +85,11 @@ class DeletionExecutor:
         self._clock = clock
         self._custodian: Custodian | None = None
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._failures: Counter[str] = Counter()
+        self._failures: dict[str, tuple[int, float]] = {}  # in a row, and when the pause after the last one ends
         self._in_flight: set[tuple[int, int, str]] = set()
         self._in_flight_of: Counter[int] = Counter()
         self._discarded: list[DeletionItem] = []
-        self._running: set[asyncio.Task[None]] = set()
+        self._deleting: set[asyncio.Task[None]] = set()
 
     def serve(self, custodian: Custodian) -> None:
         """Set whose locations are deleted."""
@@ -100,47 +100,76 @@ class DeletionExecutor:
         self._discarded += items
 
     async def run(self, interval_seconds: float, is_leader: Callable[[], bool] = lambda: True) -> None:
-        """Delete what becomes due while this manager leads, until cancelled. A round does not wait for the storages of
-        the one before."""
+        """Delete what becomes due while this manager leads, until cancelled. Looking for it waits for no storage.
+
+        What this manager allocated and did not hand out is freed by itself, since no record tells others of it.
+        """
         try:
             while True:
-                if is_leader() and len(self._running) < _MOST_ROUNDS:
-                    task = asyncio.create_task(self._round())
-                    self._running.add(task)
-                    task.add_done_callback(self._running.discard)
+                if is_leader():
+                    await self._round()
+                else:
+                    self._begin_discarded()
                 await asyncio.sleep(interval_seconds)
         finally:
-            for task in self._running:
+            for task in self._deleting:
                 task.cancel()
 
     async def _round(self) -> None:
         try:
-            await self.run_due()
+            await self._look()
         except KvcmError as error:  # the store cannot be asked: the next round tries again
             _log.warning("deletions_interrupted", reason=str(error))
         except Exception:
             _log.exception("deletions_failed")
 
     async def run_due(self) -> int:
-        """Delete everything that is due now, and return the number of locations that were looked at."""
+        """Delete everything that is due now, and return the number of locations that were looked at.
+
+        Raises:
+            KvcmError: the store failed; what is left is found again.
+        """
+        seen = 0
+        while found := await self._look():
+            seen += found
+            await asyncio.gather(*self._deleting)
+        return seen
+
+    async def _look(self) -> int:
+        """Begin to delete what is due, and return the number of locations that were looked at."""
         assert self._custodian is not None
-        discarded, self._discarded = self._discarded, []
-        seen = len(discarded)
-        await self._discard(discarded)
+        seen = self._begin_discarded()
         for custody in list(self._custodian.indexes()):
             for _ in range(_MOST_BATCHES):
-                found = await self._run_index(custody)
+                found = await self._look_into(custody)
                 seen += found
                 if not found:
                     break
         return seen
 
-    async def _discard(self, items: Sequence[DeletionItem]) -> None:
-        for storage, uris in _by_storage(items).items():
-            async with self._lanes[storage]:
-                await self._delete_bytes(storage, uris)
+    def _begin_discarded(self) -> int:
+        discarded, self._discarded = self._discarded, []
+        for storage, items in _by_storage(discarded).items():
+            self._begin(self._free(storage, items))
+        return len(discarded)
 
-    async def _run_index(self, custody: IndexInCustody) -> int:
+    def _begin(self, deletion: Coroutine[Any, Any, None], taken: Sequence[DeletionItem] = ()) -> None:
+        task = asyncio.create_task(deletion)
+        self._deleting.add(task)
+        task.add_done_callback(lambda task: self._ended(task, taken))
+
+    def _ended(self, task: asyncio.Task[None], taken: Sequence[DeletionItem]) -> None:
+        self._deleting.discard(task)
+        self._give_back(taken)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # found again in the records
+            _log.warning("deletion_interrupted", reason=f"{type(error).__name__}: {error}")
+
+    async def _free(self, storage: str, items: Sequence[DeletionItem]) -> None:
+        async with self._lanes[storage]:
+            await self._delete_bytes(storage, items)
+
+    async def _look_into(self, custody: IndexInCustody) -> int:
         """Work on the earliest blocks of an index; 0 when nothing new is due."""
         assert self._custodian is not None
         in_flight = self._in_flight_of[custody.uid]
@@ -158,10 +187,27 @@ class DeletionExecutor:
                 overdue[location.session_id].append(key)
             else:
                 items.append(DeletionItem.of(custody.instance_id, custody.uid, key, location))
-        if overdue:
-            await self._custodian.end_writers(custody.uid, overdue)
-        await self._delete_unless_held(custody, items, now)
+        self._take(items)  # before anything else runs: another look must not find them
+        try:
+            if overdue:
+                await self._custodian.end_writers(custody.uid, overdue)
+            free = await self._not_held(custody, items, now)
+        except BaseException:
+            self._give_back(items)
+            raise
+        for storage, batch in _by_storage(free).items():
+            self._begin(self._delete(custody, storage, batch), batch)
         return len(due)
+
+    def _take(self, items: Iterable[DeletionItem]) -> None:
+        for item in items:
+            self._in_flight.add((item.uid, item.key, item.location_id))
+            self._in_flight_of[item.uid] += 1
+
+    def _give_back(self, items: Iterable[DeletionItem]) -> None:
+        for item in items:
+            self._in_flight.discard((item.uid, item.key, item.location_id))
+            self._in_flight_of[item.uid] -= 1
 
     def _due_locations(
         self, custody: IndexInCustody, keys: Sequence[int], records: Sequence[BlockRecord | None], now: float
@@ -173,28 +219,24 @@ class DeletionExecutor:
                 if (custody.uid, key, location.id) not in self._in_flight:
                     yield key, location
 
-    async def _delete_unless_held(self, custody: IndexInCustody, items: Sequence[DeletionItem], now: float) -> None:
+    async def _not_held(
+        self, custody: IndexInCustody, items: Sequence[DeletionItem], now: float
+    ) -> Sequence[DeletionItem]:
+        """Postpone what readers or writers still use, and return the rest."""
         assert self._custodian is not None
         if not items:
-            return
+            return ()
         held_until = await self._custodian.held_until(items)
         held = [item for item, until in zip(items, held_until, strict=True) if until > now]
-        free = [item for item, until in zip(items, held_until, strict=True) if until <= now]
         if held:
             await self._postpone(custody, held, _HELD_RECHECK_SECONDS)
-        await asyncio.gather(*(self._delete(custody, *batch) for batch in _by_storage(free).items()))
+            self._give_back(held)
+        return [item for item, until in zip(items, held_until, strict=True) if until <= now]
 
     async def _delete(self, custody: IndexInCustody, storage: str, items: Sequence[DeletionItem]) -> None:
-        tokens = {(custody.uid, item.key, item.location_id) for item in items}
-        self._in_flight |= tokens
-        self._in_flight_of[custody.uid] += len(tokens)
-        try:
-            async with self._lanes[storage]:
-                reasons = await self._delete_bytes(storage, items)
-            await self._record(custody, storage, items, reasons)
-        finally:
-            self._in_flight -= tokens
-            self._in_flight_of[custody.uid] -= len(tokens)
+        async with self._lanes[storage]:
+            reasons = await self._delete_bytes(storage, items)
+        await self._record(custody, storage, items, reasons)
 
     async def _record(
         self,
@@ -207,8 +249,7 @@ class DeletionExecutor:
         gone = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
         failed = [item for item, reason in zip(items, reasons, strict=True) if reason is not None]
         if failed:
-            self._failures[storage] += 1
-            pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._failures[storage] - 1), _LONGEST_PAUSE_SECONDS)
+            pause = self._pause_seconds(storage)
             reason = next(filter(None, reasons))
             _log.warning("deletion_failed", storage=storage, count=len(failed), reason=reason, retry_seconds=pause)
             await self._postpone(custody, failed, pause)
@@ -216,6 +257,16 @@ class DeletionExecutor:
             self._failures.pop(storage, None)
         ids = _ids_by_key(gone)
         await custody.meta_index.read_modify_write(ids, lambda key, old: _without(old, ids[key]))
+
+    def _pause_seconds(self, storage: str) -> float:
+        """Return how long a storage that failed is left alone; batches that fail meanwhile do not make it longer."""
+        now = self._clock.now()
+        failures, until = self._failures.get(storage, (0, 0.0))
+        if now >= until:
+            pause = min(_FIRST_PAUSE_SECONDS * 2**failures, _LONGEST_PAUSE_SECONDS)
+            until = now + pause
+            self._failures[storage] = min(failures + 1, _MOST_DOUBLINGS), until
+        return until - now
 
     async def _postpone(self, custody: IndexInCustody, items: Sequence[DeletionItem], seconds: float) -> None:
         due = self._clock.now() + seconds

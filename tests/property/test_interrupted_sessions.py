@@ -34,13 +34,14 @@ def slow_world(turns: int = 0) -> Iterator[SlowWorld]:
         world.close()
 
 
-async def cut_off(awaitable: Awaitable[Any], turns: int) -> None:
-    """Cancel a call after so many turns of the loop, and wait for its end."""
+async def cut_off(awaitable: Awaitable[Any], turns: int) -> Any:
+    """Cancel a call after so many turns of the loop, and return what it returned or raised in the end."""
     task = asyncio.ensure_future(awaitable)
     for _ in range(turns):
         await asyncio.sleep(0)
     task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    return outcome
 
 
 async def statuses_at_rest(world: SlowWorld) -> set[str]:
@@ -53,6 +54,47 @@ async def test_invariant_3_a_start_that_is_cut_off_leaves_nothing_writing() -> N
         with slow_world(turns) as world:
             await cut_off(world.manager.start_write("i", WriteRequest(KEYS)), turns)
             assert await statuses_at_rest(world) == set(), turns
+
+
+async def test_a_start_that_is_cut_off_is_rolled_back_at_once() -> None:
+    """Nobody was told the session's id: its blocks must not wait for the deadline."""
+    cut = 0
+    for turns in TURNS:
+        with slow_world(turns) as world:
+            outcome = await cut_off(world.manager.start_write("i", WriteRequest(KEYS)), turns)
+            if isinstance(outcome, asyncio.CancelledError):
+                cut += 1
+                await world.executor.run_due()
+                assert await world.records() == [], turns
+                assert world.manager.endings.open_count == 0
+                assert await world.manager.endings.deadlines_of([f"{n:032x}" for n in range(9)]) == {}
+    assert cut > 3
+
+
+async def test_a_start_that_the_store_refuses_is_rolled_back_at_once() -> None:
+    with slow_world() as world:
+        break_store_once(world)
+        with pytest.raises(StorageIOError):
+            await world.manager.start_write("i", WriteRequest(KEYS))
+        await world.executor.run_due()
+        assert (await world.records(), world.manager.endings.open_count) == ([], 0)
+        assert len((await world.manager.start_write("i", WriteRequest(KEYS))).chunks) == len(KEYS)
+
+
+async def test_a_renewal_that_the_store_refuses_half_way_holds_what_was_removed() -> None:
+    """The session is renewed, its blocks are not: its client still writes, whatever the records say."""
+    with slow_world() as world:
+        started = await world.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5))
+        await world.manager.remove("i", KEYS, NO_MASK)
+        break_store_once(world)
+        with pytest.raises(StorageIOError):
+            await world.manager.renew_write("i", started.session.id, 100)
+        world.clock.advance(50)
+        await world.executor.run_due()
+        assert len(await world.records()) == len(KEYS)
+        await world.manager.finish_write("i", started.session.id, BlockMask(offset=0))
+        await world.executor.run_due()
+        assert await world.records() == []
 
 
 async def test_invariant_3_a_finish_that_is_cut_off_leaves_nothing_writing() -> None:

@@ -8,6 +8,7 @@ from reclaim_rig import OwnedIndex, Rig
 
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
+from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import StorageIOError
 
 
@@ -159,3 +160,13 @@ async def test_cancelling_the_loop_ends_what_it_began() -> None:
         await rig.block(1, "a")
         await rig.turns(lambda: rig.storages.faults["a"].attempts == 1)
     assert await rig.turns(lambda: asyncio.all_tasks() == before)
+
+
+async def test_one_that_does_not_lead_frees_what_it_did_not_hand_out() -> None:
+    """No record tells the leader of it; blocks that are due are left to the leader."""
+    rig = Rig()
+    await rig.block(1)
+    async with running(rig, lambda: False):
+        rig.executor.discard([DeletionItem("i", 1, 2, "l", "a", ("dummy://a/x?size=8",))])
+        assert await rig.turns(lambda: rig.storages.faults["a"].deleted == ["dummy://a/x?size=8"])
+        assert not is_gone(rig, 1)

@@ -1,0 +1,292 @@
+"""A store in memory that several managers share. Every call suspends before and after it takes effect, and a manager
+can crash at any of these points: it never gets an answer again, whatever it was doing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from cache_world import CLUSTER, CountingIds, FakeClock
+
+from kvcm.cache.manager import CacheManager
+from kvcm.index.backends.backend import Access, Change, Written
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.search_cache import CacheBudget
+from kvcm.model.errors import NotReadyError, StorageIOError
+from kvcm.model.instances import Placement
+from kvcm.model.locations import BlockRecord
+from kvcm.model.storages import StorageType
+from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.registry.registry import Registry
+from kvcm.storage.directory import OPENERS, StorageDirectory
+from kvcm.storage.dummy import DummyStorage
+from kvcm.store.memory import MemoryTable
+
+Answer = TypeVar("Answer")
+Invalidate = Callable[[Iterable[tuple[int, int]]], None]
+
+
+class SharedStore:
+    """What outlives every manager.
+
+    Args:
+        on_change: sees (uid, change) right after it took effect.
+    """
+
+    def __init__(self, on_change: Callable[[int, Change], None] = lambda _uid, _change: None) -> None:
+        self.on_change = on_change
+        self.connections: list[Connection] = []
+        self._tables: dict[str, MemoryTable] = {}
+        self._backends: dict[int, MemoryBackend] = {}
+
+    def table(self, name: str) -> MemoryTable:
+        return self._tables.setdefault(name, MemoryTable())
+
+    def backend(self, uid: int) -> MemoryBackend:
+        return self._backends.setdefault(uid, MemoryBackend())
+
+    def backends(self) -> Mapping[int, MemoryBackend]:
+        """Records by uid, also of instances that are gone."""
+        return self._backends
+
+    def changed(self, uid: int, changes: Sequence[Change]) -> None:
+        for change in changes:
+            self.on_change(uid, change)
+        for connection in self.connections:
+            connection.invalidate((uid, change.key) for change in changes)
+
+
+class Connection:
+    """The store as one manager sees it.
+
+    Attributes:
+        invalidate: told of every change of a block, by whomever it was made.
+        crashed: set by a crash.
+    """
+
+    is_shared = True
+
+    def __init__(self, store: SharedStore, random: Random, most: int = 2) -> None:
+        self._store = store
+        self._random = random
+        self._most = most
+        self.crashed = asyncio.Event()
+        self._buried = asyncio.Event()
+        self.invalidate: Invalidate = lambda _changed: None
+        store.connections.append(self)
+
+    def table(self, name: str, shard_count: int = 1) -> "SharedTable":
+        return SharedTable(self._store.table(name), self)
+
+    def new_backend(self, placement: Placement) -> "SharedBackend":
+        return SharedBackend(placement.uid, self._store, self)
+
+    async def flush(self) -> None:
+        await self.pause()
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def pause(self) -> None:
+        for _ in range(self._random.randint(0, self._most)):
+            await asyncio.sleep(0)
+        if self.crashed.is_set():
+            await self._buried.wait()
+            raise StorageIOError("this manager has crashed")
+
+    def crash(self) -> None:
+        """From now on nothing that the manager does has an effect, and it hears nothing."""
+        self.crashed.set()
+        self._store.connections.remove(self)
+
+    def bury(self) -> None:
+        """Let what hangs since the crash end with an error, so that no task outlives a test."""
+        self._buried.set()
+
+
+class SharedTable:
+    """A table of the store."""
+
+    def __init__(self, inner: MemoryTable, connection: Connection) -> None:
+        self._inner = inner
+        self._pause = connection.pause
+
+    async def get(self, name: str) -> bytes | None:
+        await self._pause()
+        document = await self._inner.get(name)
+        await self._pause()
+        return document
+
+    async def all(self) -> Mapping[str, bytes]:
+        await self._pause()
+        documents = await self._inner.all()
+        await self._pause()
+        return documents
+
+    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
+        await self._pause()
+        replaced = await self._inner.replace(name, old, new, due)
+        await self._pause()
+        return replaced
+
+    async def due(self, now: float, most: int) -> list[str]:
+        await self._pause()
+        names = await self._inner.due(now, most)
+        await self._pause()
+        return names
+
+    async def version(self) -> int:
+        await self._pause()
+        version = await self._inner.version()
+        await self._pause()
+        return version
+
+
+class SharedBackend:
+    """The records of one instance."""
+
+    awaits = True
+    is_shared = True
+
+    def __init__(self, uid: int, store: SharedStore, connection: Connection) -> None:
+        self._uid = uid
+        self._store = store
+        self._pause = connection.pause
+
+    @property
+    def _inner(self) -> MemoryBackend:
+        return self._store.backend(self._uid)
+
+    @property
+    def key_count(self) -> int:
+        return self._inner.key_count
+
+    @property
+    def usage_bytes(self) -> Mapping[StorageType, int]:
+        return self._inner.usage_bytes
+
+    async def refresh(self) -> None:
+        await self._pause()
+
+    async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        await self._pause()
+        records = await self._inner.get_many(keys)
+        await self._pause()
+        return records
+
+    async def write_many(self, changes: Sequence[Change]) -> Written:
+        await self._pause()
+        written = await self._inner.write_many(changes)
+        self._store.changed(self._uid, [change for change in changes if change.key not in written.lost])
+        await self._pause()
+        return written
+
+    async def children(self, key: int) -> list[int]:
+        await self._pause()
+        return await self._inner.children(key)
+
+    async def due(self, now: float, most: int) -> list[int]:
+        await self._pause()
+        keys = await self._inner.due(now, most)
+        await self._pause()
+        return keys
+
+    async def touch(self, counts: Mapping[int, int], at: float) -> None:
+        await self._pause()
+        await self._inner.touch(counts, at)
+
+    async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
+        await self._pause()
+        return await self._inner.accesses(keys)
+
+    async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
+        async for page in self._inner.scan(page_size):
+            await self._pause()
+            yield page
+
+    async def random_sample(self, count: int, random: Random) -> list[int]:
+        await self._pause()
+        return await self._inner.random_sample(count, random)
+
+    async def drop(self) -> None:
+        await self._pause()
+        await self._inner.drop()
+
+
+class LoggedStorage(DummyStorage):
+    """A storage that tells what is deleted on it.
+
+    Args:
+        name: of the storage.
+        on_delete: sees uris right before their bytes are gone.
+    """
+
+    def __init__(self, name: str, on_delete: Callable[[Sequence[str]], None]) -> None:
+        super().__init__(name, f"/{CLUSTER}/", 1)
+        self._on_delete = on_delete
+
+    async def delete(self, uris: Sequence[str]) -> list[str | None]:
+        self._on_delete(uris)
+        return await super().delete(uris)
+
+
+class Node:
+    """One manager on a shared store, as `rooms` wires it.
+
+    Args:
+        store: shared with other nodes.
+        clock: the same for all.
+        ids: the same for all, in the place of randomness.
+        seed: decides where it suspends.
+        on_delete: sees uris right before their bytes are gone.
+    """
+
+    def __init__(
+        self,
+        store: SharedStore,
+        clock: FakeClock,
+        ids: CountingIds,
+        seed: int,
+        on_delete: Callable[[Sequence[str]], None] = lambda _uris: None,
+    ) -> None:
+        self.connection = Connection(store, Random(seed))
+        openers = {StorageType.ST_DUMMY: lambda config, _: LoggedStorage(config.global_unique_name, on_delete)}
+        self.storages = StorageDirectory(CLUSTER, openers={**OPENERS, **openers})
+        self.registry = Registry(self.storages, self.connection.table("registry"), self.connection.flush)
+        self.executor = DeletionExecutor(self.storages, clock)
+        self.manager = CacheManager(
+            self.registry,
+            self.storages,
+            self.executor,
+            clock,
+            ids,
+            self.connection.new_backend,
+            store=self.connection,
+            budget=CacheBudget(1 << 20),
+        )
+        self.executor.serve(self.manager)
+        self._hanging: list[asyncio.Future[Any]] = []
+
+    async def begin(self) -> None:
+        """Load what is stored, as a manager does before it serves."""
+        await self.registry.load()
+        await self.manager.load()
+        self.connection.invalidate = self.manager.open_caches.invalidate
+
+    async def ask(self, call: Coroutine[Any, Any, Answer]) -> Answer:
+        """Return what a call returns, or raise NotReadyError when the manager crashes before it answers."""
+        asked, crash = asyncio.ensure_future(call), asyncio.ensure_future(self.connection.crashed.wait())
+        await asyncio.wait({asked, crash}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            crash.cancel()
+            return asked.result()
+        self._hanging.append(asked)
+        raise NotReadyError("the manager has crashed")
+
+    def crash(self) -> None:
+        self.connection.crash()
+
+    async def close(self) -> None:
+        self.connection.bury()
+        await asyncio.gather(*self._hanging, return_exceptions=True)
+        self.storages.close_all()
