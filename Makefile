@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager clean
+.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager acceptance-index clean
 
 setup: $(VENV)/.dev
 
@@ -65,11 +65,27 @@ acceptance-manager: setup
 	$(BIN)/python benchmarks/readme.py
 
 # The demo, and every benchmark once: figures of so short a run mean little, so misses are shown and do not count.
-smoke: setup
+smoke: setup redis
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
 	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
 	$(BIN)/python benchmarks/match.py --quick --json build/match.json
+	$(BIN)/python benchmarks/index.py --quick --json build/index.json
+	$(BIN)/python benchmarks/scale.py --quick --json build/scale.json
+	$(BIN)/python -m pytest -m e2e tests/e2e
+	$(BIN)/python benchmarks/crash.py --quick --json build/crash.json
+	$(BIN)/python benchmarks/contention.py --quick --json build/contention.json
+	$(BIN)/python benchmarks/faults.py --quick --json build/faults.json
+
+# Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
+# An hour on two cores.
+acceptance-index: setup redis
+	$(BIN)/python benchmarks/index.py --json benchmarks/results/index.json
+	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json
+	$(BIN)/python benchmarks/crash.py --json benchmarks/results/crash.json
+	$(BIN)/python benchmarks/contention.py --json benchmarks/results/contention.json
+	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

@@ -37,7 +37,7 @@ Duty = tuple[str, Callable[[], Awaitable[None]]]
 _ACCESSES_SECONDS = 1.0  # what a crash may lose
 _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
 _SHARED_DUTY_SECONDS = 0.5  # a round asks every shard of every instance
-_RECOUNT_SECONDS = 5.0
+_RECOUNT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

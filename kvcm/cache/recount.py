@@ -18,6 +18,8 @@ from kvcm.registry.registry import Registry
 
 __all__ = ["UsageRecount"]
 
+_LOOK_SECONDS = 5.0
+
 _log = structlog.get_logger("kvcm.cache")
 
 
@@ -37,20 +39,29 @@ class UsageRecount:
         self._ledger = ledger
         self._clock = clock
         self._suspects: set[str] = set()
+        self._look_at: dict[str, float] = {}
 
     async def look(self) -> None:
-        """Compare every group's counters with the truth, and recount those that differ for the second time.
+        """Compare the counters of groups with the truth, those that differed the last time sooner than the others, and
+        recount what differs for the second time.
 
         Raises:
             StorageIOError: the store cannot be asked.
         """
+        now = self._clock.now()
         for group in self._registry.groups.all():
-            if not await self._differs(group.name):
-                self._suspects.discard(group.name)
-            elif group.name in self._suspects:
-                await self.recount(group.name)
-            else:
-                self._suspects.add(group.name)
+            if group.name in self._suspects or now >= self._look_at.get(group.name, 0.0):
+                self._look_at[group.name] = now + _LOOK_SECONDS
+                await self._look_into(group.name)
+
+    async def _look_into(self, group_name: str) -> None:
+        if not await self._differs(group_name):
+            self._suspects.discard(group_name)
+        elif group_name in self._suspects:
+            self._suspects.discard(group_name)
+            await self.recount(group_name)
+        else:
+            self._suspects.add(group_name)
 
     async def recount(self, group_name: str) -> bool:
         """Recount one group; False when another manager does just now."""

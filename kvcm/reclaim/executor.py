@@ -167,7 +167,9 @@ class DeletionExecutor:
 
     async def _free(self, storage: str, items: Sequence[DeletionItem]) -> None:
         async with self._lanes[storage]:
-            await self._delete_bytes(storage, items)
+            backend = self._storages.backend(storage)
+            if backend is not None:
+                await backend.discard([uri for item in items for uri in item.uris])  # a failure is logged by `_ended`
 
     async def _look_into(self, custody: IndexInCustody) -> int:
         """Work on the earliest blocks of an index; 0 when nothing new is due."""

@@ -55,6 +55,13 @@ class StorageBackend(Protocol):
             Per uri None, or the reason why it could not be deleted.
         """
 
+    async def discard(self, uris: Sequence[str]) -> list[str | None]:
+        """Free places that were allocated and never handed out, so that nobody will ever write them.
+
+        Returns:
+            As `delete`.
+        """
+
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         """Return per uri whether all its bytes are there."""
 

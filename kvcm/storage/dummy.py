@@ -42,6 +42,9 @@ class DummyStorage:
         self._live.difference_update(uris)
         return [None] * len(uris)
 
+    async def discard(self, uris: Sequence[str]) -> list[str | None]:
+        return await self.delete(uris)
+
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return [uri in self._live for uri in uris]
 

@@ -16,7 +16,7 @@ import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -85,13 +85,28 @@ class FileStorage:
         return uris
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
+        return await self._for_each_file(uris, _delete)
+
+    async def discard(self, uris: Sequence[str]) -> list[str | None]:
+        return await self._for_each_file(uris, _discard)
+
+    async def _for_each_file(self, uris: Sequence[str], work: Callable[[_Deletion], None]) -> list[str | None]:
+        """Do the work in a thread, file by file; return per uri why it failed, None where it did not."""
         parsed = [LocationUri.parse(uri) for uri in uris]
         deletions: dict[str, _Deletion] = {}
         for uri in parsed:
             slots = deletions.setdefault(uri.path, _Deletion(uri.path, {})).slots
             if uri.blkid is not None:
                 slots[uri.blkid] = (uri.offset, uri.size)
-        reasons = await asyncio.to_thread(lambda: {path: _delete(each) for path, each in deletions.items()})
+
+        def reason(deletion: _Deletion) -> str | None:
+            try:
+                work(deletion)
+            except OSError as error:
+                return f"{deletion.path}: {error.strerror}"
+            return None
+
+        reasons = await asyncio.to_thread(lambda: {path: reason(each) for path, each in deletions.items()})
         return [reasons[uri.path] for uri in parsed]
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
@@ -112,20 +127,23 @@ class FileStorage:
         """Nothing is held open."""
 
 
-def _delete(deletion: _Deletion) -> str | None:
-    try:
-        if not deletion.slots or len(deletion.slots) >= slot_count(deletion.path):
-            _unlink(deletion.path)
-        elif Path(deletion.path).exists():
-            _delete_slots(deletion)
-    except OSError as error:
-        return f"{deletion.path}: {error.strerror}"
-    return None
+def _delete(deletion: _Deletion) -> None:
+    if not deletion.slots or len(deletion.slots) >= slot_count(deletion.path):
+        _unlink(deletion.path)
+    elif Path(deletion.path).exists():
+        for offset, size in deletion.slots.values():
+            _punch(deletion.path, offset, size)
+        _note_deleted(deletion)
 
 
-def _delete_slots(deletion: _Deletion) -> None:
-    for offset, size in deletion.slots.values():
-        _punch(deletion.path, offset, size)
+def _discard(deletion: _Deletion) -> None:
+    """Slots of a file that others are still to be written to: it may not be there yet."""
+    if 0 < len(deletion.slots) < slot_count(deletion.path):
+        Path(deletion.path).parent.mkdir(parents=True, exist_ok=True)
+        _note_deleted(deletion)
+
+
+def _note_deleted(deletion: _Deletion) -> None:
     with open(_beside(deletion.path), "ab") as file:  # noqa: PTH123 - appending is atomic for so few bytes
         file.write("".join(f"{slot}\n" for slot in deletion.slots).encode())
     if len(_deleted_slots(deletion.path)) >= slot_count(deletion.path):

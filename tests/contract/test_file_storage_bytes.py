@@ -70,6 +70,25 @@ async def test_a_file_goes_with_its_last_slot_after_the_storage_was_reopened(tmp
     assert list(written.path(0).parent.iterdir()) == []
 
 
+async def test_a_file_goes_with_its_last_slot_though_some_were_never_handed_out(tmp_path: Path) -> None:
+    """Another writer was faster for these blocks: their slots are discarded before anybody wrote the file."""
+    storage = FILE_8.open(tmp_path)
+    uris = storage.allocate(allocation({"tp0": 64}, range(8)))
+    assert await storage.discard(uris[:3]) == [None] * 3
+    for uri in uris[3:]:
+        write(uri)
+    assert await storage.exists(uris) == [False] * 3 + [True] * 5
+    await storage.delete(uris[3:])
+    assert files_below(tmp_path) == []
+
+
+async def test_what_was_never_handed_out_leaves_nothing(kind: Kind, tmp_path: Path) -> None:
+    storage = kind.open(tmp_path)
+    uris = storage.allocate(allocation({"tp0": 64}, range(8)))
+    assert await storage.discard(uris) == [None] * 8
+    assert files_below(tmp_path) == []
+
+
 async def test_a_file_goes_with_its_last_slot_after_a_deletion_failed(kind: Kind, tmp_path: Path) -> None:
     """The folder is no folder for a while, as on a broken mount; the retry must finish the job."""
     storage = kind.open(tmp_path)

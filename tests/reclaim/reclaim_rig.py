@@ -55,6 +55,9 @@ class Faulty:
         assert set(results) <= {None}
         return ["stuck" if uri in self.stubborn else None for uri in uris]
 
+    async def discard(self, uris: Sequence[str]) -> list[str | None]:
+        return await self.delete(uris)
+
 
 class FaultyDirectory:
     """Finds the open storages of a real directory, each behind its faults."""

@@ -1,0 +1,228 @@
+"""Managers under light load while the store they share fails in every way it can, and comes back.
+
+Every request has to end within its time, well or with a code that tells the client to try again; nothing that was
+confirmed may be lost, unless a replica that had not heard of it took over: replication is asynchronous, and a failover
+may lose what was written in the moment before it. Such losses are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from key_history import History
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, running
+from mixed_load import Client, Load, Sent, finish_later, metas_of, served_blocks
+from redis_servers import cluster, is_replica_in_step, sentinel, standalone, until
+from store_look import Look, look_at, verified
+
+from kvcm.model.errors import KvcmError
+from kvcm.protocol import meta_service_pb2 as pb
+
+__all__ = ["FAULTS", "FaultReport", "run_fault"]
+
+_KEYS = range(4096)
+_CLIENTS = 8
+_LIGHT = (0.45, 0.53, 0.02, 0.0)
+_REGISTRY_SECONDS = 1.0  # other managers hear of new storages within that time
+_BEFORE_SECONDS = 1.5
+_AFTER_SECONDS = 5.0
+_QUIET_SECONDS = 30.0
+_CLEAR_CODES = {pb.OK, pb.IO_ERROR, pb.SERVICE_NOT_READY}
+
+Break = Callable[[], AsyncIterator[None]]
+
+
+@dataclass(slots=True)
+class FaultReport:
+    """What a fault meant for clients.
+
+    Attributes:
+        requests: by call and code, from the fault on.
+        longest_seconds: of a request.
+        recovery_seconds: from the end of the fault to the end of the last request that failed.
+        served_meanwhile: reads that were answered well while the store was away.
+        wrong: broken invariants.
+        lost: confirmed writes or removals that a failover lost.
+        below: whether shared counters were seen below the truth after the fault.
+        quiet_seconds: from the end of the load until nothing was unfinished and usage agreed.
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    longest_seconds: float = 0.0
+    recovery_seconds: float = 0.0
+    served_meanwhile: int = 0
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    below: list[str] = field(default_factory=list)
+    quiet_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A way to fail.
+
+    Attributes:
+        store: runs the store inside the block; yields its uri and what breaks it and returns when it is whole again.
+        may_lose: whether a replica takes over.
+    """
+
+    store: Callable[[Path], contextlib.AbstractContextManager[tuple[str, Callable[[], None]]]]
+    may_lose: bool = False
+
+
+@contextlib.contextmanager
+def _killed(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    with standalone(directory, appendonly=True) as made:
+
+        def fail() -> None:
+            made.server.kill()
+            time.sleep(2)
+            made.server.restart()
+
+        yield made.uri("faults"), fail
+
+
+@contextlib.contextmanager
+def _silent(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    with standalone(directory) as made:
+
+        def fail() -> None:
+            made.server.pause()
+            time.sleep(5)
+            made.server.resume()
+
+        yield made.uri("faults"), fail
+
+
+@contextlib.contextmanager
+def _paused(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    with standalone(directory) as made:
+
+        def fail() -> None:
+            with made.server.admin() as client:
+                client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
+            time.sleep(3)
+
+        yield made.uri("faults"), fail
+
+
+@contextlib.contextmanager
+def _sentinel_failover(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    with sentinel(directory) as made:
+
+        def fail() -> None:
+            old = made.master
+            old.kill()
+            until(lambda: made.master is not old and not is_replica_in_step(made.master))
+
+        yield made.uri("faults"), fail
+
+
+@contextlib.contextmanager
+def _cluster_failover(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    with cluster(directory, replicas=1) as made:
+
+        def fail() -> None:
+            made.nodes[0].kill()
+            until(lambda: not made.is_whole())
+            until(made.is_whole)
+
+        yield made.uri("faults"), fail
+
+
+FAULTS = {
+    "killed and restarted after 2 s (AOF)": Fault(_killed),
+    "silent for 5 s": Fault(_silent),
+    "CLIENT PAUSE 3000 ALL": Fault(_paused),
+    "sentinel failover": Fault(_sentinel_failover, may_lose=True),
+    "cluster failover": Fault(_cluster_failover, may_lose=True),
+}
+
+
+async def run_fault(directory: Path, fault: Fault, seed: int) -> FaultReport:
+    """Run two managers on a store, break it under load, and judge."""
+    with fault.store(directory / "store") as (uri, fail):
+        settings = {"kvcm.registry_storage.uri": uri, "kvcm.leader_elector.lease_ms": "2000"}
+        managers = [Manager(directory / f"manager-{number}", settings) for number in range(2)]
+        with running(*managers):
+            return await _under_fault(managers, fail, fault.may_lose, Random(seed))
+
+
+async def _under_fault(
+    managers: list[Manager], fail: Callable[[], None], may_lose: bool, random: Random
+) -> FaultReport:
+    site = Site(GroupPlan("wide", ("w/one", "w/two"), len(_KEYS) * BLOCK_BYTES * 4))
+    load, report = Load(site, _KEYS, History(), survives=True, most_seconds=2), FaultReport()
+    wires = [manager.connect() for manager in managers]
+    await site.set_up(wires[0])
+    await asyncio.sleep(_REGISTRY_SECONDS)
+    tasks = [
+        asyncio.create_task(Client(load, wires[number % 2], Random(random.random()), 0.05, _LIGHT).run())
+        for number in range(_CLIENTS)
+    ]
+    await asyncio.sleep(_BEFORE_SECONDS)
+    begin = time.monotonic()
+    await asyncio.to_thread(fail)
+    end = time.monotonic()
+    look = await look_at(managers[0].settings)
+    report.below = look.groups_below
+    await asyncio.sleep(_AFTER_SECONDS)
+    load.is_over = True
+    await asyncio.gather(*tasks)
+    _judge_requests([sent for sent in load.requests if sent.sent + sent.seconds >= begin], begin, end, report)
+    report.wrong += [f"a defect: {text[-1500:]}" for manager in managers for text in manager.failures()]
+    report.wrong += [f"{manager.directory.name} ended" for manager in managers if not manager.is_running]
+    wrong = await finish_later(load, wires[0], random)
+    report.wrong += wrong
+    await _quiet(managers[0], report)
+    for wire in wires:
+        assert not any("CLS_WRITING" in text for text in (await metas_of(wire, load)).values())
+        verdicts = load.history.verdicts(load.blocks, await served_blocks(wire, load))
+        (report.lost if may_lose else report.wrong).extend(verdicts)
+        await wire.close()
+    return report
+
+
+def _judge_requests(requests: list[Sent], begin: float, end: float, report: FaultReport) -> None:
+    report.requests.update(f"{sent.call}:{_name(sent.code)}" for sent in requests)
+    report.longest_seconds = max(sent.seconds for sent in requests)
+    # A session that ended while its client could not reach the store is gone, and the client is told so.
+    odd = [sent for sent in requests if sent.code not in _CLEAR_CODES and not _is_late_finish(sent)]
+    report.wrong += [f"{sent.sent - begin:+.2f} s: {sent}" for sent in odd]
+    failed = [sent.sent + sent.seconds - end for sent in requests if sent.code != pb.OK and not _is_late_finish(sent)]
+    report.recovery_seconds = max(0.0, max(failed, default=0.0))
+    report.served_meanwhile = sum(
+        sent.call == "GetCacheLocation" and sent.code == pb.OK and begin + 0.1 < sent.sent < end for sent in requests
+    )
+
+
+def _is_late_finish(sent: Sent) -> bool:
+    return sent.call == "FinishWriteCache" and sent.code == pb.INVALID_ARGUMENT
+
+
+def _name(code: int | None) -> str:
+    return "none" if code is None else pb.ErrorCode.Name(code)
+
+
+async def _quiet(manager: Manager, report: FaultReport) -> None:
+    """Wait until nothing is unfinished and usage agrees."""
+    begin, look = time.monotonic(), Look()
+    while report.quiet_seconds < _QUIET_SECONDS:
+        with contextlib.suppress(KvcmError):
+            look = await look_at(manager.settings)
+            report.below = report.below or look.groups_below
+            if not look.unfinished and not look.sessions and not look.groups_off:
+                break
+        await asyncio.sleep(0.2)
+        report.quiet_seconds = time.monotonic() - begin
+    report.wrong += look.wrong
+    report.wrong += await asyncio.to_thread(verified, manager.store_options)
+    if look.unfinished or look.sessions or look.groups_off:
+        report.wrong.append(f"not quiet: {dict(look.statuses)}, {look.sessions} sessions, {look.groups_off}")
