@@ -37,6 +37,7 @@ from kvcm.store.rocks.store import RocksStore
 __all__ = ["IndexTools", "audited_store"]
 
 _PAUSE_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is, 0 for unknown."""
@@ -165,7 +166,9 @@ class IndexTools:
     @contextlib.asynccontextmanager
     async def _opened(self, settings: Settings) -> AsyncIterator[tuple[Metadata, Registry]]:
         node_id = f"{socket.gethostname()}:index_{secrets.token_hex(8)}"
-        metadata = await open_metadata(settings, self._clock, node_id, self._told("load"))
+        metadata = await open_metadata(
+            settings, self._clock, node_id, self._told("load"), least_timeout_seconds=_PATIENCE_SECONDS
+        )
         try:
             registry = Registry(ClosedStorages(), metadata.store.table("registry"), metadata.store.flush, metadata.kind)
             await registry.load()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvcm.cache.shared_usage import SharedLedger
@@ -69,6 +69,7 @@ async def open_metadata(
     node_id: str,
     progress: LoadProgress = lambda _done, _total: None,
     on_failure: Callable[[str], None] = lambda _reason: None,
+    least_timeout_seconds: float = 0.0,
 ) -> Metadata:
     """Open what the settings name.
 
@@ -77,6 +78,7 @@ async def open_metadata(
         clock: time source.
         node_id: id of this manager.
         progress: told while a RocksDB is read.
+        least_timeout_seconds: how long to wait for an answer of redis at least; a command has time, a request has not.
         on_failure: told when the disk failed and memory is ahead of it: the process has to end.
 
     Raises:
@@ -85,7 +87,9 @@ async def open_metadata(
     """
     uri = settings.registry_storage_uri
     if uri.startswith("redis"):
-        metadata = await _in_redis(_redis_settings("kvcm.registry_storage.uri", uri), node_id)
+        redis = _redis_settings("kvcm.registry_storage.uri", uri)
+        patient = max(redis.timeout_seconds, least_timeout_seconds)
+        metadata = await _in_redis(replace(redis, timeout_seconds=patient), node_id)
     elif (directory := local_directory(settings)) is not None:
         metadata = await asyncio.to_thread(_in_rocksdb, settings, directory, clock, progress, on_failure)
     else:
