@@ -64,7 +64,8 @@ acceptance-manager: setup
 	$(BIN)/python benchmarks/reuse.py --json benchmarks/results/reuse.json
 	$(BIN)/python benchmarks/readme.py
 
-# The demo, and every benchmark once: figures of so short a run mean little, so misses are shown and do not count.
+# The demo, and every benchmark once. Figures of so short a run mean little, so missed targets are shown and do not
+# count; violations do: in crash, contention and faults everything but targets of time.
 smoke: setup redis
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from report import Row, arguments, publish
+from report import Row, arguments, is_sound, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
@@ -108,7 +108,8 @@ def main() -> int:
     operations = options.ops or (5_000 if options.quick else 300_000)
     rounds, deaths = (20, 1) if options.quick else (500, 10)
     found = [row for store in options.store or STORES for row in run(store, operations, rounds, deaths, options.seed)]
-    return 0 if publish("contention: three managers on one store", found, options.json) else 1
+    is_met = publish("contention: three managers on one store", found, options.json)
+    return 0 if is_met or (options.quick and is_sound(found)) else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from report import Row, arguments, publish
+from report import Row, arguments, is_sound, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
@@ -53,7 +53,8 @@ def main() -> int:
     for name in names:
         with tempfile.TemporaryDirectory(prefix="kvcm-faults-") as directory:
             found += rows(name, asyncio.run(run_fault(Path(directory), FAULTS[name], options.seed)))
-    return 0 if publish("faults: the store fails under load", found, options.json) else 1
+    is_met = publish("faults: the store fails under load", found, options.json)
+    return 0 if is_met or (options.quick and is_sound(found)) else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ index_app = typer.Typer(
 )
 
 _FAILED, _FINDINGS, _CANNOT_RUN = 1, 1, 2
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config_file", "--config-file", "-c", help="Settings of the manager, as for serve.")
@@ -109,7 +110,9 @@ def verify_index(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check the whole store. Exit code 0: clean, or all is mended; 1: something is wrong; 2: it could not be checked.
+    """Check the whole store.
+
+    Exit code 0: clean, or all is mended; 1: something is wrong; 2: it could not be checked, or not all of it.
 
     On Redis the managers may go on; a manager on a data directory has to be stopped.
     """
@@ -125,6 +128,8 @@ def verify_index(
         _print_report(report)
     if not report.is_mended:
         raise typer.Exit(_FINDINGS)
+    if report.unsettled:
+        raise typer.Exit(_CANNOT_RUN)
 
 
 def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | None) -> Settings:
@@ -167,14 +172,24 @@ def _output(name: str, *, force: bool) -> Iterator[BinaryIO]:
     if path.exists() and not force:
         raise InvalidArgumentError(f"{path} exists: choose another name, or give --force to replace it")
     temporary = path.with_name(f"{path.name}.tmp")
+    descriptor = _new_file(temporary)
     try:
-        with os.fdopen(os.open(temporary, _NEW_FILE, 0o600), "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _new_file(path: Path) -> int:
+    """Make a file that nobody else has open or can point elsewhere; what an export of ours left there goes first."""
+    with contextlib.suppress(FileNotFoundError):
+        left = path.lstat()
+        if stat.S_ISREG(left.st_mode) and left.st_uid == os.geteuid():
+            path.unlink()
+    return os.open(path, _NEW_FILE, 0o600)
 
 
 @contextlib.contextmanager
@@ -229,6 +244,8 @@ def _print_imported(imported: Imported, *, dry_run: bool) -> None:
     for instance_id in sorted(imported.stored.keys() | imported.skipped.keys()):
         table.add_row(instance_id, f"{imported.stored[instance_id]:,}", f"{imported.skipped[instance_id]:,}")
     console.print(table)
+    for sentence in imported.fitted:
+        console.print(f"changed: {sentence}", markup=False)
     for sentence in imported.exceeded:
         console.print(f"over quota: {sentence}", markup=False)
 

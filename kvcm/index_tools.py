@@ -32,7 +32,7 @@ from kvcm.model.instances import Placement
 from kvcm.registry.closed import ClosedStorages
 from kvcm.registry.registry import Registry
 from kvcm.registry.shelf import Shelf
-from kvcm.store.rocks.store import RocksStore
+from kvcm.store.rocks.log import CommitLog, Fsync
 
 __all__ = ["IndexTools", "audited_store"]
 
@@ -126,7 +126,7 @@ class IndexTools:
         if directory is not None:
             rows = await self._verify_rows(settings, directory, repair, report)
             if rows is None:
-                report.unsettled.append("everything else, since no index can be loaded as long as there are such rows")
+                report.unsettled.append("everything else, since nothing can be loaded as long as there are such rows")
                 return report
             records = rows.records
         async with self._opened(settings) as (metadata, registry):
@@ -141,18 +141,19 @@ class IndexTools:
         self, settings: Settings, directory: Path, repair: Repair, report: AuditReport
     ) -> RowsFound | None:
         """Look at the rows of a RocksDB before it is loaded; None when it cannot be."""
-        store = await asyncio.to_thread(RocksStore, directory, settings.fsync, self._clock)
+        log = await asyncio.to_thread(CommitLog, directory, Fsync(settings.fsync), self._clock)
         try:
-            found = await asyncio.to_thread(look_at_rows, store.log, self._told("read"))
-            dropped = [row for row in found.bad if repair.mend and (repair.drop_unreadable or not row.holds_record)]
-            drop_rows(store.log, dropped)
-            await store.flush()
+            found = await asyncio.to_thread(look_at_rows, log, self._told("read"))
+            dropped = [row for row in found.bad if repair.mend and (repair.drop_unreadable or not row.holds_data)]
+            drop_rows(log, dropped)
+            await log.flush()
         finally:
-            await store.close()
+            await log.close()
+        gone = {row.key for row in dropped}
         for row in found.bad:
-            how = "with --drop-unreadable drops the row" if row.holds_record else "drops the row"
-            report.add(Finding("row", row.where, row.reason, how, row in dropped))
-        left = [row for row in found.bad if row not in dropped]
+            how = "with --drop-unreadable drops the row" if row.holds_data else "drops the row"
+            report.add(Finding("row", row.where, row.reason, how, row.key in gone))
+        left = [row for row in found.bad if row.key not in gone]
         return None if any(row.stops_loading for row in left) else found
 
     def _checked(self, file: BinaryIO, name: str) -> list[Document]:

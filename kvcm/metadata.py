@@ -7,6 +7,7 @@ for a RocksDB there, nothing for a RocksDB in the data directory, and for the pr
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,7 +90,7 @@ async def open_metadata(
     if uri.startswith("redis"):
         redis = _redis_settings("kvcm.registry_storage.uri", uri)
         patient = max(redis.timeout_seconds, least_timeout_seconds)
-        metadata = await _in_redis(replace(redis, timeout_seconds=patient), node_id)
+        metadata = await _in_redis(replace(redis, timeout_seconds=patient))
     elif (directory := local_directory(settings)) is not None:
         metadata = await asyncio.to_thread(_in_rocksdb, settings, directory, clock, progress, on_failure)
     else:
@@ -113,7 +114,7 @@ def _in_rocksdb(
     return Metadata("rocksdb", store, lambda placement: index.backend(placement.uid), MemoryLease(clock), UsageLedger())
 
 
-async def _in_redis(redis: RedisSettings, node_id: str) -> Metadata:
+async def _in_redis(redis: RedisSettings) -> Metadata:
     client = RedisClient.of(redis)
     try:
         await client.check()
@@ -124,7 +125,8 @@ async def _in_redis(redis: RedisSettings, node_id: str) -> Metadata:
     def new_backend(placement: Placement) -> IndexBackend:
         return RedisBackend(client, placement.uid, placement.shard_count)
 
-    usage = SharedLedger(QuotaCounters(client), node_id)
+    # Not the node's id: that may be configured, and numbers of reports begin anew with every start.
+    usage = SharedLedger(QuotaCounters(client), secrets.token_hex(8))
     return Metadata("redis", RedisStore(client), new_backend, RedisLease(client), usage, client)
 
 

@@ -81,7 +81,6 @@ class Rooms:
         cache = CacheManager(
             registry,
             storages,
-            deletions,
             clock,
             new_backend=metadata.new_backend,
             store=metadata.store,
@@ -93,7 +92,10 @@ class Rooms:
             return cls(settings, metadata, registry, storages, leadership, deletions, cache)
         keys, caches = BlockKeys(metadata.client.prefix), cache.open_caches
         invalidations = Invalidations(
-            metadata.client, keys.prefix, lambda raw: caches.invalidate(map(keys.parse, raw)), caches.invalidate_all
+            metadata.client,
+            keys.prefix,
+            lambda names: caches.invalidate(filter(None, map(keys.parse, names))),
+            caches.invalidate_all,
         )
         budget.is_coherent = lambda: invalidations.is_live and settings.search_cache_bytes > 0
         recount = UsageRecount(registry, caches, metadata.usage, clock)

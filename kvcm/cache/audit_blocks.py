@@ -2,8 +2,9 @@
 
 Other managers may change the store meanwhile, and not all parts of a block can be read at one moment. So what looks
 wrong is a suspect only; it is a finding when the same is wrong after a pause. Usage of a shard is compared with a
-recount during which it did not change, twice with the same result. Memory: one page of blocks, the suspects (at most
-`_MOST_SUSPECTS`), and for a shard whose usage is suspect the keys of that shard.
+recount during which it did not change, twice with the same result. Memory: one page of blocks, the suspects (those of
+one page above `_MOST_SUSPECTS` at most: then they are judged at once), up to `_MOST_LEFT` that were found wrong, and
+for a shard whose usage is suspect the keys of that shard.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Pause = Callable[[], Awaitable[None]]
 """Waits until what was going on is over."""
 
 _MOST_SUSPECTS: Final = 10_000
+_MOST_LEFT: Final = 100_000  # beyond, a block may be counted as often as ways lead to it
 _OVERDUE_SECONDS: Final = 10.0  # whoever leads looks twice a second, and takes over after five
 _TRIES: Final = 4
 _RESTART = "the next start of the manager makes it anew from the records"
@@ -78,6 +80,8 @@ class BlockAudit:
         self._report = report
         self._suspects: defaultdict[int, dict[int, _Suspect]] = defaultdict(dict)
         self._suspect_count = 0
+        # What was found and is not mended: another way to the same block may lead there after it was judged.
+        self._left: dict[tuple[int, int], frozenset[_Wrong]] = {}
 
     async def run(self, extents: ExtentPart, progress: Callable[[int], None]) -> None:
         """Look at every block.
@@ -118,11 +122,13 @@ class BlockAudit:
         views = await self._audited.look(shard, claims)
         for key, wrong in (await self._wrong(views)).items():
             self._suspect(shard, key, _Suspect(claims[key], frozenset(wrong)))
+        if self._suspect_count >= _MOST_SUSPECTS:
+            await self.judge()
         return views
 
     async def judge(self) -> None:
         """Look at the suspects again, after a pause; report and mend those that still are wrong."""
-        suspects, self._suspects = self._suspects, defaultdict(dict)
+        suspects, self._suspects, self._suspect_count = self._suspects, defaultdict(dict), 0
         if not suspects:
             return
         await self._pause()
@@ -132,18 +138,16 @@ class BlockAudit:
             again = await self._wrong(views)
             for view in views:
                 wrong = of_shard[view.key].wrong & frozenset(again.get(view.key, ()))
+                wrong -= self._left.get((shard, view.key), frozenset())
                 if wrong:
                     await self._found(shard, view, sorted(wrong, key=lambda each: each.what))
 
     def _suspect(self, shard: int, key: int, suspect: _Suspect) -> None:
         known = self._suspects[shard].get(key)
-        if known is not None:
-            suspect = _Suspect(known.parents | suspect.parents, known.wrong | suspect.wrong)
-        elif self._suspect_count >= _MOST_SUSPECTS:
-            self._report.more += 1
-            return
-        else:
+        if known is None:
             self._suspect_count += 1
+        else:
+            suspect = _Suspect(known.parents | suspect.parents, known.wrong | suspect.wrong)
         self._suspects[shard][key] = suspect
 
     async def _look_at_listed(
@@ -191,6 +195,8 @@ class BlockAudit:
         else:
             repair = self._repair_text(wrong)
             is_mended = self._repair.mend and await self._mend(shard, view, wrong)
+        if not is_mended and len(self._left) < _MOST_LEFT:
+            self._left[shard, view.key] = self._left.get((shard, view.key), frozenset()) | frozenset(wrong)
         what = "; ".join(each.what for each in wrong)
         self._report.add(Finding("block", self._where(view.key), what, repair, is_mended))
 

@@ -58,7 +58,7 @@ class DocumentAudit:
         self._known = known
         self._repair = repair
         self._report = report
-        self._suspects: list[tuple[str, Table, str]] = []
+        self._suspects: dict[str, tuple[Table, list[str]]] = {}
 
     async def look_at_registry(self, table: Table) -> None:
         """Look at every document of the registry."""
@@ -79,14 +79,23 @@ class DocumentAudit:
 
     async def judge(self) -> None:
         """Look at the suspects again, report those that still are wrong and mend them."""
-        suspects, self._suspects = self._suspects, []
-        for kind, table, name in suspects:
-            document = await table.get(name)
-            scheduled = name in await table.due(_FOR_EVER, _ALL)
-            wrong = self._wrong(kind, name, document, is_scheduled=scheduled)
-            if wrong is not None:
-                is_mended = await self._mend(table, name, document, wrong)
-                self._report.add(Finding(kind, _where(kind, name), wrong.what, wrong.repair, is_mended))
+        suspects, self._suspects = self._suspects, {}
+        for kind, (table, names) in suspects.items():
+            # Asked before and after: what comes or goes meanwhile must not look wrong.
+            before = set(await table.due(_FOR_EVER, _ALL))
+            documents = {name: await table.get(name) for name in names}
+            after = set(await table.due(_FOR_EVER, _ALL))
+            for name, document in documents.items():
+                scheduled = before & after if document is None else before | after
+                await self._judge_one(kind, table, name, document, is_scheduled=name in scheduled)
+
+    async def _judge_one(
+        self, kind: str, table: Table, name: str, document: bytes | None, *, is_scheduled: bool
+    ) -> None:
+        wrong = self._wrong(kind, name, document, is_scheduled=is_scheduled)
+        if wrong is not None:
+            is_mended = await self._mend(table, name, document, wrong)
+            self._report.add(Finding(kind, _where(kind, name), wrong.what, wrong.repair, is_mended))
 
     async def _look(self, kind: str, table: Table) -> None:
         # The due times first: a document that is there afterwards and not in them came meanwhile, and is cleared by
@@ -96,7 +105,7 @@ class DocumentAudit:
         self._report.looked_at["documents"] += len(documents)
         for name in sorted(documents.keys() | scheduled):
             if self._wrong(kind, name, documents.get(name), is_scheduled=name in scheduled) is not None:
-                self._suspects.append((kind, table, name))
+                self._suspects.setdefault(kind, (table, []))[1].append(name)
 
     def _wrong(self, kind: str, name: str, document: bytes | None, *, is_scheduled: bool) -> _Wrong | None:
         if document is None:

@@ -59,8 +59,8 @@ class AuditReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
+        """Whether everything could be checked and nothing was found."""
+        return not self.findings and not self.unsettled
 
     @property
     def is_mended(self) -> bool:

@@ -178,15 +178,23 @@ class SessionEndings:
         """Repair blocks from their records: end their session, or follow it if it was renewed, or roll them back if
         its document is gone."""
         for session_id, keys in overdue.items():
-            await self._end_due(session_id)
-            document = await self._table.get(session_id)
-            if document is None:
-                orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys), (False,) * len(keys))
-                await self._settle(cache, orphaned)
-                continue
-            session = WriteSession.decoded(session_id, document)
-            if session.decision is None:
-                await self._move_deadlines(cache, session, keys)
+            try:
+                await self._end_writer(cache, session_id, keys)
+            except StorageIOError as error:  # its document cannot be read: it must not hold up the others
+                _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
+                later = self._clock.now() + _CARRY_OUT_SECONDS
+                await self._move_deadlines(cache, WriteSession(session_id, cache.placement.uid, later, "", ()), keys)
+
+    async def _end_writer(self, cache: InstanceCache, session_id: str, keys: Sequence[int]) -> None:
+        await self._end_due(session_id)
+        document = await self._table.get(session_id)
+        if document is None:
+            orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys), (False,) * len(keys))
+            await self._settle(cache, orphaned)
+            return
+        session = WriteSession.decoded(session_id, document)
+        if session.decision is None:
+            await self._move_deadlines(cache, session, keys)
 
     async def deadlines_of(self, session_ids: Iterable[str]) -> dict[str, float]:
         """Return the deadlines of those sessions that are open."""

@@ -1,7 +1,8 @@
 """Imports: what an archive holds, added to a store.
 
 Nothing that exists is changed: equal documents are fine, different ones refuse the import before anything is written,
-and a block whose key is there already is kept as it is. So an import that was cut off is simply run again.
+and a block whose key is there already is kept as it is. So an import that was cut off is simply run again. What a group
+says of the store that it came from is fitted to this one.
 
 Quotas are not enforced, so that a deployment can be moved into one that is configured tighter; what exceeds them is
 reported. Instances are registered anew: they get new numbers, and as many lock shards as their group says now.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from kvcm.cache.archive import Document, Row, Rows, Trailer
+from kvcm.cache.fitting import fitted, with_store_of
 from kvcm.cache.usage import Ledger
 from kvcm.index.backends.backend import Change, IndexBackend
 from kvcm.model.accounts import Account
@@ -49,12 +51,14 @@ class Imported:
         stored: records that were added, by instance id.
         skipped: records whose key was there already, by instance id.
         exceeded: a sentence per quota that the imported groups exceed now.
+        fitted: a sentence per setting that this store takes otherwise than the export has it.
     """
 
     created: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     stored: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     exceeded: list[str] = field(default_factory=list)
+    fitted: list[str] = field(default_factory=list)
 
 
 class Importer:
@@ -142,6 +146,7 @@ class Importer:
     def _check_one(self, value: object, groups: set[str]) -> None:
         if not self._is_wanted(value):
             return
+        value, _ = self._fitted(value)
         _check_valid(value, self._store_kind)
         known = self._known(value)
         if known is not None and (difference := _difference(known, value)):
@@ -165,10 +170,12 @@ class Importer:
                 self._left_out.add(value.instance_id)
         if not wanted:
             return
+        value, changes = self._fitted(value)
         if isinstance(value, InstanceGroup):
             self._groups[value.name] = value
         if self._known(value) is not None:
             return
+        self.imported.fitted += changes
         kind, name = _title_parts(value)
         self.imported.created[kind].append(name)
         if not self._dry_run:
@@ -184,6 +191,9 @@ class Importer:
         elif isinstance(value, Account):
             shelf = Shelf(self._store.table("registry"), "account/", Account)
             await shelf.change(value.user_name, lambda known: known or value)
+
+    def _fitted(self, value: object) -> tuple[object, list[str]]:
+        return fitted(value, self._store_kind) if isinstance(value, InstanceGroup) else (value, [])
 
     def _is_wanted(self, value: object) -> bool:
         if not self._group_name:
@@ -232,7 +242,7 @@ class Importer:
             written = await backend.write_many([Change(row.key, None, row.record) for row in absent.values()])
             for key in written.lost:  # somebody stored it this very moment
                 absent.pop(key, None)
-            self._usage.listener(instance.instance_group_name, placement.uid)(written.usage, len(absent))
+            self._usage.listener(instance.instance_group_name, placement.uid)()(written.usage, len(absent))
             await _restore_accesses(backend, absent.values())
             await self._store.flush()
         self.imported.stored[instance.instance_id] += len(absent)
@@ -312,6 +322,8 @@ def _difference(known: object, new: object) -> str:
     """Return in what two documents differ, "" when an import may take one for the other."""
     if isinstance(known, Instance) and isinstance(new, Instance):
         return known.difference(new) or ""
+    if isinstance(known, InstanceGroup) and isinstance(new, InstanceGroup):
+        known = with_store_of(known, new)
     ignored = {"is_available"} if isinstance(new, StorageConfig) else {"version"}
     return _first_difference(known, new, ignored)
 

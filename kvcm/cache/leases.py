@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
+import structlog
 
 from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
@@ -30,6 +32,8 @@ _MAX_LEASES = 100_000
 _MAX_PINS = 2_000_000  # some 300 bytes each
 _MOST_DUE = 1024
 _FORMAT = 1
+
+_log = structlog.get_logger("kvcm.cache")
 
 Pin = tuple[int, int, str]
 """Number of the instance, block key, location id."""
@@ -77,13 +81,12 @@ class ReadLease:
         """
         try:
             stored = _decoder.decode(document)
-        except msgspec.MsgspecError as error:
+            keys = array("q", stored.keys)
+            pins = tuple((stored.uid, key, place) for key, place in zip(keys, stored.location_ids, strict=True))
+        except ValueError as error:  # msgspec's errors are such, too
             raise StorageIOError(f"a stored read lease cannot be read: {error}") from error
         if stored.version != _FORMAT:
             raise StorageIOError(f"a stored read lease has format {stored.version}, this release knows {_FORMAT}")
-        keys = array("q")
-        keys.frombytes(stored.keys)
-        pins = tuple((stored.uid, key, place) for key, place in zip(keys, stored.location_ids, strict=True))
         return cls(lease_id, stored.uid, stored.deadline, pins)
 
 
@@ -110,9 +113,7 @@ class ReadLeases:
         """Hear of the leases in the store: those given before a restart, or by other managers."""
         for lease_id in await self._table.due(math.inf, _MAX_LEASES):
             if self._leases.get(lease_id) is None:
-                document = await self._table.get(lease_id)
-                if document is not None:
-                    self._keep(ReadLease.decoded(lease_id, document))
+                await self._hear(lease_id)
 
     async def acquire(self, cache: InstanceCache, match: Match, lease_ms: int) -> ReadLease:
         """Pin every serving location of the keys that a match hit.
@@ -183,11 +184,17 @@ class ReadLeases:
     async def _follow(self, lease_ids: set[str]) -> None:
         """Hear of leases that another manager renewed or released."""
         for lease_id in lease_ids:
-            document = await self._table.get(lease_id)
-            if document is None:
-                self._forget(self._leases.take(lease_id))
-            else:
-                self._keep(ReadLease.decoded(lease_id, document))
+            await self._hear(lease_id)
+
+    async def _hear(self, lease_id: str) -> None:
+        document = await self._table.get(lease_id)
+        if document is None:
+            self._forget(self._leases.take(lease_id))
+            return
+        try:
+            self._keep(ReadLease.decoded(lease_id, document))
+        except StorageIOError as error:  # nobody can tell what it pins; it must not hold up deletions for ever
+            _log.warning("read_lease_unreadable", lease=lease_id[:8], reason=str(error))
 
     async def expire(self) -> None:
         """End the leases whose deadline has passed, those of managers that died included."""
@@ -202,8 +209,12 @@ class ReadLeases:
 
     async def _drop(self, lease_id: str, now: float) -> None:
         document = await self._table.get(lease_id)
-        if document is not None and ReadLease.decoded(lease_id, document).deadline <= now:
-            await self._table.replace(lease_id, document, None)
+        if document is None:
+            return
+        with suppress(StorageIOError):  # one that cannot be read goes when it is due
+            if ReadLease.decoded(lease_id, document).deadline > now:
+                return
+        await self._table.replace(lease_id, document, None)
 
     def _deadline(self, lease_ms: int) -> float:
         if not 1 <= lease_ms <= MAX_LEASE_MS:

@@ -13,7 +13,7 @@ from kvcm.cache.leases import ReadLease, ReadLeases
 from kvcm.cache.match import Match, MatchQuery, match
 from kvcm.cache.meta import BlockMeta, block_metas
 from kvcm.cache.open_caches import OpenCaches
-from kvcm.cache.removal import Deleter, Remover
+from kvcm.cache.removal import Remover
 from kvcm.cache.removals import InstanceRemovals
 from kvcm.cache.selection import Storages
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession, WriteSessions
@@ -57,7 +57,6 @@ class CacheManager:
     Args:
         registry: instances and groups.
         storages: the open storages.
-        deleter: frees addresses that are not used.
         clock: time source.
         new_id: makes a random id of so many hex digits.
         new_backend: makes or finds the backend of an instance's index.
@@ -70,7 +69,6 @@ class CacheManager:
         self,
         registry: Registry,
         storages: Storages,
-        deleter: Deleter,
         clock: Clock,
         new_id: Callable[[int], str] = random_id,
         new_backend: Callable[[Placement], IndexBackend] = lambda _placement: MemoryBackend(),
@@ -88,10 +86,10 @@ class CacheManager:
         is_shared = self._store.is_shared
         leases = self._store.table("leases", _SESSION_SHARDS)
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
-        self._remover = Remover(deleter, clock, registry.groups.find)
+        self._remover = Remover(clock, registry.groups.find)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
         self.endings = SessionEndings(sessions, self._find, clock)
-        self._sessions = WriteSessions(self.endings, storages, self.usage, self._remover, clock, new_id)
+        self._sessions = WriteSessions(self.endings, storages, self.usage, clock, new_id)
         self._removals = InstanceRemovals(registry, self._caches, self._remover, clock, is_shared=is_shared)
         self.accesses = AccessRecorder(clock)
 
@@ -276,9 +274,9 @@ class CacheManager:
 
     async def expire(self) -> None:
         """End write sessions and read leases that are due, giving way to other requests in between."""
-        await self.leases.expire()
         while await self.endings.expire(most=16):
             pass
+        await self.leases.expire()
 
     async def _find(self, uid: int) -> InstanceCache | None:
         cache = self._caches.by_uid(uid)
@@ -310,9 +308,9 @@ class CacheManager:
     async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
         """Return per item the unix time until which its bytes must stay: a reader or its writer may still use them.
 
-        That the items are deleted is durable when this returns: no restart can find them serving again.
+        That the items are deleted is on the disk when this returns: not even after a power cut are they serving again.
         """
-        await self._store.flush()
+        await self._store.sync()
         writers = await self.endings.deadlines_of(item.session_id for item in items if item.session_id)
         readers = await self.leases.held_until(items)
         return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.pages import PAGE_KEYS
 from kvcm.cache.usage import Ledger
 from kvcm.index.answers import StorageView
 from kvcm.index.backends.backend import IndexBackend
@@ -96,12 +97,15 @@ class OpenCaches:
         backend = self._new_backend(placement)
         listener = self._usage.listener(instance.instance_group_name, placement.uid)
         if not backend.is_shared and backend.key_count:
-            listener(backend.usage_bytes, backend.key_count)
+            listener()(backend.usage_bytes, backend.key_count)
+        batch_key_size = config.batch_key_size or _BATCH_KEYS
+        if backend.is_shared:  # small batches spare a slow store nothing, they only ask it more often
+            batch_key_size = max(batch_key_size, PAGE_KEYS)
         return MetaIndex(
             backend,
             self._storages,
             shard_count=placement.shard_count,
-            batch_key_size=config.batch_key_size or _BATCH_KEYS,
+            batch_key_size=batch_key_size,
             max_key_count=config.max_key_count or _MOST_KEYS,
             on_usage=listener,
             budget=self._budget,

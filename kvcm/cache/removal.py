@@ -10,50 +10,33 @@ could put the bytes back; it keeps its session's id, so that the session's end l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
 from kvcm.index.meta_index import Change
 from kvcm.model.clock import Clock
-from kvcm.model.deletion import DeletionItem
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 
-__all__ = ["Deleter", "Remover"]
+__all__ = ["Remover"]
 
 _FALLBACK_DELAY_MS = 1000
 
 Which = Callable[[Location], bool]
 
 
-class Deleter(Protocol):
-    """Deletes bytes that no record knows of."""
-
-    def discard(self, items: Sequence[DeletionItem]) -> None:
-        """Free addresses that were never handed out."""
-
-
 class Remover:
     """Takes blocks out of indexes.
 
     Args:
-        deleter: frees addresses that are not used.
         clock: time source.
         find_group: from a group's name to its settings, None when it is gone.
     """
 
-    def __init__(self, deleter: Deleter, clock: Clock, find_group: Callable[[str], InstanceGroup | None]) -> None:
-        self._deleter = deleter
+    def __init__(self, clock: Clock, find_group: Callable[[str], InstanceGroup | None]) -> None:
         self._clock = clock
         self._find_group = find_group
-
-    def discard(self, cache: InstanceCache, places: Sequence[tuple[int, Location]]) -> None:
-        """Free addresses that were never handed out: (block, location) each."""
-        self._deleter.discard(
-            [DeletionItem.of(cache.instance.instance_id, cache.placement.uid, key, place) for key, place in places]
-        )
 
     async def remove(self, cache: InstanceCache, keys: Iterable[int], which: Which = lambda _location: True) -> int:
         """Mark locations of blocks as deleting.

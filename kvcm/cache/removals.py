@@ -2,8 +2,8 @@
 
 The registry remembers the removal under the registration's number until no block of it is left, so the same id can be
 registered anew at once and starts empty. Its blocks turn to deleting page by page; the deletion executor frees their
-bytes and records like any others. With several managers an index is scanned again from time to time, since a manager
-that has not heard of the removal yet may have finished a write; and the end is only believed after a while.
+bytes and records like any others. An index is scanned a second time when all managers have heard of the removal, since
+one that had not may have finished a write; and with several managers the end is only believed after a while.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvcm.registry.registry import Registry
 __all__ = ["InstanceRemovals"]
 
 _PAGES_AT_ONCE = 64
-_RESCAN_SECONDS = 30.0
 _GRACE_SECONDS = 60.0  # other managers hear of a removal within a second; a write takes seconds at most
+_RARELY_SECONDS = 600.0
 
 
 class InstanceRemovals:
@@ -59,7 +59,8 @@ class InstanceRemovals:
             self._empty_since.pop(uid, None)
             if now >= self._next_scan.get(uid, 0.0):
                 await self._remover.remove_all(cache)
-                self._next_scan[uid] = self._clock.now() + _RESCAN_SECONDS
+                pause = _RARELY_SECONDS if uid in self._next_scan else _GRACE_SECONDS
+                self._next_scan[uid] = self._clock.now() + pause
         elif now >= self._empty_since.setdefault(uid, now) + self._grace_seconds:
             await cache.index.drop()
             await self._registry.instances.forget_removal(uid)

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import structlog
+
 from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
-from kvcm.cache.removal import Remover
 from kvcm.cache.selection import Storages, candidates
 from kvcm.cache.usage import Ledger, Reservation
 from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_specs, plan_write
@@ -31,7 +32,7 @@ from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
 from kvcm.model.masks import BlockMask
 from kvcm.model.storages import StorageType
 from kvcm.storage.backend import Allocation, Part
@@ -41,6 +42,11 @@ __all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession", "Wri
 _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
 _MOST_PLANS = 8
+_RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
+_DISCARD_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
+_STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
+
+_log = structlog.get_logger("kvcm.cache")
 
 
 class WriteSessions:
@@ -50,7 +56,6 @@ class WriteSessions:
         endings: stores and ends them.
         storages: the open storages.
         usage: keeps count of what the groups use.
-        remover: gets rid of addresses that are not used.
         clock: time source.
         new_id: makes a random id of so many hex digits.
     """
@@ -60,14 +65,12 @@ class WriteSessions:
         endings: SessionEndings,
         storages: Storages,
         usage: Ledger,
-        remover: Remover,
         clock: Clock,
         new_id: Callable[[int], str],
     ) -> None:
         self._endings = endings
         self._storages = storages
         self._usage = usage
-        self._remover = remover
         self._clock = clock
         self._new_id = new_id
 
@@ -86,7 +89,7 @@ class WriteSessions:
         plan, reservation = await self._reserved_plan(cache, group, request)
         session = self._new_session(cache, request, plan, reservation)
         try:
-            return await self._begin(cache, session, request, plan)
+            return await self._begin(cache, session, request, plan, reservation)
         except BaseException:
             # Nobody was told the session's id: not even the client could end it.
             with suppress(KvcmError):
@@ -109,7 +112,7 @@ class WriteSessions:
             wanted: Counter[StorageType] = Counter()
             for block in plan.blocks:
                 wanted[block.candidate.storage_type] += block.size_bytes
-            deadline = self._clock.now() + timeout_seconds(request.timeout_seconds)
+            deadline = self._clock.now() + _RESERVATION_SECONDS
             reservation = Reservation(self._new_id(32), group, cache.placement.uid, wanted, plan.new_keys, deadline)
             if await self._usage.reserve(reservation, cache.index):
                 return plan, reservation
@@ -157,12 +160,19 @@ class WriteSessions:
         return WriteSession(session_id, cache.placement.uid, self._clock.now() + seconds, self._new_id(12), keys)
 
     async def _begin(
-        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, plan: WritePlan
+        self,
+        cache: InstanceCache,
+        session: WriteSession,
+        request: WriteRequest,
+        plan: WritePlan,
+        reservation: Reservation | None,
     ) -> StartedWrite:
         await self._endings.open(session)
         locations: dict[int, Location] = {}
         lost: set[int] = set()
         for page in pages(plan.blocks):
+            if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
+                raise NotReadyError("the store took too long for the write to begin: start it again")
             locations |= self._allocate(cache, session, page)
             lost |= await self._add(cache, session, request, page, locations)
             await asyncio.sleep(0)
@@ -183,10 +193,26 @@ class WriteSessions:
         """Take the blocks that another writer began in the meantime out of the session."""
         if not lost:
             return session
-        self._remover.discard(cache, [(key, locations[key]) for key in lost])
+        await self._discard([locations[key] for key in lost])
         kept = replace(session, keys=tuple(key for key in session.keys if key not in lost))
         await self._endings.change(session, kept)
         return kept
+
+    async def _discard(self, unused: Sequence[Location]) -> None:
+        """Free addresses that are not handed out, before the others are: whoever deletes a packed file has to know that
+        nobody will write these slots, also if this manager dies at once."""
+        by_storage: defaultdict[str, list[str]] = defaultdict(list)
+        for location in unused:
+            by_storage[location.storage] += [spec.uri for spec in decode_chunk(location.chunk).specs]
+        for storage, uris in by_storage.items():
+            backend = self._storages.backend(storage)
+            try:
+                async with asyncio.timeout(_DISCARD_SECONDS):
+                    reasons = await backend.discard(uris) if backend is not None else ()
+            except TimeoutError:
+                reasons = ["no answer"]
+            for reason in filter(None, reasons):
+                _log.warning("addresses_not_discarded", storage=storage, reason=reason)
 
     def _allocate(
         self, cache: InstanceCache, session: WriteSession, blocks: Sequence[PlannedBlock]

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvcm.cache.usage import Reservation, Room
-from kvcm.index.meta_index import MetaIndex, UsageListener
+from kvcm.index.meta_index import MetaIndex, UsageListener, UsageNote
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.quota import Counters, Demand, QuotaCounters, Report
 
-__all__ = ["SharedLedger"]
+__all__ = ["SharedLedger", "counted"]
 
 _MOST_KEYS = 1 << 62
 
@@ -29,9 +29,9 @@ _log = structlog.get_logger("kvcm.cache")
 
 @dataclass(slots=True)
 class _Outbox:
-    """What this manager has to report of one group. `epoch` is the one in which the differences happened."""
+    """What this manager has to report of one group. What shrank did so in `epoch` or later."""
 
-    epoch: int = -1
+    epoch: int = 0
     grown: Counter[str] = field(default_factory=Counter)
     shrunk: Counter[str] = field(default_factory=Counter)
     done: list[str] = field(default_factory=list)
@@ -61,27 +61,38 @@ class SharedLedger:
     def listener(self, group_name: str, uid: int) -> UsageListener:
         """Return the listener for the index of an instance of a group."""
 
-        def on_usage(difference: Mapping[StorageType, int], keys: int) -> None:
-            outbox = self._outbox(group_name)
-            for name, change in (
-                *((_bytes_field(kind), size) for kind, size in difference.items()),
-                (_keys_field(uid), keys),
-            ):
-                if change:
-                    (outbox.grown if change > 0 else outbox.shrunk)[name] += change
-            self._wake.set()
+        def begin() -> UsageNote:
+            # Before the store is asked: what shrinks from now on happens in this epoch or a later one.
+            epoch = self._epoch(group_name)
 
-        return on_usage
+            def note(difference: Mapping[StorageType, int], keys: int) -> None:
+                self._note(group_name, epoch, {**_by_field(difference), _keys_field(uid): keys})
+
+            return note
+
+        return begin
+
+    def _note(self, group_name: str, epoch: int, changes: Mapping[str, int]) -> None:
+        outbox = self._outboxes[group_name]
+        if any(change < 0 for change in changes.values()):
+            outbox.epoch = min(outbox.epoch, epoch) if outbox.shrunk else epoch
+        for name, change in changes.items():
+            if change:
+                (outbox.grown if change > 0 else outbox.shrunk)[name] += change
+        self._wake.set()
+
+    def _epoch(self, group_name: str) -> int:
+        heard = self._heard.get(group_name)
+        return heard.epoch if heard is not None else 0
 
     def used(self, group_name: str) -> Mapping[StorageType, int]:
         """Return the bytes that a group uses, by storage type, as last heard."""
         heard = self._heard.get(group_name)
         return _by_type(heard.used) if heard is not None else {}
 
-    def is_settled(self, group_name: str) -> bool:
-        """Return whether, as last heard, nothing is reserved or was dropped by a recount."""
-        heard = self._heard.get(group_name)
-        return heard is not None and not heard.dropped and not any(heard.reserved.values())
+    async def hear(self, group_name: str) -> None:
+        """Ask the store what a group uses."""
+        await self.refresh(group_name)
 
     async def refresh(self, group_name: str) -> Counters:
         """Hear what a group uses."""
@@ -113,7 +124,7 @@ class SharedLedger:
 
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
         """End a reservation, together with the report of what was stored under it."""
-        self._outbox(reservation.group.name).done.append(reservation.owner)
+        self._outboxes[reservation.group.name].done.append(reservation.owner)
         self._wake.set()
 
     async def run(self, interval_seconds: float = 0.02) -> None:
@@ -135,12 +146,20 @@ class SharedLedger:
         Raises:
             StorageIOError: the store cannot be asked; what was not heard is sent again next time.
         """
-        for group_name in {*self._outboxes, *self._sending}:
-            while self._next_report(group_name):
-                report = self._sending[group_name]
-                heard = await self._counters.report(group_name, report)
-                self._sending.pop(group_name, None)
-                self._hear(group_name, heard)
+        failed: KvcmError | None = None
+        for group_name in sorted({*self._outboxes, *self._sending}):
+            try:
+                await self._flush(group_name)
+            except KvcmError as error:  # its node of the cluster is away, perhaps those of the other groups are not
+                failed = error
+        if failed is not None:
+            raise failed
+
+    async def _flush(self, group_name: str) -> None:
+        while self._next_report(group_name):
+            heard = await self._counters.report(group_name, self._sending[group_name])
+            self._sending.pop(group_name, None)
+            self._hear(group_name, heard)
 
     def _next_report(self, group_name: str) -> bool:
         if group_name in self._sending:
@@ -154,13 +173,6 @@ class SharedLedger:
             self._node_id, number, outbox.epoch, dict(outbox.grown), dict(outbox.shrunk), tuple(outbox.done)
         )
         return True
-
-    def _outbox(self, group_name: str) -> _Outbox:
-        outbox = self._outboxes[group_name]
-        if outbox.is_empty:
-            heard = self._heard.get(group_name)
-            outbox.epoch = heard.epoch if heard is not None else 0
-        return outbox
 
     def _hear(self, group_name: str, counters: Counters) -> Counters:
         self._heard[group_name] = counters
@@ -194,6 +206,10 @@ async def counted(indexes: Mapping[int, MetaIndex]) -> dict[str, int]:
 
 def _bytes_field(kind: StorageType) -> str:
     return f"b{int(kind)}"
+
+
+def _by_field(difference: Mapping[StorageType, int]) -> dict[str, int]:
+    return {_bytes_field(kind): size for kind, size in difference.items()}
 
 
 def _keys_field(uid: int) -> str:

@@ -46,6 +46,9 @@ class Ledger(Protocol):
     def used(self, group_name: str) -> Mapping[StorageType, int]:
         """Return the bytes that a group uses, by storage type; of a shared store as last heard."""
 
+    async def hear(self, group_name: str) -> None:
+        """Ask the store what a group uses."""
+
     async def room(self, group: InstanceGroup, uid: int, index: MetaIndex) -> Room:
         """Return what an instance of the group may still take right now."""
 
@@ -66,13 +69,16 @@ class UsageLedger:
     def listener(self, group_name: str, uid: int) -> UsageListener:
         used = self._used.setdefault(group_name, Counter())
 
-        def on_usage(difference: Mapping[StorageType, int], _keys: int) -> None:
+        def note(difference: Mapping[StorageType, int], _keys: int) -> None:
             used.update(difference)
 
-        return on_usage
+        return lambda: note
 
     def used(self, group_name: str) -> Mapping[StorageType, int]:
         return self._used.get(group_name, Counter())
+
+    async def hear(self, group_name: str) -> None:
+        """Everything is known here already."""
 
     async def room(self, group: InstanceGroup, uid: int, index: MetaIndex) -> Room:
         taken = self._used.get(group.name, Counter()) + self._reserved.get(group.name, Counter())

@@ -89,14 +89,13 @@ class WriteSession:
         """
         try:
             stored = _decoder.decode(document)
-        except msgspec.MsgspecError as error:
+            keys = array("q", stored.keys)
+        except ValueError as error:  # msgspec's errors are such, too
             raise StorageIOError(f"a stored write session cannot be read: {error}") from error
         if stored.version != _FORMAT:
             raise StorageIOError(
                 f"a stored write session has format {stored.version}, this release knows {_FORMAT}: upgrade it first"
             )
-        keys = array("q")
-        keys.frombytes(stored.keys)
         decision = tuple(map(bool, stored.decision)) if stored.decision is not None else None
         return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision)
 

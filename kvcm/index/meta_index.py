@@ -30,7 +30,7 @@ from kvcm.model.errors import NotReadyError
 from kvcm.model.locations import BlockRecord
 from kvcm.model.storages import StorageType
 
-__all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener"]
+__all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
 _FIRST_WINDOW = 16  # records a prefix match reads first: nearly always it ends there
 _WINDOW = 1024
@@ -44,8 +44,15 @@ since a key that loses a race is tried again."""
 Applied = Callable[[Sequence[Change]], None]
 """Told of changes that are stored."""
 
-UsageListener = Callable[[Mapping[StorageType, int], int], None]
-"""Told of every change of usage: difference in bytes by storage type, difference in keys."""
+UsageNote = Callable[[Mapping[StorageType, int], int], None]
+"""Told of a change of usage: difference in bytes by storage type, difference in keys."""
+
+UsageListener = Callable[[], UsageNote]
+"""Asked before the store is, for what is to be told of the change afterwards."""
+
+
+def _nobody_listens() -> UsageNote:
+    return lambda _bytes, _keys: None
 
 
 class MetaIndex:
@@ -69,15 +76,14 @@ class MetaIndex:
         shard_count: int = 16,
         batch_key_size: int = 256,
         max_key_count: int = 1 << 62,
-        on_usage: UsageListener = lambda _bytes, _keys: None,
+        on_usage: UsageListener = _nobody_listens,
         budget: CacheBudget | None = None,
     ) -> None:
         if shard_count < 1 or shard_count & (shard_count - 1):
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
-        # Records in this process are only referred to by the cache: no budget is needed for them.
-        self._budget = budget if budget is not None and backend.is_shared else CacheBudget()
-        self._cache = SearchCache(view, self._budget)
+        self._budget = budget if budget is not None else CacheBudget()
+        self._cache = SearchCache(view, self._budget, is_bounded=backend.is_shared)
         self._locks = ShardLocks(shard_count)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
@@ -238,11 +244,12 @@ class MetaIndex:
     ) -> list[int]:
         """Write, and return the keys that lost."""
         written = [change for change in changes if change.new is not change.old]
+        note = self._on_usage()
         try:
             outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
         except BaseException:
             self._cache.forget([change.key for change in written])  # who knows what was stored
-            self._tell_possible_growth(written)
+            self._tell_possible_growth(written, note)
             raise
         finally:
             self._incoming -= incoming
@@ -255,17 +262,12 @@ class MetaIndex:
         else:
             for key, _, new, _ in written:
                 self._cache.note(key, new)
-        self._tell_usage(outcome.usage, written)
+        _tell_usage(outcome.usage, written, note)
         done.update((change.key, change) for change in changes)
         applied(changes)
         return list(outcome.lost)
 
-    def _tell_usage(self, usage: Mapping[StorageType, int], written: Sequence[Change]) -> None:
-        keys = sum((change.new is not None) - (change.old is not None) for change in written)
-        if keys or any(usage.values()):
-            self._on_usage(usage, keys)
-
-    def _tell_possible_growth(self, changes: Sequence[Change]) -> None:
+    def _tell_possible_growth(self, changes: Sequence[Change], note: UsageNote) -> None:
         """Count everything that may have been stored, so that usage is never below the truth and no limit is exceeded;
         a recount takes off what was not."""
         if not self._backend.is_shared:
@@ -275,7 +277,7 @@ class MetaIndex:
             grown += +usage_difference([change])
         keys = sum(change.old is None and change.new is not None for change in changes)
         if keys or grown:
-            self._on_usage(grown, keys)
+            note(grown, keys)
 
     def _within_limit(self, changes: list[Change]) -> tuple[list[Change], int]:
         free = self.free_key_count
@@ -312,6 +314,12 @@ class MetaIndex:
         """Forget everything: the instance is gone."""
         self._cache.clear()
         await self._backend.drop()
+
+
+def _tell_usage(usage: Mapping[StorageType, int], written: Sequence[Change], note: UsageNote) -> None:
+    keys = sum((change.new is not None) - (change.old is not None) for change in written)
+    if keys or any(usage.values()):
+        note(usage, keys)
 
 
 def _next_none(answers: list[bytes | None], start: int, end: int) -> int:

@@ -72,12 +72,14 @@ class SearchCache:
     Args:
         view: which storages can be read; a change of it empties the cache.
         budget: bytes to share with other caches.
+        is_bounded: false in front of records of this process, to which the cache only refers.
     """
 
-    def __init__(self, view: StorageView, budget: CacheBudget) -> None:
+    def __init__(self, view: StorageView, budget: CacheBudget, *, is_bounded: bool = True) -> None:
         self._view = view
         self._generation = view.generation
         self._budget = budget
+        self._is_bounded = is_bounded and budget.capacity_bytes is not None
         self._young: dict[int, bytes] = {}
         self._old: dict[int, bytes] = {}
         self._reading: dict[int, ReadInFlight] = {}
@@ -147,7 +149,7 @@ class SearchCache:
                 del self._reading[key]
 
     def _keep(self, key: int, answer: bytes) -> None:
-        if self._budget.capacity_bytes is None:
+        if not self._is_bounded:
             self._young[key] = answer
         elif self._budget.is_coherent():
             self._young[key] = answer

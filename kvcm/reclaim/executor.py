@@ -33,7 +33,8 @@ _LONGEST_PAUSE_SECONDS = 60.0
 _MOST_BLOCKS = 1024  # per round and index, so that none holds up the event loop
 _MOST_BATCHES = 64  # per round and index: then the others get their turn
 _MOST_DOUBLINGS = 6  # of the first pause: longer than the longest then
-_MOST_IN_FLIGHT = 16_384  # per index: a hanging storage keeps no more than that from being looked at
+_MOST_IN_FLIGHT = 4096  # per index and storage: what is more for a hanging one is put off
+_BUSY_SECONDS = 10.0
 _HELD_RECHECK_SECONDS = 1.0  # a lease that is released early gives its bytes back this soon
 
 _log = structlog.get_logger("kvcm.reclaim")
@@ -87,29 +88,19 @@ class DeletionExecutor:
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._failures: dict[str, tuple[int, float]] = {}  # in a row, and when the pause after the last one ends
         self._in_flight: set[tuple[int, int, str]] = set()
-        self._in_flight_of: Counter[int] = Counter()
-        self._discarded: list[DeletionItem] = []
+        self._in_flight_of: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by uid and storage
         self._deleting: set[asyncio.Task[None]] = set()
 
     def serve(self, custodian: Custodian) -> None:
         """Set whose locations are deleted."""
         self._custodian = custodian
 
-    def discard(self, items: Sequence[DeletionItem]) -> None:
-        """Free addresses that were never handed out, in the next round."""
-        self._discarded += items
-
     async def run(self, interval_seconds: float, is_leader: Callable[[], bool] = lambda: True) -> None:
-        """Delete what becomes due while this manager leads, until cancelled. Looking for it waits for no storage.
-
-        What this manager allocated and did not hand out is freed by itself, since no record tells others of it.
-        """
+        """Delete what becomes due while this manager leads, until cancelled. Looking for it waits for no storage."""
         try:
             while True:
                 if is_leader():
                     await self._round()
-                else:
-                    self._begin_discarded()
                 await asyncio.sleep(interval_seconds)
         finally:
             for task in self._deleting:
@@ -138,20 +129,22 @@ class DeletionExecutor:
     async def _look(self) -> int:
         """Begin to delete what is due, and return the number of locations that were looked at."""
         assert self._custodian is not None
-        seen = self._begin_discarded()
+        seen = 0
         for custody in list(self._custodian.indexes()):
-            for _ in range(_MOST_BATCHES):
-                found = await self._look_into(custody)
-                seen += found
-                if not found:
-                    break
+            try:
+                seen += await self._look_through(custody)
+            except KvcmError as error:  # a damaged record, or a store that is away: the other indexes get their turn
+                _log.warning("deletions_interrupted", instance=custody.instance_id, reason=str(error))
         return seen
 
-    def _begin_discarded(self) -> int:
-        discarded, self._discarded = self._discarded, []
-        for storage, items in _by_storage(discarded).items():
-            self._begin(self._free(storage, items))
-        return len(discarded)
+    async def _look_through(self, custody: IndexInCustody) -> int:
+        seen = 0
+        for _ in range(_MOST_BATCHES):
+            found = await self._look_into(custody)
+            seen += found
+            if not found:
+                break
+        return seen
 
     def _begin(self, deletion: Coroutine[Any, Any, None], taken: Sequence[DeletionItem] = ()) -> None:
         task = asyncio.create_task(deletion)
@@ -165,18 +158,10 @@ class DeletionExecutor:
         if error is not None:  # found again in the records
             _log.warning("deletion_interrupted", reason=f"{type(error).__name__}: {error}")
 
-    async def _free(self, storage: str, items: Sequence[DeletionItem]) -> None:
-        async with self._lanes[storage]:
-            backend = self._storages.backend(storage)
-            if backend is not None:
-                await backend.discard([uri for item in items for uri in item.uris])  # a failure is logged by `_ended`
-
     async def _look_into(self, custody: IndexInCustody) -> int:
         """Work on the earliest blocks of an index; 0 when nothing new is due."""
         assert self._custodian is not None
-        in_flight = self._in_flight_of[custody.uid]
-        if in_flight >= _MOST_IN_FLIGHT:
-            return 0
+        in_flight = sum(self._in_flight_of[custody.uid].values())
         now = self._clock.now()
         keys = await custody.meta_index.due(now, _MOST_BLOCKS + in_flight)
         if not keys:
@@ -193,7 +178,7 @@ class DeletionExecutor:
         try:
             if overdue:
                 await self._custodian.end_writers(custody.uid, overdue)
-            free = await self._not_held(custody, items, now)
+            free = await self._not_busy(custody, await self._not_held(custody, items, now))
         except BaseException:
             self._give_back(items)
             raise
@@ -204,12 +189,12 @@ class DeletionExecutor:
     def _take(self, items: Iterable[DeletionItem]) -> None:
         for item in items:
             self._in_flight.add((item.uid, item.key, item.location_id))
-            self._in_flight_of[item.uid] += 1
+            self._in_flight_of[item.uid][item.storage] += 1
 
     def _give_back(self, items: Iterable[DeletionItem]) -> None:
         for item in items:
             self._in_flight.discard((item.uid, item.key, item.location_id))
-            self._in_flight_of[item.uid] -= 1
+            self._in_flight_of[item.uid][item.storage] -= 1
 
     def _due_locations(
         self, custody: IndexInCustody, keys: Sequence[int], records: Sequence[BlockRecord | None], now: float
@@ -234,6 +219,17 @@ class DeletionExecutor:
             await self._postpone(custody, held, _HELD_RECHECK_SECONDS)
             self._give_back(held)
         return [item for item, until in zip(items, held_until, strict=True) if until <= now]
+
+    async def _not_busy(self, custody: IndexInCustody, items: Sequence[DeletionItem]) -> Sequence[DeletionItem]:
+        """Postpone what a storage that is far behind has to wait with, so that it is not in the way of the others."""
+        free: list[DeletionItem] = []
+        for storage, batch in _by_storage(items).items():
+            if self._in_flight_of[custody.uid][storage] <= _MOST_IN_FLIGHT:
+                free += batch
+            else:
+                await self._postpone(custody, batch, _BUSY_SECONDS)
+                self._give_back(batch)
+        return free
 
     async def _delete(self, custody: IndexInCustody, storage: str, items: Sequence[DeletionItem]) -> None:
         async with self._lanes[storage]:

@@ -22,7 +22,10 @@ from kvcm.model.storages import (
     VcnsThreeFSStorageSpec,
 )
 
-__all__ = ["check_group", "check_instance", "check_storage", "require"]
+__all__ = ["check_group", "check_instance", "check_storage", "most_shards", "require"]
+
+_MOST_SHARDS = 1 << 16
+_MOST_REDIS_SHARDS = 1 << 10  # every duty asks every shard
 
 _REQUIRED_TEXTS: dict[type[object], tuple[str, ...]] = {
     ThreeFSStorageSpec: ("mountpoint", "root_dir"),
@@ -87,7 +90,7 @@ def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
     _at_least_zero("InstanceGroup.max_instance_count", group.max_instance_count)
     _check_quota(group)
     _check_reclaim(group.cache_config)
-    _check_indexer(group.cache_config.meta_indexer_config)
+    _check_indexer(group.cache_config.meta_indexer_config, store_kind)
     _check_store(group.cache_config.meta_indexer_config, store_kind)
 
 
@@ -116,16 +119,26 @@ def _check_reclaim(config: CacheConfig) -> None:
         _at_least_zero(f"{path}.reclaim_strategy.{field}", getattr(strategy, field))
 
 
-def _check_indexer(config: MetaIndexerConfig) -> None:
+def most_shards(store_kind: str) -> int:
+    """Return how many lock shards an index may have on a store of that kind."""
+    return _MOST_REDIS_SHARDS if store_kind == "redis" else _MOST_SHARDS
+
+
+def _check_indexer(config: MetaIndexerConfig, store_kind: str) -> None:
     path = "InstanceGroup.cache_config.meta_indexer_config"
     _at_least_zero(f"{path}.max_key_count", config.max_key_count)
     _at_least_zero(f"{path}.batch_key_size", config.batch_key_size)
     shards = config.mutex_shard_num
-    most = min(config.max_key_count or 1 << 16, 1 << 16)
+    most = min(config.max_key_count or _MOST_SHARDS, most_shards(store_kind))
+    why = (
+        " on redis, where every duty asks every shard"
+        if store_kind == "redis" and shards > most_shards("redis")
+        else ""
+    )
     require(
         shards == 0 or (0 < shards <= most and shards & (shards - 1) == 0),
         f"{path}.mutex_shard_num",
-        f"is {shards}, must be a power of two from 1 to {most}, or 0 for the default",
+        f"is {shards}, must be a power of two from 1 to {most}{why}, or 0 for the default",
     )
     ratio = config.meta_cache_policy_config.high_pri_pool_ratio
     require(math.isfinite(ratio), f"{path}.meta_cache_policy_config.high_pri_pool_ratio", f"is {ratio}, must be finite")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from kvcm.cache.manager import CacheManager
+from kvcm.model.errors import KvcmError
 from kvcm.registry.registry import Registry
 from kvcm.telemetry.metrics import Series
 
@@ -12,13 +14,13 @@ __all__ = ["state_series"]
 
 
 async def state_series(cache: CacheManager, registry: Registry) -> list[Series]:
-    """Return gauges and counters of the index, the groups and the instances, as the store has them now.
-
-    Raises:
-        StorageIOError: the store cannot be asked.
-    """
-    for kept in cache.open_caches.all():
-        await kept.index.refresh()
+    """Return gauges and counters of the index, the groups and the instances: as the store has them now, or as last
+    heard while it does not answer."""
+    with suppress(KvcmError):
+        for group in registry.groups.all():
+            await cache.usage.hear(group.name)
+        for kept in cache.open_caches.all():
+            await kept.index.refresh()
     return [*_search_cache(cache), *_groups(cache, registry), *_instances(cache)]
 
 

@@ -6,8 +6,13 @@ and no neighbour is touched; the file itself goes with its last part. A slot is 
 
 Which slots are deleted stands beside the file, in `<file>.deleted`, one number per line: whoever deletes the last one,
 another manager or this one after a restart, finds all the others there. Lines are only ever appended, each by one
-write, so two that delete at the same time lose nothing. Rejected: a table in the manager's memory, gone with it; a
-document in the metadata store, which would bind the storage to it.
+write, so two of one host that delete at the same time lose nothing. NFS has no atomic append: of two managers on
+different hosts that delete slots of one file at the same moment one may overwrite the other's lines. Then the file and
+what stands beside it are left when their last slot is deleted: their space (that of one file, at most, and only names
+where slots are punched out) is left to the scrub, and a slot whose line is lost counts as present in `exists`. No other
+bytes are harmed.
+Rejected: a table in the manager's memory, gone with it; a document in the metadata store, which would bind the storage
+to it; a marker file per slot, to be counted by listing folders that hold millions of files.
 """
 
 from __future__ import annotations
@@ -144,7 +149,7 @@ def _discard(deletion: _Deletion) -> None:
 
 
 def _note_deleted(deletion: _Deletion) -> None:
-    with open(_beside(deletion.path), "ab") as file:  # noqa: PTH123 - appending is atomic for so few bytes
+    with open(_beside(deletion.path), "ab") as file:  # noqa: PTH123 - on one host, appending is atomic for so few bytes
         file.write("".join(f"{slot}\n" for slot in deletion.slots).encode())
     if len(_deleted_slots(deletion.path)) >= slot_count(deletion.path):
         _unlink(deletion.path)

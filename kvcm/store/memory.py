@@ -64,6 +64,9 @@ class MemoryStore:
     async def flush(self) -> None:
         """Nothing outlives the process, so nothing is waited for."""
 
+    async def sync(self) -> None:
+        """As `flush`."""
+
     async def close(self) -> None:
         """Nothing to let go of."""
 

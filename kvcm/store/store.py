@@ -98,5 +98,13 @@ class Store(Protocol):
             StorageIOError: it could not be made so.
         """
 
+    async def sync(self) -> None:
+        """Return when every change applied so far survives a power cut, as far as this store can make it so at all:
+        to be awaited before something is done elsewhere that must not outlive the change.
+
+        Raises:
+            StorageIOError: it could not be made so.
+        """
+
     async def close(self) -> None:
         """Make everything durable and let go of files and connections."""

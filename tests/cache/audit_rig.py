@@ -107,7 +107,7 @@ class IndexRig:
         instance = self.registry.instances.get(instance_id)
         uid = self.registry.instances.placement(instance_id).uid
         keys = sum((change.new is not None) - (change.old is not None) for change in changes)
-        self.metadata.usage.listener(instance.instance_group_name, uid)(written.usage, keys)
+        self.metadata.usage.listener(instance.instance_group_name, uid)()(written.usage, keys)
         await self.settle()
 
     async def settle(self) -> None:

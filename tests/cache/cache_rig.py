@@ -117,7 +117,6 @@ class Rig:
         self.manager = CacheManager(
             self.registry,
             self.storages,
-            self.executor,
             self.clock,
             lambda length: f"{next(ids):0{length}x}",
             store=self.tables,

@@ -17,6 +17,7 @@ from kvcm.cache.importing import Importer
 from kvcm.index.backends.backend import Access
 from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
+from kvcm.model.groups import MetaIndexerConfig, MetaStorageBackendConfig
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.storages import StorageType
 
@@ -69,6 +70,52 @@ async def test_a_deployment_moves_from_store_to_store_as_it_is(
             assert await rig.backend("i").children(17) == [18], kind
             assert await rig.backend("j").due(2001.0, 10) == [-5], kind
             assert (await rig.verified()).findings == [], kind
+
+
+@pytest.mark.parametrize("kind", ["memory", "rocksdb"])
+async def test_a_group_of_a_redis_comes_to_a_store_of_one_manager_and_back(
+    request: pytest.FixtureRequest, source: IndexRig, kind: str
+) -> None:
+    """What names the store becomes local, what is as it was on the way back, and equal is what differs in that only."""
+    async with opened("redis_standalone", request) as there, opened(kind, request) as here:
+        await there.configure(instances=("i",))
+        named = MetaStorageBackendConfig("redis", "redis://:secret@host/")
+        await _change_indexer(there, meta_storage_backend_config=named)
+        await there.put("i", chain(5))
+        archive, _ = await there.exported()
+        imported = await here.imported(archive)
+        assert imported.stored == {"i": 5}
+        assert imported.fitted == [f"group 'g' names the store 'redis', this one is {kind}: stored as 'local'"]
+        assert _indexer(here).meta_storage_backend_config == MetaStorageBackendConfig()
+        again = await here.imported(archive)
+        assert (again.skipped, again.created, again.fitted) == ({"i": 5}, {}, [])
+        back = await there.imported((await here.exported())[0])
+        assert (back.skipped, _indexer(there).meta_storage_backend_config) == ({"i": 5}, named)
+
+
+async def test_lock_shards_that_a_redis_does_not_take_become_fewer(
+    request: pytest.FixtureRequest, source: IndexRig
+) -> None:
+    await _change_indexer(source, mutex_shard_num=4096)
+    archive, _ = await source.exported()
+    async with opened("redis_standalone", request) as rig:
+        dry = await rig.imported(archive, dry_run=True)
+        imported = await rig.imported(archive)
+        assert dry.fitted == imported.fitted == ["group 'g' has 4096 lock shards, redis takes 1024"]
+        assert _indexer(rig).mutex_shard_num == 1024
+
+
+def _indexer(rig: IndexRig) -> MetaIndexerConfig:
+    return rig.registry.groups.get("g").cache_config.meta_indexer_config
+
+
+async def _change_indexer(rig: IndexRig, **changes: object) -> None:
+    group = rig.registry.groups.get("g")
+    indexer = replace(_indexer(rig), **changes)  # type: ignore[arg-type]
+    changed = replace(
+        group, cache_config=replace(group.cache_config, meta_indexer_config=indexer), version=group.version + 1
+    )
+    await rig.registry.groups.update(changed, group.version)
 
 
 async def test_the_archive_of_an_import_is_the_archive_again(source: IndexRig, target: IndexRig) -> None:

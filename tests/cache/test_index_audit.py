@@ -17,6 +17,7 @@ from kvcm.cache.audit_report import AuditReport
 from kvcm.cache.leases import ReadLease
 from kvcm.cache.write_values import WriteSession
 from kvcm.index.shards import shard_of
+from kvcm.model.instances import Placement
 from kvcm.model.locations import BlockRecord, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 
@@ -196,6 +197,7 @@ async def test_rows_of_an_instance_that_is_gone_are_forgotten(request: pytest.Fi
         repaired = await rig.verified(repair=True, rows=Counter({uid: 50}))
         assert [(each.where, each.is_mended) for each in repaired.findings] == [(f"registration {uid}", True)]
         assert backend.key_count == 0
+        assert rig.metadata.new_backend(Placement(uid, 1)) is not backend, "the memory of what is gone is given back"
         await rig.settle()
 
 
@@ -248,9 +250,9 @@ async def test_strays_of_the_pending_set_are_found_and_mended(shared: IndexRig, 
 
 async def test_children_that_do_not_agree_are_found_and_mended(shared: IndexRig, redis_standalone: Standalone) -> None:
     with _admin(redis_standalone) as client:
-        client.hdel(_name(shared, "c", "j", 10), pack(">q", 9))  # 10 misses its parent
-        client.hset(_name(shared, "c", "j", 11), pack(">q", 500), pack(">q", 11))  # 11 has one too many
-        client.hset(_name(shared, "c", "j", 900), pack(">q", 899), pack(">q", 900) + b"tail")  # a child without record
+        client.zrem(_name(shared, "c", "j", 10), pack(">qq", 9, 10))  # 10 misses its parent
+        client.zadd(_name(shared, "c", "j", 11), {pack(">qq", 500, 11): 0})  # 11 has one too many
+        client.zadd(_name(shared, "c", "j", 900), {pack(">qq", 899, 900): 0})  # a child without record
     found = await _mended(shared)
     assert {each.where: each.what for each in found.findings} == {
         _where(shared, "j", 10): "the record is missing among the children of 9",

@@ -81,7 +81,7 @@ def test_rows_are_looked_at_one_by_one(tmp_path: Path) -> None:
     store = RocksStore(tmp_path / "db", "never", SystemClock())
     found = look_at_rows(store.log)
     assert found.records == {1: 3}
-    assert [(row.where, row.holds_record, row.stops_loading) for row in found.bad] == [
+    assert [(row.where, row.holds_data, row.stops_loading) for row in found.bad] == [
         ("block 3 of registration 1", True, True),
         ("reads of block 4 of registration 1", False, False),
         ("reads of block 5 of registration 1", False, True),

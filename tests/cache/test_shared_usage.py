@@ -200,6 +200,36 @@ async def test_a_reservation_of_a_manager_that_died_is_void_after_its_deadline(c
     assert await world.reserve(other, 30, NFS)
 
 
+async def test_what_shrank_before_a_recount_is_not_taken_off_after_it(client: RedisClient) -> None:
+    """The store answered late: the recount has seen the shrinking, and this manager has heard of the recount."""
+    world = World(client)
+    manager = world.manager()
+    await world.reserve(manager, 6, NFS)
+    await world.store(manager, NFS)
+    await manager.ledger.flush()
+    note = manager.ledger.listener(group().name, UID)()
+    await world.truth.delete((await world.keys())[:2])
+    assert await manager.ledger.recount(group().name, {UID: world.truth}, now=0.0)
+    await manager.ledger.refresh(group().name)
+    note({NFS: -2 * SIZE}, -2)
+    await manager.ledger.flush()
+    assert (await world.counters.read(group().name)).used["b4"] == 4 * SIZE
+    await world.check()
+
+
+async def test_counters_of_instances_that_are_gone_go_with_a_recount(client: RedisClient) -> None:
+    world = World(client)
+    manager = world.manager()
+    note = manager.ledger.listener(group().name, 99)()
+    note({}, 5)
+    note({}, -5)
+    await manager.ledger.flush()
+    assert "k99" in (await world.counters.read(group().name)).used
+    assert await manager.ledger.recount(group().name, {UID: world.truth}, now=0.0)
+    counters = await world.counters.read(group().name)
+    assert ("k99" in counters.used, "k99" in counters.grown) == (False, False)
+
+
 async def test_of_two_recounts_at_once_the_later_counts(client: RedisClient) -> None:
     counters = World(client).counters
     first = await counters.begin_recount("g", 0.0)

@@ -44,7 +44,7 @@ def reserve(
 
 def test_usage_is_counted_by_group_and_type() -> None:
     ledger = UsageLedger()
-    here, again, there = ledger.listener("group", 1), ledger.listener("group", 2), ledger.listener("other", 3)
+    here, again, there = ledger.listener("group", 1)(), ledger.listener("group", 2)(), ledger.listener("other", 3)()
     here({NFS: 10}, 1)
     again({NFS: 5, FS: 3}, 1)
     there({NFS: 100}, 1)
@@ -61,7 +61,7 @@ def test_usage_is_counted_by_group_and_type() -> None:
 def test_the_room_is_exact_to_the_byte(size: int, refused_by: str | None) -> None:
     """Group: 32 of 50 used. Files: 23 of 30 used."""
     ledger = UsageLedger()
-    ledger.listener("group", UID)({NFS: 23, FS: 9}, 2)
+    ledger.listener("group", UID)()({NFS: 23, FS: 9}, 2)
     limit = room(ledger, group(capacity=50, quotas={NFS: 30})).limit(NFS, size)
     assert (limit is None) == (refused_by is None)
     if refused_by is not None:
@@ -121,7 +121,7 @@ def test_what_fits_is_within_every_limit(steps: list[tuple[StorageType, int, boo
     """Whatever was let in, by plans and by others meanwhile, no limit is ever exceeded."""
     ledger = UsageLedger()
     configured = group(capacity=capacity, quotas={NFS: quota})
-    count = ledger.listener("group", UID)
+    count = ledger.listener("group", UID)()
     used = {NFS: 0, FS: 0}
     for storage_type, size, reserved_first in steps:
         fits = sum(used.values()) + size <= capacity and (storage_type is not NFS or used[NFS] + size <= quota)

@@ -35,7 +35,7 @@ class Told:
         self.usage: Counter[StorageType] = Counter()
         self.keys = 0
         self.backend = UnheardBackend()
-        self.index = MetaIndex(self.backend, TableView({"nfs": 1}), on_usage=self._add)
+        self.index = MetaIndex(self.backend, TableView({"nfs": 1}), on_usage=lambda: self._add)
 
     def _add(self, usage: dict[StorageType, int], keys: int) -> None:
         self.usage.update(usage)

@@ -22,7 +22,7 @@ class Rig:
             self.backend,
             self.view,
             max_key_count=max_key_count,
-            on_usage=lambda usage, keys: self.told.append((dict(usage), keys)),
+            on_usage=lambda: lambda usage, keys: self.told.append((dict(usage), keys)),
         )
 
 

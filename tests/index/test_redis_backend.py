@@ -60,13 +60,13 @@ async def stored(client: RedisClient, uid: int, shard: int) -> dict[str, Any]:
     kinds = {kind: f"{client.prefix}:{kind}{{{uid}.{shard}}}".encode() for kind in "bzcpu"}
     order = await ask(client, "ZRANGE", kinds["z"], 0, -1)
     pending = await ask(client, "ZRANGE", kinds["p"], 0, -1, "WITHSCORES")
-    children = await ask(client, "HGETALL", kinds["c"])
+    children = await ask(client, "ZRANGE", kinds["c"], 0, -1)
     usage = await ask(client, "HGETALL", kinds["u"])
     (values,) = await client.mget([[kinds["b"] + member for member in order]])
     return {
         "records": dict(zip(order, values, strict=True)),
         "pending": {key: float(score) for key, score in zip(pending[::2], pending[1::2], strict=True)},
-        "children": dict(zip(children[::2], children[1::2], strict=True)),
+        "children": set(children),
         "usage": {int(k): int(v) for k, v in zip(usage[::2], usage[1::2], strict=True) if int(v)},
     }
 
@@ -78,17 +78,13 @@ async def check_agreement(client: RedisClient, uid: int, shard_count: int, expec
         held = await stored(client, uid, shard)
         decoded = {member: decode_record(data) for member, data in held["records"].items()}
         usage: Counter[int] = Counter()
-        families: dict[bytes, list[bytes]] = {}
-        for member, found in decoded.items():
+        for found in decoded.values():
             for location in found.locations:
                 usage[location.storage_type] += location.size_bytes
-            if found.parent is not None:
-                families.setdefault(key_bytes(found.parent), []).append(member)
         assert held["usage"] == usage
         assert held["pending"] == {member: found.due for member, found in decoded.items() if found.due is not None}
-        assert {parent: sorted(family) for parent, family in families.items()} == {
-            parent: sorted(joined[at : at + 8] for at in range(0, len(joined), 8))
-            for parent, joined in held["children"].items()
+        assert held["children"] == {
+            key_bytes(found.parent) + member for member, found in decoded.items() if found.parent is not None
         }
         records |= decoded
     assert records == {key_bytes(key): found for key, found in expected.items()}
@@ -124,6 +120,9 @@ async def test_all_keys_of_a_shard_agree_whoever_wins(
             expected |= {key: new} if new is not None else {}
         previous = current
     await check_agreement(client, uid, 2, expected)
+    for parent in range(-2, 5):
+        family = sorted(key for key, found in expected.items() if found.parent == parent)
+        assert await backend.children(parent) == family
 
 
 async def test_keys_have_the_documented_names(client: RedisClient) -> None:
@@ -132,7 +131,7 @@ async def test_keys_have_the_documented_names(client: RedisClient) -> None:
     prefix, key = client.prefix.encode(), b"\xff" * 7 + b"\xfb"
     assert (await ask(client, "GET", prefix + b":b{7.0}" + key))[:1] == b"\x01"
     assert await ask(client, "ZRANGE", prefix + b":z{7.0}", 0, -1, "WITHSCORES") == [key, b"1700000000"]
-    assert await ask(client, "HGETALL", prefix + b":c{7.0}") == [bytes(7) + b"\x0c", key]
+    assert await ask(client, "ZRANGE", prefix + b":c{7.0}", 0, -1, "WITHSCORES") == [bytes(7) + b"\x0c" + key, b"0"]
     assert await ask(client, "ZRANGE", prefix + b":p{7.0}", 0, -1, "WITHSCORES") == [key, b"1700000030.125"]
     assert set(await ask(client, "HGETALL", prefix + b":u{7.0}")) == {b"4", b"20", b"2", b"3"}
 
@@ -182,6 +181,30 @@ async def test_a_batch_costs_few_calls(client: RedisClient, redis_standalone: St
     assert backend.key_count == 2001
 
 
+async def test_a_change_costs_the_same_in_a_large_family(client: RedisClient, redis_standalone: Standalone) -> None:
+    """However many siblings a block has, the same commands run, and none of them reads or writes the others."""
+    backend = RedisBackend(client, 1, 1)
+    families = {3: range(100, 102), -1: range(1000, 4000)}
+    await apply(backend, {key: record(parent) for parent, family in families.items() for key in family})
+    costs = []
+    for parent, key in ((3, 1), (-1, 2)):
+        before = all_calls(redis_standalone)
+        await apply(backend, {key: record(parent)})
+        await apply(backend, {key: record(parent - 1)})
+        await apply(backend, {key: None})
+        costs.append(all_calls(redis_standalone) - before)
+    assert costs[0] == costs[1]
+    assert costs[1]["zadd"] == 3  # access order, and twice the children
+    assert costs[1].keys() <= {"evalsha", "mget", "mset", "unlink", "zadd", "zrem", "hincrby", "info"}
+    assert await backend.children(-1) == [*families[-1]]
+
+
+def all_calls(redis_standalone: Standalone) -> Counter[str]:
+    with redis_standalone.server.admin() as admin:
+        stats = admin.info("commandstats").items()
+    return Counter({name.removeprefix("cmdstat_"): int(of["calls"]) for name, of in stats})
+
+
 async def test_a_large_batch_is_like_many_small_ones(client: RedisClient) -> None:
     keys = [key * 0x9E3779B97F4A7C15 % 2**63 for key in range(10_000)]
     backend = RedisBackend(client, 1, 2)
@@ -222,21 +245,6 @@ async def test_a_drop_is_continued_where_it_was_stopped(client: RedisClient) -> 
     await RedisBackend(client, 1, 1).drop()
     assert await ask(client, "EXISTS", *(f"{client.prefix}:{kind}{{1.0}}".encode() for kind in "zcpu")) == 0
     assert await ask(client, "EXISTS", *(f"{client.prefix}:b{{1.0}}".encode() + key_bytes(k) for k in blocks)) == 0
-
-
-async def test_a_full_server_changes_nothing_and_still_removes(tmp_path: Path) -> None:
-    with standalone(tmp_path) as full:
-        client = RedisClient.of(parse_redis_uri(full.uri("full", timeout_ms=10_000)))
-        backend = RedisBackend(client, 1, 1)
-        await apply(backend, {1: record(9, WRITING), 2: record(9, WRITING)})
-        with full.server.admin() as admin:
-            admin.config_set("maxmemory", 1)
-        with pytest.raises(StorageIOError, match="OOM"):
-            await apply(backend, {1: None, 2: record(8), 3: record(9)})
-        await check_agreement(client, 1, 1, {1: record(9, WRITING), 2: record(9, WRITING)})
-        assert await apply(backend, {1: None}) == []
-        await check_agreement(client, 1, 1, {2: record(9, WRITING)})
-        await client.close()
 
 
 async def test_a_dead_server_is_an_error_of_storage(tmp_path: Path) -> None:

@@ -129,9 +129,7 @@ class World:
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
         ids = CountingIds()
-        self.manager = CacheManager(
-            self.registry, self.storages, self.executor, self.clock, ids, lambda _placement: new_backend()
-        )
+        self.manager = CacheManager(self.registry, self.storages, self.clock, ids, lambda _placement: new_backend())
         self.executor.serve(self.manager)
         for config in storages:
             now(self.registry.storages.add(config))

@@ -84,6 +84,9 @@ class Connection:
     async def flush(self) -> None:
         await self.pause()
 
+    async def sync(self) -> None:
+        await self.pause()
+
     async def close(self) -> None:
         """Nothing to let go of."""
 
@@ -257,7 +260,6 @@ class Node:
         self.manager = CacheManager(
             self.registry,
             self.storages,
-            self.executor,
             clock,
             ids,
             self.connection.new_backend,

@@ -83,7 +83,7 @@ class Rig:
             view,
             shard_count=4,
             batch_key_size=batch_key_size,
-            on_usage=self.on_usage,
+            on_usage=lambda: self.on_usage,
             budget=CacheBudget(1 << 20),
         )
 

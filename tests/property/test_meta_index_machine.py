@@ -72,7 +72,7 @@ class MetaIndexMachine(RuleBasedStateMachine):
             shard_count=SHARDS,
             batch_key_size=batch,
             max_key_count=LIMIT,
-            on_usage=lambda difference, _keys: self.usage.update(difference),
+            on_usage=lambda: lambda difference, _keys: self.usage.update(difference),
         )
         self.locks: SpiedShardLocks = spy_on_locks(self.index, SHARDS)
         self.counted: Counter[int] = Counter()

@@ -11,7 +11,6 @@ from reclaim_rig import OwnedIndex, Rig
 from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
-from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import LocationStatus
 from kvcm.model.storages import StorageType
@@ -222,19 +221,6 @@ async def test_a_location_without_bytes_loses_its_metadata() -> None:
     await rig.block(1, specs=())
     await rig.executor.run_due()
     assert await rig.left() == []
-
-
-async def test_addresses_that_were_never_handed_out_are_freed() -> None:
-    """No record knows of them, and none of the same block is touched."""
-    rig = Rig()
-    await rig.block(1, after_seconds=9)
-    uris = ("dummy://a/x?size=8", "dummy://a/y?size=8")
-    rig.executor.discard([DeletionItem("i", 1, 1, "l", "a", uris)])
-    await rig.executor.run_due()
-    assert rig.storages.faults["a"].deleted == list(uris)
-    assert await rig.left() == [1]
-    await rig.executor.run_due()
-    assert rig.storages.faults["a"].attempts == 1
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from reclaim_rig import OwnedIndex, Rig
 
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
-from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import StorageIOError
 
 
@@ -162,11 +161,10 @@ async def test_cancelling_the_loop_ends_what_it_began() -> None:
     assert await rig.turns(lambda: asyncio.all_tasks() == before)
 
 
-async def test_one_that_does_not_lead_frees_what_it_did_not_hand_out() -> None:
-    """No record tells the leader of it; blocks that are due are left to the leader."""
-    rig = Rig()
+async def test_one_that_does_not_lead_deletes_nothing() -> None:
+    rig, leads = Rig(), False
     await rig.block(1)
-    async with running(rig, lambda: False):
-        rig.executor.discard([DeletionItem("i", 1, 2, "l", "a", ("dummy://a/x?size=8",))])
-        assert await rig.turns(lambda: rig.storages.faults["a"].deleted == ["dummy://a/x?size=8"])
-        assert not is_gone(rig, 1)
+    async with running(rig, lambda: leads):
+        assert not await rig.turns(lambda: is_gone(rig, 1))
+        leads = True
+        assert await rig.turns(lambda: is_gone(rig, 1))

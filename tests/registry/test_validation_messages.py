@@ -116,6 +116,13 @@ def test_bad_groups_are_refused(group: InstanceGroup, named: list[str]) -> None:
     assert_refused(check_group, group, *named)
 
 
+def test_on_redis_an_index_has_fewer_lock_shards() -> None:
+    check_group(group_with(mutex_shard_num=1024), "redis")
+    check_group(group_with(mutex_shard_num=2048), "rocksdb")
+    with pytest.raises(InvalidArgumentError, match="is 2048, must be a power of two from 1 to 1024 on redis, where"):
+        check_group(group_with(mutex_shard_num=2048), "redis")
+
+
 @pytest.mark.parametrize("store_kind", ["memory", "rocksdb", "redis"])
 @pytest.mark.parametrize("named", ["local", "redis", "rocksdb", ""])
 def test_a_group_may_name_the_store_of_the_deployment_and_no_other(store_kind: str, named: str) -> None:

@@ -14,7 +14,6 @@ from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.nodes import Endpoint
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb
-from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.admin_api import AdminApi
@@ -46,7 +45,7 @@ class Follower:
         self.endpoint = Endpoint(node_id, f"{node_id}.example", 1001, 1002, 1003, 1004)
         self.registry = Registry(storages, shared.registry)
         self.leadership = Leadership(node_id, shared.clock, 10.0, shared.lease, shared.nodes)
-        cache = CacheManager(self.registry, storages, DeletionExecutor(storages, shared.clock), shared.clock)
+        cache = CacheManager(self.registry, storages, shared.clock)
         self._metrics = ApiMetrics()
         meta = MetaApi(cache, self.registry, self.leadership, RequestLimits())
         admin = AdminApi(cache, self.registry, self.leadership, self._metrics, RequestLimits())

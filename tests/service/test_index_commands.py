@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -158,6 +159,22 @@ def test_a_damaged_file_is_refused_before_anything_is_written(
     assert (done.returncode, said[damage] in done.stderr, copy.exists()) == (1, True, False), done.stderr
 
 
+def test_a_file_that_is_left_of_an_export_goes_and_a_link_is_not_followed(
+    tmp_path: Path, stored: tuple[Path, str]
+) -> None:
+    temporary, other = tmp_path / "backup.tmp", tmp_path / "other"
+    temporary.write_text("half an export")
+    done = _index(tmp_path, "export", str(tmp_path / "backup"), *_data(stored[0]))
+    assert (done.returncode, temporary.exists()) == (0, False), done.stderr
+    other.write_text("precious")
+    temporary.symlink_to(other)
+    done = _index(tmp_path, "export", str(tmp_path / "second"), *_data(stored[0]))
+    assert done.returncode == 0
+    done = _index(tmp_path, "export", "--force", str(tmp_path / "backup"), *_data(stored[0]))
+    assert (done.returncode, other.read_text(), temporary.is_symlink()) == (1, "precious", True)
+    assert done.stderr == f"kvcm: {temporary}: File exists\n"
+
+
 def test_a_dry_run_touches_nothing(tmp_path: Path, stored: tuple[Path, str]) -> None:
     file, copy = tmp_path / "backup", tmp_path / "copy"
     _index(tmp_path, "export", str(file), *_data(stored[0]))
@@ -226,6 +243,27 @@ def test_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, sto
     assert (code, report["clean"], report["looked_at"]["records"]) == (0, True, len(KEYS) - 1)
 
 
+def test_document_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    data_dir = stored[0]
+    log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
+    log.append([(b"t\x08sessions0123456789", b"short"), (b"t", b""), (b"t\x08registrygroup/\xff", bytes(9))])
+    log.close_at_once()
+    done = _index(tmp_path, "export", "-", *_data(data_dir))
+    assert (done.returncode, "run `kvcm index verify --repair --drop-unreadable`" in done.stderr) == (1, True)
+    for options in ((), ("--repair",)):
+        code, report = _verified(tmp_path, *options, *_data(data_dir))
+        assert (code, report["clean"], report["mended"]) == (1, False, False)
+        assert [each["where"] for each in report["findings"]] == [
+            "document row 74",
+            "document 'group/\\\\xff' of table 'registry'",
+            "document '012345…' of table 'sessions'",
+        ]
+    code, report = _verified(tmp_path, "--repair", "--drop-unreadable", *_data(data_dir))
+    assert (code, report["mended"], len(report["findings"])) == (0, True, 3)
+    code, report = _verified(tmp_path, *_data(data_dir))
+    assert (code, report["clean"], report["looked_at"]["records"]) == (0, True, len(KEYS))
+
+
 def test_rows_of_an_instance_that_is_gone_are_found_and_dropped(tmp_path: Path, stored: tuple[Path, str]) -> None:
     data_dir = stored[0]
     log = CommitLog(data_dir / "metadata", Fsync.NEVER, SystemClock())
@@ -254,3 +292,29 @@ def test_damage_in_redis_is_found_and_mended_while_a_manager_serves(
         assert _verified(tmp_path, "--repair", *_on(redis_uri))[0] == 0
         assert _verified(tmp_path, *_on(redis_uri))[1]["clean"]
         assert len(_found(process, instance_id)) == len(KEYS)
+
+
+def test_sums_that_never_stand_still_are_neither_clean_nor_wrong(
+    tmp_path: Path, redis_uri: str, redis_standalone: Standalone
+) -> None:
+    with manager(tmp_path / "m", f"kvcm.registry_storage.uri={redis_uri}") as process:
+        _fill(process)
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+    is_over = threading.Event()
+
+    def disturb() -> None:
+        with redis_standalone.server.admin() as client:
+            (usage, *_) = sorted(client.keys(f"{redis_uri.partition('cluster_name=')[2]}:u*"))
+            while not is_over.is_set():
+                client.hincrby(usage, "6", 1)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    try:
+        code, report = _verified(tmp_path, *_on(redis_uri))
+    finally:
+        is_over.set()
+        disturber.join()
+    assert (code, report["clean"], report["findings"]) == (2, False, [])
+    assert any(each.startswith("usage of instance") for each in report["unsettled"])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import grpc.aio
 import pytest
+from redis_servers import Standalone
 
 from kvcm.app import Manager
 from kvcm.config import Settings
@@ -159,11 +160,23 @@ async def cached(each: Node) -> bool:
 
 
 async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
-    """Invariant 4: 40 blocks fit; writers at every manager get exactly these."""
+    """Invariant 4: 40 blocks fit; writers at every manager get these and no more.
+
+    While writes begin all at once a block may count twice for a moment, as reserved and as used: never too few.
+    """
     await registered(nodes[0])
-    answers = await asyncio.gather(*(start(nodes[i % 3], [1000 + i]) for i in range(60)))
+    answers = list(await asyncio.gather(*(start(nodes[i % 3], [1000 + i]) for i in range(60))))
     codes = [answer.header.status.code for answer in answers]
-    assert (codes.count(meta.OK), codes.count(meta.REACH_MAX_ENTITY_CAPACITY)) == (40, 20)
+    assert set(codes) == {meta.OK, meta.REACH_MAX_ENTITY_CAPACITY}
+    assert 30 <= codes.count(meta.OK) <= 40
+
+    async def full() -> bool:
+        answers.append(await start(nodes[len(answers) % 3], [2000 + len(answers)]))
+        return sum(answer.header.status.code == meta.OK for answer in answers) == 40
+
+    if codes.count(meta.OK) < 40:
+        await eventually(full)
+    assert (await start(nodes[0], [3000])).header.status.code == meta.REACH_MAX_ENTITY_CAPACITY
     done = await asyncio.gather(*(finish(nodes[2], each, 0) for each in answers if each.write_session_id))
     assert {answer.header.status.code for answer in done} == {meta.OK}
 
@@ -224,3 +237,22 @@ async def test_a_restart_finds_everything_again(tmp_path: Path, fsync: str) -> N
         assert await gauge(after, "cache_manager_group.byte_size") == used == 4000
         assert (await finish(after, open_session, 20)).header.status.code == meta.OK
         assert await hits(after) == 40
+
+
+async def test_a_manager_that_starts_again_under_its_configured_id_goes_on_counting(
+    redis_standalone: Standalone, tmp_path: Path
+) -> None:
+    """Invariant 4: its reports are new ones, not those that were heard before the restart."""
+    uri = redis_standalone.uri(f"t{secrets.token_hex(6)}")
+    settings = replace(settings_of(uri, tmp_path), node_id="configured")
+    for run in range(3):
+        async with node(settings) as running:
+            await registered(running)
+            for key in range(4):
+                await finish(running, await start(running, [100 * run + key]), 1)
+            expected = 400.0 * (run + 1)
+
+            async def settled(running: Node = running, expected: float = expected) -> bool:
+                return await gauge(running, "cache_manager_group.byte_size") == expected
+
+            await eventually(settled, seconds=2.0)

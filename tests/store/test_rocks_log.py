@@ -119,6 +119,18 @@ async def failed(tmp_path: Path) -> AsyncIterator[tuple[CommitLog, list[str]]]:
         log.close_at_once()
 
 
+async def test_a_sync_that_fails_says_so(tmp_path: Path) -> None:
+    log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
+    log._database.close()
+    log.append(ROWS)
+    with pytest.raises(StorageIOError, match="cannot be written"):
+        await log.sync()
+    with pytest.raises(StorageIOError, match="cannot be written"):
+        await log.sync()
+    with pytest.raises(StorageIOError):
+        log.close_at_once()
+
+
 async def test_a_failed_log_refuses_everything_and_says_so_once(failed: tuple[CommitLog, list[str]]) -> None:
     log, told = failed
     calls: list[Callable[[], object]] = [log.admit, lambda: log.append(ROWS)]
@@ -203,6 +215,47 @@ async def test_a_flush_waits_for_a_sync_only_if_every_write_is_to_be_synced(tmp_
         assert log._is_synced is (fsync is Fsync.ALWAYS)
     await log.close()
     assert log._is_synced
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+async def test_a_sync_is_one_under_every_policy(tmp_path: Path, fsync: Fsync) -> None:
+    """Also of what was flushed before, and also when time stands still."""
+    log = CommitLog(tmp_path, fsync, StoppedClock())
+    for is_flushed in (False, True):
+        log.append(ROWS)
+        if is_flushed:
+            await log.flush()
+        await log.sync()
+        assert log._is_synced
+        with pytest.raises(StopIteration):
+            log.sync().send(None)  # there is nothing left to wait for
+    await log.close()
+    await log.sync()
+
+
+async def test_many_waiting_syncs_share_few_rounds(tmp_path: Path) -> None:
+    log = CommitLog(tmp_path, Fsync.NEVER, StoppedClock())
+
+    async def write(number: int) -> None:
+        log.append([(b"b%d" % number, b"x")])
+        await log.sync()
+        assert log._synced > number
+
+    await asyncio.gather(*map(write, range(500)))
+    assert 1 <= log.rounds < 50
+    assert len(list(log.read(b"b"))) == 500
+    await log.close()
+
+
+async def test_closing_answers_a_sync(tmp_path: Path) -> None:
+    log = CommitLog(tmp_path, Fsync.NEVER, StoppedClock())
+    with held(log):
+        log.append(ROWS)
+        waiting = asyncio.ensure_future(log.sync())
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(log.close())
+    await asyncio.gather(waiting, closing)
+    assert on_disk(tmp_path) == dict(ROWS)
 
 
 async def test_everysec_syncs_in_the_first_round_after_a_second(tmp_path: Path) -> None:

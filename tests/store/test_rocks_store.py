@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcm.index.backends.rocks_audit import drop_rows, look_at_rows
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
+from kvcm.store.rocks.log import CommitLog, Fsync
 from kvcm.store.rocks.progress import shown_progress
 from kvcm.store.rocks.store import RocksStore
 
@@ -70,6 +72,41 @@ async def test_a_change_that_cannot_be_written_is_not_applied(tmp_path: Path) ->
     with pytest.raises(StorageIOError, match="is closed"):
         await store.table("s").replace("a", b"1", b"2")
     assert await store.table("s").get("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        (b"t", b"12345678x", "document row 74 cannot be read: its key names no table"),
+        (b"t\x08session", b"12345678x", "document row 740873657373696f6e cannot be read: its key names no table"),
+        (b"t\x00x", b"12345678x", "document row 740078 cannot be read: its key names no table"),
+        (b"t\x08registrygroup/g", b"1234567", "document 'group/g' of table 'registry' .* it has 7 bytes"),
+        (b"t\x08sessions0123456789", b"", "document '012345…' of table 'sessions' .* it has 0 bytes"),
+        (b"t\x01s\xff", b"12345678x", "its name is no UTF-8"),
+        (b"t\x01\xffs", b"12345678x", "its name is no UTF-8"),
+        (b"t\x01sn", b"\x7f\xf8" + bytes(6), "its due time is no number"),
+    ],
+)
+def test_a_damaged_row_is_named_and_no_store_is_opened(tmp_path: Path, key: bytes, value: bytes, named: str) -> None:
+    log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
+    log.append([(key, value)])
+    log.close_at_once()
+    for _ in range(2):  # the directory is let go
+        with pytest.raises(StorageIOError, match=f"{named}.*; run `kvcm index verify --repair --drop-unreadable`"):
+            opened(tmp_path)
+    log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
+    assert [row.key for row in look_at_rows(log).bad] == [key]
+    drop_rows(log, look_at_rows(log).bad)
+    log.close_at_once()
+    opened(tmp_path).log.close_at_once()
+
+
+async def test_a_sync_of_the_store_is_one_of_its_log(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    await store.table("s").replace("a", None, b"1")
+    await store.sync()
+    assert store.log._is_synced
+    await store.close()
 
 
 def test_progress_is_silent_where_nobody_watches(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["BlockKeys"]
 
 
@@ -17,9 +19,9 @@ class BlockKeys:
 
     def __init__(self, deployment: str) -> None:
         self.prefix = f"{deployment}:b{{".encode()
+        self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}(.{8})", re.DOTALL).fullmatch
 
-    def parse(self, name: bytes) -> tuple[int, int]:
-        """Return uid and block key of a record's name."""
-        return int(name[len(self.prefix) : name.index(b".", len(self.prefix))]), int.from_bytes(
-            name[-8:], "big", signed=True
-        )
+    def parse(self, name: bytes) -> tuple[int, int] | None:
+        """Return uid and block key of a record's name; None for a name that only begins like one."""
+        found = self._match(name)
+        return (int(found[1]), int.from_bytes(found[2], "big", signed=True)) if found is not None else None

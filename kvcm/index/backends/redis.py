@@ -4,7 +4,7 @@ Keys of one lock shard of one instance share a hash tag, hence a slot of a clust
 
     P:b{uid.shard} + key    block record: version, stamp, body (index/codec.py)
     P:z{uid.shard}          access order: key -> unix seconds + min(reads, 4095) / 4096
-    P:c{uid.shard}          children: parent -> keys of those of its children that lie in this shard
+    P:c{uid.shard}          children: parent + child of the children that lie in this shard, all of score 0
     P:p{uid.shard}          pending: key -> when a session expires or bytes may go
     P:u{uid.shard}          usage: storage type -> bytes
 
@@ -17,7 +17,8 @@ Keys of blocks are 8 bytes, big endian. Invariants:
    waiting per key. A batch is cut, so that no call holds up the server for more than about a millisecond.
 
 Rejected: WATCH and MULTI (a connection of its own and two round trips per attempt); sets of children beside the parent
-(its shard lies on another node); ZRANDMEMBER (only about fair, and nobody can give it a seed).
+(its shard lies on another node); one value per parent that holds its children (a system prompt has 100,000 of them, and
+each new one would be a copy of the value); ZRANDMEMBER (only about fair, and nobody can give it a seed).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
-from kvcm.index.backends.redis_scripts import DROP, SAMPLE, TOUCH, WRITE
+from kvcm.index.backends.redis_scripts import DROP, REWRITE, SAMPLE, TOUCH, WRITE
 from kvcm.index.codec import STAMP_SIZE, decode_record, encode_record
 from kvcm.index.shards import shard_of
 from kvcm.model.locations import BlockRecord
@@ -46,6 +47,7 @@ _MOST_KEYS_PER_READ: Final = 4096
 _READS_PER_SECOND: Final = 4096  # the score of an access: whole seconds, and reads as the fraction
 
 _KEY = Struct(">q")
+_FIRST_MEMBER, _LAST_MEMBER = bytes(_KEY.size), b"\xff" * _KEY.size  # as the server orders bytes
 _ABSENT = bytes(STAMP_SIZE)
 _UNKNOWN = b"\xff" * STAMP_SIZE  # no write has this stamp
 
@@ -125,8 +127,9 @@ class RedisBackend:
 
     async def children(self, key: int) -> list[int]:
         parent = _KEY.pack(key)
-        families = await self._client.execute([(b"HGET", shard.children, parent) for shard in self._shards])
-        return sorted(child for family in families if family for (child,) in _KEY.iter_unpack(family))
+        bounds = (b"[" + parent + _FIRST_MEMBER, b"[" + parent + _LAST_MEMBER)
+        families = await self._client.execute([(b"ZRANGEBYLEX", shard.children, *bounds) for shard in self._shards])
+        return sorted(_key(relation[_KEY.size :]) for family in families for relation in family)
 
     async def due(self, now: float, most: int) -> list[int]:
         limit = (b"WITHSCORES", b"LIMIT", 0, most)
@@ -259,7 +262,8 @@ class _ShardWrite:
             self._dues.append(_due_order(old, new))
             self._relate(index, old, new)
             self._count(index, old, new)
-        self.call = ScriptCall(WRITE, self._keys(shard), self._arguments())
+        is_growth = any(old is None and new is not None for _, old, new, _ in changes)
+        self.call = ScriptCall(WRITE if is_growth else REWRITE, self._keys(shard), self._arguments())
 
     def _keys(self, shard: _Shard) -> list[bytes]:
         blocks = shard.blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = ["RedisAudit", "StoredBlocks"]
 
 _KEYS_PER_CALL: Final = 256
 _KEY: Final = Struct(">q")
+_RELATION: Final = Struct(">qq")  # parent, child
 _ABSENT: Final = bytes(STAMP_SIZE)
 _NO_PARENTS: Final = frozenset[int]()
 
@@ -48,23 +50,6 @@ local held = redis.call('GET', block)
 local none = '\\0\\0\\0\\0\\0\\0\\0\\0'
 if (held and string.sub(held, 2, 9) or none) ~= ARGV[1] then return 0 end
 
-local function family(parent)
-  local text, members, found = redis.call('HGET', children, parent) or '', {}, false
-  for at = 1, #text - 7, 8 do
-    local each = string.sub(text, at, at + 7)
-    if each == member then found = true else members[#members + 1] = each end
-  end
-  return members, found
-end
-
-local function put(parent, members)
-  if #members > 0 then
-    redis.call('HSET', children, parent, table.concat(members))
-  else
-    redis.call('HDEL', children, parent)
-  end
-end
-
 if ARGV[1] == none then
   redis.call('ZREM', order, member)
 else
@@ -72,15 +57,9 @@ else
 end
 if ARGV[3] == '' then redis.call('ZREM', pending, member) else redis.call('ZADD', pending, ARGV[3], member) end
 for at = 1, #ARGV[5], 8 do
-  local parent = string.sub(ARGV[5], at, at + 7)
-  local members, found = family(parent)
-  if found then put(parent, members) end
+  redis.call('ZREM', children, string.sub(ARGV[5], at, at + 7) .. member)
 end
-if ARGV[4] ~= '' then
-  local members = family(ARGV[4])
-  members[#members + 1] = member
-  put(ARGV[4], members)
-end
+if ARGV[4] ~= '' then redis.call('ZADD', children, 0, ARGV[4] .. member) end
 return 1
 """)
 
@@ -133,10 +112,9 @@ class RedisAudit:
         async for members in self._scan(b"ZSCAN", self._names[shard].pending):
             for page in _cut(members[::2], PAGE_KEYS):
                 yield dict.fromkeys(map(_key, page), _NO_PARENTS)
-        async for families in self._scan(b"HSCAN", self._names[shard].children):
-            pairs = ((_key(parent), child) for parent, child in _relations(families))
-            for page in _cut(list(pairs), PAGE_KEYS):
-                yield _claims(page)
+        async for relations in self._scan(b"ZSCAN", self._names[shard].children):
+            for page in _cut(relations[::2], PAGE_KEYS):
+                yield _claims(_RELATION.unpack(each) for each in page if len(each) == _RELATION.size)
 
     async def look(self, shard: int, claims: Claims) -> list[BlockView]:
         names, keys = self._names[shard], list(claims)
@@ -146,9 +124,9 @@ class RedisAudit:
         ]
         found = [row for answer in await self._client.run(calls) for row in zip(*answer, strict=True)]
         views = [_view(key, *row) for key, row in zip(keys, found, strict=True)]
-        asked = [claims[view.key] | _parents_of(view) for view in views]
-        families = await self._families(names, set().union(*asked))
-        return [_with_parents(view, parents, families) for view, parents in zip(views, asked, strict=True)]
+        asked = ((parent, view.key) for view in views for parent in claims[view.key] | _parents_of(view))
+        parents = await self._parents(names, asked)
+        return [replace(view, parents=parents.get(view.key, _NO_PARENTS)) for view in views]
 
     async def usage(self, shard: int) -> Mapping[int, int]:
         (flat,) = await self._client.execute([(b"HGETALL", self._names[shard].usage)])
@@ -186,12 +164,14 @@ class RedisAudit:
             if cursor == b"0":
                 return
 
-    async def _families(self, names: _Shard, parents: Iterable[int]) -> dict[int, frozenset[int]]:
-        asked = list(parents)
-        if not asked:
+    async def _parents(self, names: _Shard, asked: Iterable[tuple[int, int]]) -> Claims:
+        """Return whose children blocks are, of the pairs of parent and child that are asked for."""
+        pairs = list(asked)
+        if not pairs:
             return {}
-        (families,) = await self._client.execute([(b"HMGET", names.children, *map(_KEY.pack, asked))])
-        return {parent: frozenset(_members(family or b"")) for parent, family in zip(asked, families, strict=True)}
+        members = (_RELATION.pack(*pair) for pair in pairs)
+        (scores,) = await self._client.execute([(b"ZMSCORE", names.children, *members)])
+        return _claims(pair for pair, score in zip(pairs, scores, strict=True) if score is not None)
 
 
 class _StoredKey(NamedTuple):
@@ -309,23 +289,6 @@ def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) 
 def _parents_of(view: BlockView) -> frozenset[int]:
     record = view.record
     return frozenset((record.parent,)) if record is not None and record.parent is not None else _NO_PARENTS
-
-
-def _with_parents(view: BlockView, asked: Iterable[int], families: Mapping[int, frozenset[int]]) -> BlockView:
-    parents = frozenset(parent for parent in asked if view.key in families[parent])
-    return BlockView(view.key, view.record, view.damage, view.version, view.is_listed, view.due, parents)
-
-
-def _relations(flat: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield parent and child of families as HSCAN answers them."""
-    for parent, family in zip(flat[::2], flat[1::2], strict=True):
-        for child in _members(family):
-            yield parent, child
-
-
-def _members(family: bytes) -> Iterator[int]:
-    whole = len(family) - len(family) % _KEY.size
-    return (key for (key,) in _KEY.iter_unpack(family[:whole]))
 
 
 def _claims(pairs: Iterable[tuple[int, int]]) -> Claims:

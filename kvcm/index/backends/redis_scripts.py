@@ -3,6 +3,10 @@
 A call of the server from Lua costs more than the work it does, so every function reads all with one command, decides,
 and writes with one command per kind of key. Nothing can fail after the first write: the server refuses a function for
 want of memory at its first write or not at all, and every key has one type.
+
+A server that is full refuses WRITE and TOUCH, and runs REWRITE: blocks that are there can be marked, decided and
+removed, which is how room is made. No command here reads or writes more than the blocks of its call, however many
+siblings they have.
 """
 
 from __future__ import annotations
@@ -11,9 +15,9 @@ from typing import Final
 
 from kvcm.store.redis.script import Script
 
-__all__ = ["DROP", "SAMPLE", "TOUCH", "WRITE"]
+__all__ = ["DROP", "REWRITE", "SAMPLE", "TOUCH", "WRITE"]
 
-WRITE: Final = Script("""
+_WRITE: Final = """
 -- KEYS: access order, children, pending, usage, then the block records.
 -- ARGV[1]: 8 bytes per block, the stamp that its record must have; zeros: there must be none.
 -- ARGV[2]: packed {score of a new block: number, or false to leave it;
@@ -79,47 +83,19 @@ local function schedule()
   call('ZREM', pending, done)
 end
 
-local function without(family, member)
-  for n = 1, #family / 8 do
-    if eight(family, n) == member then
-      return string.sub(family, 1, n * 8 - 8) .. string.sub(family, n * 8 + 1)
-    end
-  end
-  return family
-end
-
 local function relate()
-  local parents, families = {}, {}
-  local function each(indexes, of, visit)
-    for n, i in ipairs(indexes) do
-      if won[i] then visit(eight(of, n), won[i]) end
+  local left, joined = {}, {}
+  for n, i in ipairs(leaving) do
+    if won[i] then left[#left + 1] = eight(ARGV[3], n) .. won[i] end
+  end
+  for n, i in ipairs(coming) do
+    if won[i] then
+      joined[#joined + 1] = 0
+      joined[#joined + 1] = eight(ARGV[4], n) .. won[i]
     end
   end
-  local function note(parent)
-    if not families[parent] then
-      parents[#parents + 1] = parent
-      families[parent] = ''
-    end
-  end
-  each(leaving, ARGV[3], note)
-  each(coming, ARGV[4], note)
-  if #parents == 0 then return end
-  for n, family in ipairs(redis.call('HMGET', children, unpack(parents))) do
-    families[parents[n]] = family or ''
-  end
-  each(leaving, ARGV[3], function(parent, member) families[parent] = without(families[parent], member) end)
-  each(coming, ARGV[4], function(parent, member) families[parent] = families[parent] .. member end)
-  local kept, empty = {}, {}
-  for parent, family in pairs(families) do
-    if family == '' then
-      empty[#empty + 1] = parent
-    else
-      kept[#kept + 1] = parent
-      kept[#kept + 1] = family
-    end
-  end
-  call('HSET', children, kept)
-  call('HDEL', children, empty)
+  call('ZREM', children, left)
+  call('ZADD', children, joined)
 end
 
 local function count()
@@ -139,7 +115,9 @@ schedule()
 relate()
 count()
 return lost
-""")
+"""
+WRITE: Final = Script(_WRITE)
+REWRITE: Final = Script(_WRITE, allow_oom=True)
 
 TOUCH: Final = Script("""
 -- KEYS: access order. ARGV: unix seconds, then key and number of reads of every block read.

@@ -15,7 +15,7 @@ all big endian. The second row exists for a block that was read, or whose time o
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from struct import Struct
 from struct import error as struct_error
@@ -34,6 +34,9 @@ from kvcm.store.rocks.store import RocksStore
 
 __all__ = ["RocksBackend", "RocksIndex", "load_index"]
 
+OnDrop = Callable[[int], None]
+"""Told the uid."""
+
 _ACCESS: Final = Struct(">IH")
 _BEYOND_ALL: Final = b"\xff" * 16
 _PAGE_ROWS: Final = 4096
@@ -46,12 +49,14 @@ class RocksBackend(MemoryBackend):
         log: of the store. Where a change raises StorageIOError it is not applied, unless the log failed that very
             moment; then it failed for good.
         uid: of the instance's registration.
+        on_drop: told when everything is forgotten.
     """
 
-    def __init__(self, log: CommitLog, uid: int) -> None:
+    def __init__(self, log: CommitLog, uid: int, on_drop: OnDrop = lambda _uid: None) -> None:
         super().__init__()
         self._log = log
         self._uid = uid
+        self._on_drop = on_drop
 
     async def write_many(self, changes: Sequence[Change]) -> Written:
         self._log.admit()
@@ -75,6 +80,7 @@ class RocksBackend(MemoryBackend):
         await super().drop()
         uid = self._uid.to_bytes(4)
         self._log.append((), prefixes=(BLOCKS + uid, READS + uid))
+        self._on_drop(self._uid)
 
     async def _rows(self, changes: Sequence[Change]) -> list[RowChange]:
         uid, pack = self._uid, ADDRESS.pack
@@ -113,11 +119,14 @@ class RocksIndex:
         self._backends: dict[int, RocksBackend] = {}
 
     def backend(self, uid: int) -> RocksBackend:
-        """Return the backend of a registration, the same one every time."""
+        """Return the backend of a registration, the same one until it is dropped, after which none returns."""
         backend = self._backends.get(uid)
         if backend is None:
-            backend = self._backends[uid] = RocksBackend(self._log, uid)
+            backend = self._backends[uid] = RocksBackend(self._log, uid, self._forget)
         return backend
+
+    def _forget(self, uid: int) -> None:
+        self._backends.pop(uid, None)
 
     def uids(self) -> list[int]:
         """Return the registrations that have blocks, also those that exist no more: their blocks have to be dropped."""

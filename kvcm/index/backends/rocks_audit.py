@@ -1,6 +1,6 @@
-"""The rows of blocks in a RocksDB, looked at one by one, also those from which no index can be loaded.
+"""The rows of a RocksDB, looked at one by one, also those from which nothing can be loaded.
 
-Layout: rocks.py.
+Layout: rocks.py, and kvcm/store/rocks/document_rows.py.
 
 Everything that is derived from a record is made anew when an index is loaded, so rows can only be unreadable, or be
 left over from a block or an instance that is gone.
@@ -19,6 +19,7 @@ from kvcm.index.codec import decode_payload
 from kvcm.model.errors import StorageIOError
 from kvcm.model.instances import Placement
 from kvcm.store.rocks.database import Row
+from kvcm.store.rocks.document_rows import DOCUMENTS, decode_row, row_title
 from kvcm.store.rocks.log import CommitLog
 from kvcm.store.rocks.progress import LoadProgress
 
@@ -37,14 +38,14 @@ class BadRow:
         key: of the row.
         where: what it is of, for people.
         reason: what is wrong with it.
-        holds_record: whether a record goes with it.
-        stops_loading: whether no index can be loaded with it.
+        holds_data: whether a record or a document goes with it.
+        stops_loading: whether the store cannot be loaded with it.
     """
 
     key: bytes
     where: str
     reason: str
-    holds_record: bool
+    holds_data: bool
     stops_loading: bool
 
 
@@ -62,7 +63,7 @@ class RowsFound:
 
     @property
     def is_loadable(self) -> bool:
-        """Whether an index can be loaded from the rows."""
+        """Whether a store can be loaded from the rows."""
         return not any(row.stops_loading for row in self.bad)
 
 
@@ -77,6 +78,7 @@ def look_at_rows(log: CommitLog, on_progress: LoadProgress = lambda _done, _esti
         StorageIOError: the database itself is damaged.
     """
     found, estimated, done = RowsFound(), log.estimated_rows(), 0
+    _look_at_documents(log, found)
     reads = _Reads(log.read(READS), found)
     for key, value in log.read(BLOCKS):
         if len(found.bad) >= _MOST_BAD:
@@ -97,17 +99,28 @@ def drop_rows(log: CommitLog, rows: Sequence[BadRow]) -> None:
         log.append([(row.key, None) for row in rows[start : start + _PAGE_ROWS]])
 
 
+def _look_at_documents(log: CommitLog, found: RowsFound) -> None:
+    for key, value in log.read(DOCUMENTS):
+        if len(found.bad) >= _MOST_BAD:
+            return
+        try:
+            decode_row(key, value)
+        except StorageIOError as error:
+            where = row_title((key, value))
+            found.bad.append(BadRow(key, where, str(error), holds_data=True, stops_loading=True))
+
+
 def _look_at_record(key: bytes, value: bytes, found: RowsFound) -> None:
     if len(key) != ADDRESS.size:
         found.bad.append(
-            BadRow(key, f"row {key.hex()}", "its key is no key of a block", holds_record=True, stops_loading=True)
+            BadRow(key, f"row {key.hex()}", "its key is no key of a block", holds_data=True, stops_loading=True)
         )
         return
     _, uid, _ = ADDRESS.unpack(key)
     try:
         decode_payload(value)
     except StorageIOError as error:
-        found.bad.append(BadRow(key, _where(key), str(error), holds_record=True, stops_loading=True))
+        found.bad.append(BadRow(key, _where(key), str(error), holds_data=True, stops_loading=True))
     else:
         found.records[uid] += 1
 
@@ -133,9 +146,7 @@ class _Reads:
 
     def _report(self, key: bytes, reason: str, *, stops_loading: bool) -> None:
         where = _where(key) if len(key) == ADDRESS.size else f"row {key.hex()}"
-        self._found.bad.append(
-            BadRow(key, f"reads of {where}", reason, holds_record=False, stops_loading=stops_loading)
-        )
+        self._found.bad.append(BadRow(key, f"reads of {where}", reason, holds_data=False, stops_loading=stops_loading))
 
 
 def _where(key: bytes) -> str:

@@ -35,7 +35,8 @@ _PAUSE_SECONDS = 0.02
 _LEAST_VERSION = (7, 0)
 # What a server says that is no master (any more), or cannot serve now; the same call may succeed later.
 _OTHER_ROLE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN"})
-_PASSING = _OTHER_ROLE | {"ASK", "MOVED", "OOM", "TRYAGAIN", "LOADING", "BUSY", "NOREPLICAS", "MISCONF"}
+_PASSING = _OTHER_ROLE | {"ASK", "MOVED", "TRYAGAIN", "LOADING", "BUSY", "NOREPLICAS", "MISCONF"}
+_FULL = "; the memory of the server is full: remove blocks or raise its maxmemory, then try again"
 
 
 class _Sent(NamedTuple):
@@ -215,7 +216,7 @@ class RedisClient:
     def _checked(answers: list[Any]) -> list[Any]:
         for answer in answers:
             if isinstance(answer, ResponseError):
-                hint = "; try again" if _code(answer) in _PASSING else ""
+                hint = _FULL if _code(answer) == "OOM" else "; try again" if _code(answer) in _PASSING else ""
                 text = f"{answer.status_code} {answer}" if answer.status_code else str(answer)
                 raise StorageIOError(f"redis answers: {text}{hint}")
         return answers

@@ -11,7 +11,8 @@ from kvcm.store.store import LeaseState
 
 __all__ = ["RedisLease"]
 
-_HOLD = Script("""
+_HOLD = Script(
+    """
 local holder = redis.call('GET', KEYS[1])
 if not holder then
   redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
@@ -21,15 +22,15 @@ if holder == ARGV[1] then
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
 end
 return {holder, tonumber(redis.call('GET', KEYS[2]) or 0)}
-""")
+""",
+    allow_oom=True,  # duties need a leader, and it is they that make room
+)
 _RELEASE = Script("""
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end
 return 0
 """)
-
-
 _LOOK = Script("""
 return {redis.call('GET', KEYS[1]) or '', tonumber(redis.call('GET', KEYS[2]) or 0)}
 """)

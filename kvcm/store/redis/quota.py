@@ -1,12 +1,12 @@
 """Counters of what a group uses, shared by all managers (design.md decision 2).
 
-Per group two hashes under one tag: the counters, and the open reservations by owner. Fields of the counters, where a
+Per group two hashes under one tag: the counters, and the open reservations by owner; beside them the number of the last
+report of every manager, for a day, so that one that is sent twice counts once. Fields of the counters, where a
 *field* is `b<storage type>` (bytes) or `k<uid>` (blocks of an instance):
 
 * `u:<field>` used: the sum of all differences that managers reported.
 * `r:<field>` reserved: the sum of the open reservations.
 * `g:<field>` grown: the sum of the positive differences alone; never falls.
-* `s:<node>` the last report of a manager, so that one that is sent twice counts once.
 * `epoch`, `dropped`: see below.
 
 A write reserves before it stores and reports what it stored in the same call that ends its reservation, so used plus
@@ -70,9 +70,8 @@ _REPORT = Script(
     "local counters, rows = KEYS[1], KEYS[2]\n"
     + _RELEASE
     + """
-local last = 's:' .. ARGV[1]
-if tonumber(redis.call('HGET', counters, last) or 0) < tonumber(ARGV[2]) then
-  redis.call('HSET', counters, last, ARGV[2])
+if tonumber(redis.call('GET', KEYS[3]) or 0) < tonumber(ARGV[2]) then
+  redis.call('SET', KEYS[3], ARGV[2], 'EX', 86400)
   local current = (redis.call('HGET', counters, 'epoch') or '0') == ARGV[3]
   for _, each in ipairs(cmsgpack.unpack(ARGV[4])) do
     if each[2] > 0 then
@@ -87,7 +86,8 @@ if tonumber(redis.call('HGET', counters, last) or 0) < tonumber(ARGV[2]) then
   for _, owner in ipairs(cmsgpack.unpack(ARGV[5])) do release(owner) end
 end
 return redis.call('HGETALL', counters)
-"""
+""",
+    allow_oom=True,
 )
 
 _BEGIN = Script(
@@ -102,19 +102,32 @@ end
 redis.call('HINCRBY', counters, 'epoch', 1)
 redis.call('HSET', counters, 'dropped', 0)
 return redis.call('HGETALL', counters)
-"""
+""",
+    allow_oom=True,
 )
 
-_END = Script("""
+_END = Script(
+    """
 local counters = KEYS[1]
 if (redis.call('HGET', counters, 'epoch') or '0') ~= ARGV[1] then return 0 end
+local known = {}
+local function number(name) return tonumber(redis.call('HGET', counters, name) or 0) end
 for _, each in ipairs(cmsgpack.unpack(ARGV[2])) do
   local grown = tonumber(redis.call('HGET', counters, 'g:' .. each[1]) or 0) - each[3]
   redis.call('HSET', counters, 'u:' .. each[1], string.format('%.0f', each[2] + grown))
 end
+for _, kept in ipairs(cmsgpack.unpack(ARGV[3])) do known[kept] = true end
+for _, name in ipairs(redis.call('HKEYS', counters)) do
+  local field = string.match(name, '^[ugr]:(k.*)$')
+  if field and not known[field] and number('u:' .. field) == 0 and number('r:' .. field) == 0 then
+    redis.call('HDEL', counters, name)
+  end
+end
 redis.call('HINCRBY', counters, 'epoch', 1)
 return 1
-""")
+""",
+    allow_oom=True,
+)
 
 
 class Demand(NamedTuple):
@@ -173,7 +186,7 @@ class Counters:
     def of(cls, answer: Sequence[bytes] | Mapping[bytes, bytes]) -> Counters:
         """Read the answer to HGETALL, of either protocol version."""
         pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
-        parts: dict[str, dict[str, int]] = {"u": {}, "r": {}, "g": {}, "s": {}}
+        parts: dict[str, dict[str, int]] = {"u": {}, "r": {}, "g": {}}
         single = {"epoch": 0, "dropped": 0}
         for name, value in pairs:
             kind, _, field = name.decode().partition(":")
@@ -236,7 +249,9 @@ class QuotaCounters:
         fields = {*report.grown, *report.shrunk}
         changes = [(field, report.grown.get(field, 0), report.shrunk.get(field, 0)) for field in sorted(fields)]
         arguments = (report.node, report.number, str(report.epoch), _encode(changes), _encode(list(report.done)))
-        (answer,) = await self._client.run([ScriptCall(_REPORT, self._keys(group), arguments)])
+        counters, rows = self._keys(group)
+        heard = counters.replace(b":q{", b":s{", 1) + report.node.encode()
+        (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, heard), arguments)])
         return Counters.of(answer)
 
     async def begin_recount(self, group: str, now: float) -> Recount:
@@ -258,7 +273,8 @@ class QuotaCounters:
         """
         fields = {*counted, *recount.grown}
         values = [(field, counted.get(field, 0), recount.grown.get(field, 0)) for field in sorted(fields)]
-        call = ScriptCall(_END, self._keys(group), (str(recount.epoch), _encode(values)))
+        arguments = (str(recount.epoch), _encode(values), _encode(sorted(counted)))
+        call = ScriptCall(_END, self._keys(group), arguments)
         (answer,) = await self._client.run([call])
         return bool(answer)
 

@@ -12,13 +12,20 @@ Argument = bytes | str | int | float
 
 
 class Script:
-    """A Lua text, known to servers by its SHA-1."""
+    """A Lua text, known to servers by its SHA-1.
+
+    Args:
+        text: of the function.
+        allow_oom: whether it runs on a server that is at its `maxmemory` too. For what ends or renews something and so
+            must be possible then; it must not let the store grow with every call.
+    """
 
     __slots__ = ("sha1", "text")
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.sha1 = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    def __init__(self, text: str, *, allow_oom: bool = False) -> None:
+        # The server reads the flags of a script from its first line.
+        self.text = f"#!lua flags=allow-oom\n{text}" if allow_oom else text
+        self.sha1 = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
 class ScriptCall(NamedTuple):

@@ -26,5 +26,8 @@ class RedisStore:
     async def flush(self) -> None:
         """Return at once: a change is as durable as the server is configured when it is answered."""
 
+    async def sync(self) -> None:
+        """As `flush`: when a server syncs is its own affair."""
+
     async def close(self) -> None:
         await self.client.close()

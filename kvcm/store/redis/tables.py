@@ -15,7 +15,7 @@ from kvcm.store.redis.client import RedisClient, Script, ScriptCall
 
 __all__ = ["RedisTable"]
 
-_REPLACE = Script("""
+_REPLACE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
 if ARGV[2] == '1' then
   if there ~= ARGV[3] then return 0 end
@@ -34,7 +34,11 @@ else
 end
 redis.call('INCR', KEYS[3])
 return 1
-""")
+"""
+_CREATE = Script(_REPLACE)
+_CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server what is there can be decided, ended and removed
+# Written by operators and by managers that start: few, and removing an instance begins with a new document.
+_ALWAYS = {"registry", "nodes"}
 
 
 class RedisTable:
@@ -48,6 +52,7 @@ class RedisTable:
 
     def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
         self._client = client
+        self._create = _CHANGE if name in _ALWAYS else _CREATE
         self._parts = range(shard_count)
         self._documents, self._due, self._versions = (
             [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdv"
@@ -67,7 +72,7 @@ class RedisTable:
         keys = (self._documents[part], self._due[part], self._versions[part])
         when = repr(float(due)) if due and new is not None else ""
         args = (name.encode(), int(old is not None), old or b"", int(new is not None), new or b"", when)
-        (done,) = await self._client.run([ScriptCall(_REPLACE, keys, args)])
+        (done,) = await self._client.run([ScriptCall(self._create if old is None else _CHANGE, keys, args)])
         return bool(done)
 
     async def due(self, now: float, most: int) -> list[str]:

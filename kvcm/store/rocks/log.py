@@ -6,7 +6,8 @@ Invariants:
 
 * Changes reach the disk in the order of their `append`. What one `append` brings is there as a whole or not at all.
 * One thread writes. A round takes what is queued, writes it as one atomic batch, makes it as durable as the policy says
-  and then answers every `flush` that waits for it (group commit): any number of requests share one sync.
+  and then answers every `flush` that waits for it (group commit): any number of requests share one sync. So do those
+  that call `sync`, which is on the disk under every policy.
 * A round that fails is the last one. Memory is then ahead of the disk, and only loading anew can mend that.
 
 Rejected: RocksDB's own synced write, which holds Python's global lock while the disk works (measured: the event loop
@@ -99,10 +100,13 @@ class CommitLog:
         self._queued_bytes = 0
         self._appended = 0
         self._committed = 0
+        self._synced = 0
         self._waiters: deque[_Waiter] = deque()
+        self._sync_waiters: deque[_Waiter] = deque()
         self._failure: str | None = None
         self._closing = False
         self._rounds = 0
+        self._written = 0  # batches; as the two below only the writer's thread changes it
         self._synced_at = clock.now()
         self._is_synced = True
         self._thread = threading.Thread(target=self._run, name="commit-log", daemon=True)
@@ -171,9 +175,23 @@ class CommitLog:
             self._check_failure()
             if self._committed >= self._appended:
                 return
-            loop = asyncio.get_running_loop()
-            waiter = _Waiter(self._appended, loop, loop.create_future())
+            waiter = self._new_waiter()
             self._waiters.append(waiter)
+        await waiter.done
+
+    async def sync(self) -> None:
+        """Return when all that was appended before is on the disk, whatever the policy says.
+
+        Raises:
+            StorageIOError: it could not be written.
+        """
+        with self._changed:
+            self._check_failure()
+            if self._synced >= self._appended:
+                return
+            waiter = self._new_waiter()
+            self._sync_waiters.append(waiter)
+            self._changed.notify()
         await waiter.done
 
     async def close(self) -> None:
@@ -193,6 +211,10 @@ class CommitLog:
         with suppress(DbClosedError):
             self._database.close()
         self._check_failure()
+
+    def _new_waiter(self) -> _Waiter:
+        loop = asyncio.get_running_loop()
+        return _Waiter(self._appended, loop, loop.create_future())
 
     def _check(self) -> None:
         self._check_failure()
@@ -214,10 +236,10 @@ class CommitLog:
             self._fail(error)
 
     def _wait_for_work(self) -> bool:
-        """Wait until something is queued or a sync may be due; False when all is written and the log is closing."""
+        """Wait until there is something to write or to sync; False when all is written and the log is closing."""
         with self._changed:
             timeout = _SYNC_SECONDS if self._fsync is Fsync.EVERYSEC and not self._is_synced else None
-            if not self._queue and not self._closing:
+            if not self._queue and not self._sync_waiters and not self._closing:
                 self._changed.wait(timeout)
             return bool(self._queue) or not self._closing
 
@@ -227,7 +249,8 @@ class CommitLog:
             self._write(batches)
             self._is_synced = False
             self._rounds += 1
-        if self._fsync is Fsync.ALWAYS:
+            self._written += len(batches)
+        if self._fsync is Fsync.ALWAYS or self._is_sync_awaited():
             self._sync()
         self._answer(batches)
         if self._fsync is Fsync.EVERYSEC and self._clock.now() >= self._synced_at + _SYNC_SECONDS:
@@ -260,22 +283,29 @@ class CommitLog:
             self._database.flush_wal(sync=True)
             self._is_synced = True
             self._synced_at = self._clock.now()
+        with self._changed:
+            self._synced = self._written
+            answered = _pop_until(self._sync_waiters, self._synced)
+        _resolve(answered, None)
+
+    def _is_sync_awaited(self) -> bool:
+        with self._changed:
+            return bool(self._sync_waiters) and self._sync_waiters[0].batch_number <= self._written
 
     def _answer(self, batches: Sequence[_Batch]) -> None:
         with self._changed:
             self._committed += len(batches)
             self._queued_bytes -= sum(batch.size_bytes for batch in batches)
-            answered = []
-            while self._waiters and self._waiters[0].batch_number <= self._committed:
-                answered.append(self._waiters.popleft())
+            answered = _pop_until(self._waiters, self._committed)
         _resolve(answered, None)
 
     def _fail(self, error: Exception) -> None:
         failure = f"{self.directory} cannot be written: {error}; nothing is accepted any more, make room and restart"
         with self._changed:
             self._failure = failure
-            answered = list(self._waiters)
+            answered = [*self._waiters, *self._sync_waiters]
             self._waiters.clear()
+            self._sync_waiters.clear()
             self._queue.clear()
         _resolve(answered, failure)
         self._on_failure(failure)
@@ -293,6 +323,13 @@ def _joined(batches: Sequence[_Batch]) -> WriteBatch:
             else:
                 put(key, value)
     return joined
+
+
+def _pop_until(waiters: deque[_Waiter], batch_number: int) -> list[_Waiter]:
+    popped = []
+    while waiters and waiters[0].batch_number <= batch_number:
+        popped.append(waiters.popleft())
+    return popped
 
 
 def _resolve(waiters: Sequence[_Waiter], failure: str | None) -> None:

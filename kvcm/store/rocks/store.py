@@ -1,12 +1,7 @@
 """Documents that outlive the process: tables in memory, made durable by the commit log.
 
-::
-
-    row of a document    "t" · length of the table's name (1 byte) · table's name · document's name
-    its value            due time (float64, big endian) · document
-
-Blocks lie in the same database (kvcm/index/backends/rocks.py), so that a session and its blocks reach the disk in the
-order in which they were stored.
+Rows: document_rows.py. Blocks lie in the same database (kvcm/index/backends/rocks.py), so that a session and its blocks
+reach the disk in the order in which they were stored.
 """
 
 from __future__ import annotations
@@ -14,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from struct import Struct
-from typing import Final
 
 from kvcm.model.clock import Clock
+from kvcm.model.errors import StorageIOError
 from kvcm.store.memory import MemoryTable
+from kvcm.store.rocks.document_rows import DOCUMENTS, DocumentRow, decode_row, encode_value, row_prefix, row_title
 from kvcm.store.rocks.log import CommitLog, Fsync, OnFailure
 
 __all__ = ["RocksStore", "RocksTable"]
-
-_ROWS: Final = b"t"
-_DUE: Final = Struct(">d")
 
 
 class RocksTable:
@@ -45,13 +37,13 @@ class RocksTable:
         self._log.admit()
         is_replaced = await self._memory.replace(name, old, new, due)
         if is_replaced:
-            value = _DUE.pack(due) + new if new is not None else None
+            value = encode_value(due, new) if new is not None else None
             self._log.append([(self._prefix + name.encode(), value)])
         return is_replaced
 
-    def restore(self, name: str, value: bytes) -> None:
+    def restore(self, row: DocumentRow) -> None:
         """Put a document in memory as its row has it."""
-        work = self._memory.replace(name, None, value[_DUE.size :], _DUE.unpack_from(value)[0])
+        work = self._memory.replace(row.name, None, row.document, row.due)
         with suppress(StopIteration):
             work.send(None)  # to its end: no method of the memory table suspends
 
@@ -92,21 +84,25 @@ class RocksStore:
     def table(self, name: str, shard_count: int = 1) -> RocksTable:
         """Return the table of that name, the same one every time; parts make no difference in one memory."""
         if name not in self._tables:
-            self._tables[name] = RocksTable(self.log, _prefix_of(name), MemoryTable())
+            self._tables[name] = RocksTable(self.log, row_prefix(name), MemoryTable())
         return self._tables[name]
 
     async def flush(self) -> None:
         await self.log.flush()
 
+    async def sync(self) -> None:
+        await self.log.sync()
+
     async def close(self) -> None:
         await self.log.close()
 
     def _load(self) -> None:
-        for key, value in self.log.read(_ROWS):
-            name_end = 2 + key[1]
-            table = self.table(key[2:name_end].decode())
-            table.restore(key[name_end:].decode(), value)
-
-
-def _prefix_of(table: str) -> bytes:
-    return _ROWS + bytes((len(table),)) + table.encode()
+        for key, value in self.log.read(DOCUMENTS):
+            try:
+                row = decode_row(key, value)
+            except StorageIOError as error:
+                raise StorageIOError(
+                    f"{self.log.directory}: {row_title((key, value))} cannot be read: {error}; "
+                    "run `kvcm index verify --repair --drop-unreadable`"
+                ) from error
+            self.table(row.table).restore(row)
