@@ -133,9 +133,14 @@ class HttpAnswer(NamedTuple):
 
 
 def post(connection: http.client.HTTPConnection, path: str, body: bytes, method: str = "POST") -> HttpAnswer:
-    """Send a body and return the raw answer."""
-    connection.request(method, path, body)
-    response = connection.getresponse()
+    """Send a body and return the raw answer; on a new connection where the server closed the idle one."""
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+    except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
+        connection.close()
+        connection.request(method, path, body)
+        response = connection.getresponse()
     headers = {name.lower(): value for name, value in response.getheaders()}
     return HttpAnswer(response.status, headers, response.read())
 
