@@ -22,7 +22,7 @@ from mixed_load import Client, Load, Sent, finish_later, metas_of, served_blocks
 from redis_servers import cluster, is_replica_in_step, sentinel, standalone, until
 from store_look import Look, look_at, verified
 
-from kvcm.model.errors import KvcmError
+from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.protocol import meta_service_pb2 as pb
 
 __all__ = ["FAULTS", "FaultReport", "run_fault"]
@@ -34,6 +34,7 @@ _REGISTRY_SECONDS = 1.0  # other managers hear of new storages within that time
 _BEFORE_SECONDS = 1.5
 _AFTER_SECONDS = 5.0
 _QUIET_SECONDS = 30.0
+_WHOLE_SECONDS = 15.0
 _CLEAR_CODES = {pb.OK, pb.IO_ERROR, pb.SERVICE_NOT_READY}
 
 Break = Callable[[], AsyncIterator[None]]
@@ -171,7 +172,7 @@ async def _under_fault(
     begin = time.monotonic()
     await asyncio.to_thread(fail)
     end = time.monotonic()
-    look = await look_at(managers[0].settings)
+    look = await _look_when_whole(managers[0].settings)
     report.below = look.groups_below
     await asyncio.sleep(_AFTER_SECONDS)
     load.is_over = True
@@ -188,6 +189,18 @@ async def _under_fault(
         (report.lost if may_lose else report.wrong).extend(verdicts)
         await wire.close()
     return report
+
+
+async def _look_when_whole(values: dict[str, str]) -> Look:
+    """Look at the store as soon as all of it answers: somebody who comes anew needs every part of a cluster."""
+    limit = time.monotonic() + _WHOLE_SECONDS
+    while True:
+        try:
+            return await look_at(values)
+        except StorageIOError:
+            if time.monotonic() > limit:
+                raise
+        await asyncio.sleep(0.2)
 
 
 def _judge_requests(requests: list[Sent], begin: float, end: float, report: FaultReport) -> None:
