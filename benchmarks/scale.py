@@ -28,6 +28,7 @@ from kvcm.app import Manager
 from kvcm.config import Settings
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.redis import RedisBackend
+from kvcm.model.errors import DuplicateEntityError
 from kvcm.model.groups import CacheConfig, CacheReclaimStrategy, InstanceGroup, InstanceGroupQuota
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.masks import NO_MASK
@@ -52,12 +53,12 @@ async def opened(uri: str) -> AsyncIterator[Rooms]:
     """A manager over the store inside the block, with a group whose blocks may be deleted at once."""
     settings = Settings(registry_storage_uri=uri, search_cache_bytes=0)
     async with Manager(settings).opened() as rooms:
-        with contextlib.suppress(Exception):  # there already
+        reclaim = CacheReclaimStrategy("nfs_01", delay_before_delete_ms=0)
+        quota = InstanceGroupQuota(1 << 60)
+        group = InstanceGroup("scale", ("nfs_01",), "all", quota=quota, cache_config=CacheConfig(reclaim))
+        with contextlib.suppress(DuplicateEntityError):  # the other loader was faster
             await rooms.registry.storages.add(StorageConfig("nfs_01", DummyStorageSpec()))
-        if rooms.registry.groups.find("scale") is None:
-            reclaim = CacheReclaimStrategy("nfs_01", delay_before_delete_ms=0)
-            quota = InstanceGroupQuota(1 << 60)
-            group = InstanceGroup("scale", ("nfs_01",), "all", quota=quota, cache_config=CacheConfig(reclaim))
+        with contextlib.suppress(DuplicateEntityError):
             await rooms.registry.groups.create(group)
         specs = (LocationSpecInfo("tp0", 1 << 20),)
         await rooms.cache.register_instance(Instance("", "scale", INSTANCE, 64, specs, ModelDeployment("m", "bf16")))
