@@ -16,7 +16,7 @@ from kvcm.cache.manager import CacheManager
 from kvcm.cache.recount import UsageRecount
 from kvcm.cache.shared_usage import SharedLedger
 from kvcm.config import Settings
-from kvcm.index.backends.block_keys import BlockKeys
+from kvcm.index.backends.redis_keys import BlockKeys
 from kvcm.index.search_cache import CacheBudget
 from kvcm.metadata import Metadata
 from kvcm.model.clock import Clock

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvcm.index.backends.block_keys import BlockKeys
+from kvcm.index.backends.redis_keys import BlockKeys
 
 KEYS = BlockKeys("a.b(")
 

@@ -26,12 +26,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from random import Random
-from struct import Struct
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
+from kvcm.index.backends.redis_keys import KEY, ShardKeys
 from kvcm.index.backends.redis_scripts import DROP, REWRITE, SAMPLE, TOUCH, WRITE
 from kvcm.index.codec import STAMP_SIZE, decode_record, encode_record
 from kvcm.index.shards import shard_of
@@ -46,27 +46,12 @@ _MOST_CALLS_AT_ONCE: Final = 32
 _MOST_KEYS_PER_READ: Final = 4096
 _READS_PER_SECOND: Final = 4096  # the score of an access: whole seconds, and reads as the fraction
 
-_KEY = Struct(">q")
-_FIRST_MEMBER, _LAST_MEMBER = bytes(_KEY.size), b"\xff" * _KEY.size  # as the server orders bytes
+_FIRST_MEMBER, _LAST_MEMBER = bytes(KEY.size), b"\xff" * KEY.size  # as the server orders bytes
 _ABSENT = bytes(STAMP_SIZE)
 _UNKNOWN = b"\xff" * STAMP_SIZE  # no write has this stamp
 
 _encode = msgspec.msgpack.Encoder().encode
 _Item = TypeVar("_Item")
-
-
-class _Shard(NamedTuple):
-    """Names of the keys of one lock shard."""
-
-    blocks: bytes
-    order: bytes
-    children: bytes
-    pending: bytes
-    usage: bytes
-
-    @classmethod
-    def of(cls, prefix: str, uid: int, shard: int) -> _Shard:
-        return cls(*(f"{prefix}:{kind}{{{uid}.{shard}}}".encode() for kind in "bzcpu"))
 
 
 class RedisBackend:
@@ -83,7 +68,7 @@ class RedisBackend:
 
     def __init__(self, client: RedisClient, uid: int, shard_count: int) -> None:
         self._client = client
-        self._shards = [_Shard.of(client.prefix, uid, shard) for shard in range(shard_count)]
+        self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
         self._key_count = 0
         self._usage: Counter[StorageType] = Counter()
 
@@ -126,10 +111,10 @@ class RedisBackend:
         return Written(lost, usage)
 
     async def children(self, key: int) -> list[int]:
-        parent = _KEY.pack(key)
+        parent = KEY.pack(key)
         bounds = (b"[" + parent + _FIRST_MEMBER, b"[" + parent + _LAST_MEMBER)
         families = await self._client.execute([(b"ZRANGEBYLEX", shard.children, *bounds) for shard in self._shards])
-        return sorted(_key(relation[_KEY.size :]) for family in families for relation in family)
+        return sorted(_key(relation[KEY.size :]) for family in families for relation in family)
 
     async def due(self, now: float, most: int) -> list[int]:
         limit = (b"WITHSCORES", b"LIMIT", 0, most)
@@ -144,7 +129,7 @@ class RedisBackend:
         calls = []
         for shard, positions in self._by_shard(keys).items():
             for part in _cut(positions, _MOST_KEYS_PER_CALL):
-                reads = [item for i in part for item in (_KEY.pack(keys[i]), counts[keys[i]])]
+                reads = [item for i in part for item in (KEY.pack(keys[i]), counts[keys[i]])]
                 calls.append(ScriptCall(TOUCH, [self._shards[shard].order], [int(at), *reads]))
         for some in _cut(calls, _MOST_CALLS_AT_ONCE):
             await self._client.run(some)
@@ -153,7 +138,7 @@ class RedisBackend:
         groups = self._by_shard(keys)
         answers = await self._client.execute(
             [
-                (b"ZMSCORE", self._shards[shard].order, *(_KEY.pack(keys[i]) for i in positions))
+                (b"ZMSCORE", self._shards[shard].order, *(KEY.pack(keys[i]) for i in positions))
                 for shard, positions in groups.items()
             ]
         )
@@ -210,7 +195,7 @@ class RedisBackend:
 
     async def _read(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         shard_count, shards = len(self._shards), self._shards
-        names = [shards[shard_of(key, shard_count)].blocks + _KEY.pack(key) for key in keys]
+        names = [shards[shard_of(key, shard_count)].block(key) for key in keys]
         if not self._client.is_cluster:
             (values,) = await self._client.mget([names])
             return [None if data is None else decode_record(data) for data in values]
@@ -221,7 +206,7 @@ class RedisBackend:
     async def _sizes(self) -> list[int]:
         return await self._client.execute([(b"ZCARD", shard.order) for shard in self._shards])
 
-    async def _resident(self, shard: _Shard, members: Sequence[bytes]) -> list[bytes]:
+    async def _resident(self, shard: ShardKeys, members: Sequence[bytes]) -> list[bytes]:
         """Return those that are still there: a small shard answers a scan with all it has, pages before their time."""
         ((scores),) = await self._client.execute([(b"ZMSCORE", shard.order, *members)])
         return [member for member, score in zip(members, scores, strict=True) if score is not None]
@@ -248,7 +233,7 @@ class _ShardWrite:
         call: of the script.
     """
 
-    def __init__(self, shard: _Shard, changes: Sequence[Change]) -> None:
+    def __init__(self, shard: ShardKeys, changes: Sequence[Change]) -> None:
         self.changes = changes
         self.usage: list[int] = []
         self._scores: list[int | bool] = []
@@ -265,9 +250,9 @@ class _ShardWrite:
         is_growth = any(old is None and new is not None for _, old, new, _ in changes)
         self.call = ScriptCall(WRITE if is_growth else REWRITE, self._keys(shard), self._arguments())
 
-    def _keys(self, shard: _Shard) -> list[bytes]:
+    def _keys(self, shard: ShardKeys) -> list[bytes]:
         blocks = shard.blocks
-        return [*shard[1:], *(blocks + _KEY.pack(change.key) for change in self.changes)]
+        return [*shard[1:], *(blocks + KEY.pack(change.key) for change in self.changes)]
 
     def _arguments(self) -> list[bytes]:
         packed = _encode((self._scores, self._dues, self._leaving, self._coming, self.usage))
@@ -282,10 +267,10 @@ class _ShardWrite:
             return
         if before is not None:
             self._leaving.append(index)
-            self._parents_left.append(_KEY.pack(before))
+            self._parents_left.append(KEY.pack(before))
         if after is not None:
             self._coming.append(index)
-            self._parents_joined.append(_KEY.pack(after))
+            self._parents_joined.append(KEY.pack(after))
 
     def _count(self, index: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
         before = old.locations if old is not None else ()
@@ -318,7 +303,7 @@ def _access(score: bytes | None) -> Access | None:
 
 
 def _key(member: bytes) -> int:
-    (key,) = _KEY.unpack(member)
+    (key,) = KEY.unpack(member)
     return int(key)
 
 

@@ -16,6 +16,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import RedisError
 
 from kvcm.index.backends.audited import PAGE_KEYS, BlockView, Claims
+from kvcm.index.backends.redis_keys import KEY, ShardKeys
 from kvcm.index.codec import STAMP_SIZE, decode_record
 from kvcm.model.errors import StorageIOError
 from kvcm.store.redis.client import RedisClient
@@ -24,7 +25,6 @@ from kvcm.store.redis.script import Argument, Script, ScriptCall
 __all__ = ["RedisAudit", "StoredBlocks"]
 
 _KEYS_PER_CALL: Final = 256
-_KEY: Final = Struct(">q")
 _RELATION: Final = Struct(">qq")  # parent, child
 _ABSENT: Final = bytes(STAMP_SIZE)
 _NO_PARENTS: Final = frozenset[int]()
@@ -74,17 +74,6 @@ return 1
 """)
 
 
-class _Shard(NamedTuple):
-    blocks: bytes
-    order: bytes
-    children: bytes
-    pending: bytes
-    usage: bytes
-
-    def block(self, key: int) -> bytes:
-        return self.blocks + _KEY.pack(key)
-
-
 class RedisAudit:
     """One instance's blocks.
 
@@ -99,9 +88,7 @@ class RedisAudit:
     def __init__(self, client: RedisClient, uid: int, shard_count: int) -> None:
         self._client = client
         self.shards = range(shard_count)
-        self._names = [
-            _Shard(*(f"{client.prefix}:{kind}{{{uid}.{shard}}}".encode() for kind in "bzcpu")) for shard in self.shards
-        ]
+        self._names = [ShardKeys.of(client.prefix, uid, shard) for shard in self.shards]
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].order):
@@ -138,8 +125,8 @@ class RedisAudit:
         score = int(record.locations[0].written_at) if record is not None else 0
         due = repr(float(record.due)) if record is not None and record.due is not None else ""
         parent = record.parent if record is not None else None
-        wrong = [_KEY.pack(other) for other in view.parents if other != parent]
-        joined = _KEY.pack(parent) if parent is not None else b""
+        wrong = [KEY.pack(other) for other in view.parents if other != parent]
+        joined = KEY.pack(parent) if parent is not None else b""
         keys = [names.order, names.children, names.pending, names.block(view.key)]
         arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong)]
         (done,) = await self._client.run([ScriptCall(_MEND, keys, arguments)])
@@ -164,7 +151,7 @@ class RedisAudit:
             if cursor == b"0":
                 return
 
-    async def _parents(self, names: _Shard, asked: Iterable[tuple[int, int]]) -> Claims:
+    async def _parents(self, names: ShardKeys, asked: Iterable[tuple[int, int]]) -> Claims:
         """Return whose children blocks are, of the pairs of parent and child that are asked for."""
         pairs = list(asked)
         if not pairs:
@@ -215,8 +202,7 @@ class StoredBlocks:
                 if key.block is not None:
                     groups.setdefault((key.uid, key.shard), []).append(key.block)
             commands = [
-                (b"ZMSCORE", self._order(uid, shard), *map(_KEY.pack, blocks))
-                for (uid, shard), blocks in groups.items()
+                (b"ZMSCORE", self._order(uid, shard), *map(KEY.pack, blocks)) for (uid, shard), blocks in groups.items()
             ]
             answers = await self._client.execute(commands) if commands else []
             for ((uid, shard), blocks), scores in zip(groups.items(), answers, strict=True):
@@ -266,9 +252,9 @@ def _parsed(prefix: str, name: bytes) -> _StoredKey | None:
     if not (uid.isdigit() and shard.isdigit()):
         return None  # a name like ours that is none of ours
     is_block = name[start : start + 1] == b"b"
-    if len(name) != end + 1 + (_KEY.size if is_block else 0):
+    if len(name) != end + 1 + (KEY.size if is_block else 0):
         return None
-    return _StoredKey(name, int(uid), int(shard), _key(name[-_KEY.size :]) if is_block else None)
+    return _StoredKey(name, int(uid), int(shard), _key(name[-KEY.size :]) if is_block else None)
 
 
 def _escaped(text: str) -> bytes:
@@ -299,7 +285,7 @@ def _claims(pairs: Iterable[tuple[int, int]]) -> Claims:
 
 
 def _key(member: bytes) -> int:
-    (key,) = _KEY.unpack(member)
+    (key,) = KEY.unpack(member)
     return int(key)
 
 
