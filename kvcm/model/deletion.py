@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcm.model.locations import Location, decode_chunk
+from kvcm.model.locations import Location, uris_of
 
 __all__ = ["DeletionItem"]
 
@@ -20,6 +20,7 @@ class DeletionItem(NamedTuple):
         storage: name of the storage that holds the bytes.
         uris: one per spec.
         session_id: write session that may still be writing the bytes, "" when none is.
+        size_bytes: bytes of all of it.
     """
 
     instance_id: str
@@ -29,9 +30,10 @@ class DeletionItem(NamedTuple):
     storage: str
     uris: tuple[str, ...]
     session_id: str = ""
+    size_bytes: int = 0
 
     @classmethod
     def of(cls, instance_id: str, uid: int, key: int, location: Location) -> DeletionItem:
         """Return the item for a location of a block."""
-        uris = tuple(spec.uri for spec in decode_chunk(location.chunk).specs)
-        return cls(instance_id, uid, key, location.id, location.storage, uris, location.session_id)
+        uris = tuple(uris_of(location.chunk))
+        return cls(instance_id, uid, key, location.id, location.storage, uris, location.session_id, location.size_bytes)

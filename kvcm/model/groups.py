@@ -8,18 +8,30 @@ from enum import IntEnum
 from kvcm.model.storages import StorageType
 
 __all__ = [
+    "DEFAULT_HYSTERESIS",
+    "DEFAULT_MARK",
     "CacheConfig",
     "CachePreferStrategy",
     "CacheReclaimStrategy",
+    "EvictionPolicy",
+    "GlobalQuota",
     "InstanceGroup",
     "InstanceGroupQuota",
+    "InstanceOverride",
     "MetaCachePolicyConfig",
     "MetaIndexerConfig",
     "MetaStorageBackendConfig",
+    "PrefixClass",
     "QuotaConfig",
     "ReclaimPolicy",
+    "StorageGuarantee",
     "TriggerStrategy",
 ]
+
+
+DEFAULT_HYSTERESIS = 0.02
+DEFAULT_MARK = 0.9
+"""Soft mark of storages and global quotas that name none."""
 
 
 class ReclaimPolicy(IntEnum):
@@ -29,6 +41,14 @@ class ReclaimPolicy(IntEnum):
     POLICY_LRU = 1
     POLICY_LFU = 2
     POLICY_TTL = 3
+
+
+_NAMES = {
+    ReclaimPolicy.POLICY_UNSPECIFIED: "leaf_lru",
+    ReclaimPolicy.POLICY_LRU: "lru",
+    ReclaimPolicy.POLICY_LFU: "lfu",
+    ReclaimPolicy.POLICY_TTL: "ttl",
+}
 
 
 class CachePreferStrategy(IntEnum):
@@ -60,10 +80,17 @@ _PREFERRED = (StorageType.ST_3FS, StorageType.ST_MOONCAKE, StorageType.ST_TAIRME
 
 @dataclass(frozen=True, slots=True)
 class TriggerStrategy:
-    """Soft marks: bytes, and a ratio of the capacity (above 1 = off)."""
+    """Soft marks; 0 is not used.
+
+    Attributes:
+        used_size: bytes of the group in total.
+        used_percentage: ratio of every limit: the group's capacity, that of a type, a key count. Above 1 = off.
+        hysteresis: how far below a mark eviction goes, as a ratio of the same limit; None = `DEFAULT_HYSTERESIS`.
+    """
 
     used_size: int = 0
     used_percentage: float = 0.0
+    hysteresis: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +117,84 @@ class InstanceGroupQuota:
 
 
 @dataclass(frozen=True, slots=True)
+class EvictionPolicy:
+    """Order and age of eviction; what is not set here, the level above says.
+
+    Attributes:
+        name: a key of `kvcm.reclaim.policies.POLICIES`, "" for unset.
+        ttl_seconds: age at which blocks leave although there is room, 0 for never.
+        ttl_sliding: whether age counts from the last read instead of the write.
+    """
+
+    name: str = ""
+    ttl_seconds: int = 0
+    ttl_sliding: bool = False
+
+    @property
+    def orders_by_write(self) -> bool:
+        """Whether a read leaves a block's place in the order as it is."""
+        return self.name in {"fifo", "sieve", "s3fifo"} or (self.name == "ttl" and not self.ttl_sliding)
+
+    def or_else(self, above: EvictionPolicy) -> EvictionPolicy:
+        """Return this policy, with what is unset taken from the level above."""
+        if self.name:
+            return self
+        if self.ttl_seconds:
+            return EvictionPolicy(above.name, self.ttl_seconds, self.ttl_sliding)
+        return above
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixClass:
+    """A class of blocks: those that fit every condition.
+
+    Attributes:
+        name: unique in the group.
+        min_depth: least depth in the prefix chain.
+        end_depth: first depth that is beyond the class, 0 for none.
+        min_reads: least number of reads since the block was stored.
+        instance_ids: instances whose blocks it takes, all if empty.
+        priority: blocks of a lower priority leave first; those of no class have 0.
+        policy: order and age of its blocks.
+        budget: ratio of the group's capacity above which the class gives up blocks before any other, 0 for none.
+    """
+
+    name: str
+    min_depth: int = 0
+    end_depth: int = 0
+    min_reads: int = 0
+    instance_ids: tuple[str, ...] = ()
+    priority: int = 0
+    policy: EvictionPolicy = field(default_factory=EvictionPolicy)
+    budget: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOverride:
+    """What one instance does differently from its group; a weight of 0 is 1."""
+
+    instance_id: str
+    policy: EvictionPolicy = field(default_factory=EvictionPolicy)
+    weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReclaimStrategy:
-    """When and how the group's blocks are evicted."""
+    """When and how the group's blocks are evicted.
+
+    Attributes:
+        storage_unique_name: has no effect.
+        reclaim_policy: order of eviction, unless `policy` names one.
+        trigger_strategy: the marks.
+        trigger_period_seconds: between looks at the marks; 0 is the default.
+        reclaim_step_size: most bytes evicted in one step, 0 for no limit.
+        reclaim_step_percentage: the same in per cent of the group's capacity.
+        delay_before_delete_ms: how long an evicted location stays readable for those who were given it.
+        policy: order and age of eviction.
+        share: which instance gives up blocks: `group_lru` (or ""), `proportional` or `fixed`.
+        prefix_classes: blocks that are treated apart; the first class that fits counts.
+        instance_overrides: what single instances do differently.
+    """
 
     storage_unique_name: str = ""
     reclaim_policy: ReclaimPolicy = ReclaimPolicy.POLICY_UNSPECIFIED
@@ -100,6 +203,10 @@ class CacheReclaimStrategy:
     reclaim_step_size: int = 0
     reclaim_step_percentage: int = 0
     delay_before_delete_ms: int = 0
+    policy: EvictionPolicy = field(default_factory=EvictionPolicy)
+    share: str = ""
+    prefix_classes: tuple[PrefixClass, ...] = ()
+    instance_overrides: tuple[InstanceOverride, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +248,29 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageGuarantee:
+    """Bytes of a group on a shared storage that no other group may take."""
+
+    storage_unique_name: str
+    guaranteed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalQuota:
+    """Bytes that all groups of one `global_quota_group_name` may use together.
+
+    Attributes:
+        name: that name.
+        capacity_bytes: the limit.
+        used_percentage: ratio of it above which reclaiming begins; 0 is `DEFAULT_MARK`, above 1 is never.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_percentage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceGroup:
     """A group as the operator configured it; `version` is chosen by the caller and grows with each update."""
 
@@ -152,3 +282,21 @@ class InstanceGroup:
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     user_data: str = ""
     version: int = 0
+    storage_guarantees: tuple[StorageGuarantee, ...] = ()
+    pin_budget_bytes: int = 0
+
+    def policy_of(self, instance_id: str) -> EvictionPolicy:
+        """Return the policy in force for an instance, its name always set (design.md decision 18)."""
+        strategy = self.cache_config.reclaim_strategy
+        by_number = EvictionPolicy(_NAMES[strategy.reclaim_policy])
+        override = self.override_of(instance_id)
+        return override.policy.or_else(strategy.policy.or_else(by_number))
+
+    def override_of(self, instance_id: str) -> InstanceOverride:
+        """Return what an instance does differently."""
+        overrides = self.cache_config.reclaim_strategy.instance_overrides
+        return next((each for each in overrides if each.instance_id == instance_id), InstanceOverride(instance_id))
+
+    def guaranteed_bytes(self, storage: str) -> int:
+        """Return the bytes on a storage that no other group may take."""
+        return sum(each.guaranteed_bytes for each in self.storage_guarantees if each.storage_unique_name == storage)

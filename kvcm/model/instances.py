@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -83,6 +84,11 @@ class Instance:
         return tuple(info.name for info in self.location_spec_infos)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block."""
+        return sum(info.size for info in self.location_spec_infos)
+
+    @property
     def linear_spec_names(self) -> frozenset[str]:
         """Specs that hold linear-attention (Mamba) state.
 
@@ -95,6 +101,15 @@ class Instance:
         everywhere = frozenset.intersection(*(frozenset(group.spec_names) for group in self.location_spec_groups))
         # Disjoint groups share no part that could be the full-attention one: then nothing can be said.
         return frozenset(self.spec_names) - everywhere if everywhere else frozenset()
+
+    def is_readable_with(self, spec_names: Collection[str]) -> bool:
+        """Return whether a block with only these specs is worth anything: specs of one spec group live and die
+        together, and what a block must have at least is one group, or its full-attention part."""
+        linear = self.linear_spec_names
+        full = set(self.spec_names) - linear
+        groups = [set(group.spec_names) for group in self.location_spec_groups]
+        whole = [full, *(names for names in groups if names & full)] if full else [set(self.spec_names), *groups]
+        return any(names <= set(spec_names) for names in whole)
 
     def difference(self, other: Instance) -> str | None:
         """Return the name of the first field in which two registrations differ, None when they are the same."""

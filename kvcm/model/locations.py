@@ -21,13 +21,16 @@ __all__ = [
     "DecodedLocation",
     "Location",
     "LocationStatus",
+    "Place",
     "SpecUri",
     "decode_chunk",
     "encode_chunk",
     "retag",
+    "uris_of",
 ]
 
 _ANSWER_TAG = 0x12  # field 2, length-delimited: GetCacheLocationResponse.locations, GetCacheMetaResponse.locations
+_SPEC_TAG, _URI_TAG = 0x1A, 0x12  # CacheLocation.location_specs, LocationSpec.uri
 _WIRE_VARINT, _WIRE_LEN = 0, 2
 
 
@@ -46,6 +49,13 @@ class SpecUri(NamedTuple):
     uri: str
 
 
+class Place(NamedTuple):
+    """Where bytes count: a storage, and its type when they were written there."""
+
+    storage: str
+    storage_type: StorageType
+
+
 class Location(NamedTuple):
     """One place where (parts of) a block lie.
 
@@ -59,7 +69,10 @@ class Location(NamedTuple):
         size_bytes: bytes of all its specs.
         written_at: unix seconds of StartWriteCache.
         session_id: write session that owns it while writing; kept by what was removed before its session ended.
-        deadline: unix seconds: while writing when the session expires, while deleting when the bytes may go, else 0.
+        deadline: unix seconds: while writing when the session expires, while deleting when the bytes may go, while
+            serving when it has to be evicted though there is room (a writer's hint), 0 for never.
+        priority: what has a lower one is evicted first; a writer's hint.
+        pinned_until: unix seconds until which it must not be evicted.
     """
 
     id: str
@@ -72,6 +85,13 @@ class Location(NamedTuple):
     written_at: float
     session_id: str = ""
     deadline: float = 0.0
+    priority: int = 0
+    pinned_until: float = 0.0
+
+    @property
+    def place(self) -> Place:
+        """Where its bytes count."""
+        return Place(self.storage, self.storage_type)
 
 
 class BlockRecord(NamedTuple):
@@ -89,8 +109,13 @@ class BlockRecord(NamedTuple):
 
     @property
     def due(self) -> float | None:
-        """Unix seconds when something has to be done: a session expires or bytes may go. None: nothing ever."""
-        deadlines = [location.deadline for location in self.locations if location.status is not LocationStatus.SERVING]
+        """Unix seconds when something has to be done: a session expires, bytes may go, or the time is up that a writer
+        gave. None: nothing ever."""
+        deadlines = [
+            location.deadline
+            for location in self.locations
+            if location.deadline or location.status is not LocationStatus.SERVING
+        ]
         return min(deadlines) if deadlines else None
 
 
@@ -134,6 +159,31 @@ def decode_chunk(chunk: bytes) -> DecodedLocation:
         elif number == 3:
             specs.append(_decode_spec(_as_bytes(value)))
     return DecodedLocation(StorageType(storage_type), spec_size, tuple(specs))
+
+
+def uris_of(chunk: bytes) -> list[str]:
+    """Return the uris of an encoded `CacheLocation`, one per spec: `decode_chunk` in a third of the time."""
+    uris: list[str] = []
+    _, position = _read_varint(chunk, 1)
+    end = len(chunk)
+    while position < end:
+        tag = chunk[position]
+        value, position = _read_varint(chunk, position + 1)
+        if tag == _SPEC_TAG:
+            uris.append(_uri_within(chunk, position, position + value))
+            position += value
+    return uris
+
+
+def _uri_within(chunk: bytes, position: int, end: int) -> str:
+    uri = ""
+    while position < end:
+        tag = chunk[position]
+        length, position = _read_varint(chunk, position + 1)
+        if tag == _URI_TAG:
+            uri = chunk[position : position + length].decode()
+        position += length
+    return uri
 
 
 def retag(chunk: bytes, field_number: int) -> bytes:

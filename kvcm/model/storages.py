@@ -156,12 +156,16 @@ class StorageConfig:
         spec: what its type needs; decides the type.
         check_storage_available_when_open: for 3FS: check mount and root when opening.
         is_available: false while the operator has it disabled.
+        capacity_bytes: bytes that all groups together may use on it, 0 for no limit.
+        used_percentage: ratio of that above which reclaiming begins; 0 is `groups.DEFAULT_MARK`, above 1 is never.
     """
 
     global_unique_name: str
     spec: StorageSpec
     check_storage_available_when_open: bool = False
     is_available: bool = True
+    capacity_bytes: int = 0
+    used_percentage: float = 0.0
 
     @property
     def storage_type(self) -> StorageType:

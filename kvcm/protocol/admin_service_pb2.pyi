@@ -206,7 +206,7 @@ class DummyStorageSpec(_message.Message):
     def __init__(self, root_path: _Optional[str] = ..., key_count_per_file: _Optional[int] = ...) -> None: ...
 
 class StorageConfig(_message.Message):
-    __slots__ = ("global_unique_name", "local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy", "check_storage_available_when_open")
+    __slots__ = ("global_unique_name", "local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy", "check_storage_available_when_open", "capacity_bytes", "used_percentage")
     GLOBAL_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     THREEFS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,8 @@ class StorageConfig(_message.Message):
     VCNSTHREEFS_FIELD_NUMBER: _ClassVar[int]
     DUMMY_FIELD_NUMBER: _ClassVar[int]
     CHECK_STORAGE_AVAILABLE_WHEN_OPEN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_PERCENTAGE_FIELD_NUMBER: _ClassVar[int]
     global_unique_name: str
     local: LocalStorageSpec
     threefs: ThreeFSStorageSpec
@@ -225,7 +227,9 @@ class StorageConfig(_message.Message):
     vcnsthreefs: VcnsThreeFSStorageSpec
     dummy: DummyStorageSpec
     check_storage_available_when_open: bool
-    def __init__(self, global_unique_name: _Optional[str] = ..., local: _Optional[_Union[LocalStorageSpec, _Mapping]] = ..., threefs: _Optional[_Union[ThreeFSStorageSpec, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeStorageSpec, _Mapping]] = ..., tair_mem_pool: _Optional[_Union[TairMemPoolStorageSpec, _Mapping]] = ..., nfs: _Optional[_Union[NfsStorageSpec, _Mapping]] = ..., vcnsthreefs: _Optional[_Union[VcnsThreeFSStorageSpec, _Mapping]] = ..., dummy: _Optional[_Union[DummyStorageSpec, _Mapping]] = ..., check_storage_available_when_open: _Optional[bool] = ...) -> None: ...
+    capacity_bytes: int
+    used_percentage: float
+    def __init__(self, global_unique_name: _Optional[str] = ..., local: _Optional[_Union[LocalStorageSpec, _Mapping]] = ..., threefs: _Optional[_Union[ThreeFSStorageSpec, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeStorageSpec, _Mapping]] = ..., tair_mem_pool: _Optional[_Union[TairMemPoolStorageSpec, _Mapping]] = ..., nfs: _Optional[_Union[NfsStorageSpec, _Mapping]] = ..., vcnsthreefs: _Optional[_Union[VcnsThreeFSStorageSpec, _Mapping]] = ..., dummy: _Optional[_Union[DummyStorageSpec, _Mapping]] = ..., check_storage_available_when_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_percentage: _Optional[float] = ...) -> None: ...
 
 class AddStorageRequest(_message.Message):
     __slots__ = ("trace_id", "storage")
@@ -284,12 +288,14 @@ class ListStorageResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage: _Optional[_Iterable[_Union[StorageConfig, _Mapping]]] = ...) -> None: ...
 
 class TriggerStrategy(_message.Message):
-    __slots__ = ("used_size", "used_percentage")
+    __slots__ = ("used_size", "used_percentage", "hysteresis")
     USED_SIZE_FIELD_NUMBER: _ClassVar[int]
     USED_PERCENTAGE_FIELD_NUMBER: _ClassVar[int]
+    HYSTERESIS_FIELD_NUMBER: _ClassVar[int]
     used_size: int
     used_percentage: float
-    def __init__(self, used_size: _Optional[int] = ..., used_percentage: _Optional[float] = ...) -> None: ...
+    hysteresis: float
+    def __init__(self, used_size: _Optional[int] = ..., used_percentage: _Optional[float] = ..., hysteresis: _Optional[float] = ...) -> None: ...
 
 class QuotaConfig(_message.Message):
     __slots__ = ("storage_type", "capacity")
@@ -308,7 +314,7 @@ class InstanceGroupQuota(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., quota_config: _Optional[_Iterable[_Union[QuotaConfig, _Mapping]]] = ...) -> None: ...
 
 class CacheReclaimStrategy(_message.Message):
-    __slots__ = ("storage_unique_name", "reclaim_policy", "trigger_strategy", "trigger_period_seconds", "reclaim_step_size", "reclaim_step_percentage", "delay_before_delete_ms")
+    __slots__ = ("storage_unique_name", "reclaim_policy", "trigger_strategy", "trigger_period_seconds", "reclaim_step_size", "reclaim_step_percentage", "delay_before_delete_ms", "policy", "share", "prefix_classes", "instance_overrides")
     STORAGE_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
     RECLAIM_POLICY_FIELD_NUMBER: _ClassVar[int]
     TRIGGER_STRATEGY_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +322,10 @@ class CacheReclaimStrategy(_message.Message):
     RECLAIM_STEP_SIZE_FIELD_NUMBER: _ClassVar[int]
     RECLAIM_STEP_PERCENTAGE_FIELD_NUMBER: _ClassVar[int]
     DELAY_BEFORE_DELETE_MS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     storage_unique_name: str
     reclaim_policy: ReclaimPolicy
     trigger_strategy: TriggerStrategy
@@ -323,7 +333,51 @@ class CacheReclaimStrategy(_message.Message):
     reclaim_step_size: int
     reclaim_step_percentage: int
     delay_before_delete_ms: int
-    def __init__(self, storage_unique_name: _Optional[str] = ..., reclaim_policy: _Optional[_Union[ReclaimPolicy, str]] = ..., trigger_strategy: _Optional[_Union[TriggerStrategy, _Mapping]] = ..., trigger_period_seconds: _Optional[int] = ..., reclaim_step_size: _Optional[int] = ..., reclaim_step_percentage: _Optional[int] = ..., delay_before_delete_ms: _Optional[int] = ...) -> None: ...
+    policy: EvictionPolicy
+    share: str
+    prefix_classes: _containers.RepeatedCompositeFieldContainer[PrefixClass]
+    instance_overrides: _containers.RepeatedCompositeFieldContainer[InstanceOverride]
+    def __init__(self, storage_unique_name: _Optional[str] = ..., reclaim_policy: _Optional[_Union[ReclaimPolicy, str]] = ..., trigger_strategy: _Optional[_Union[TriggerStrategy, _Mapping]] = ..., trigger_period_seconds: _Optional[int] = ..., reclaim_step_size: _Optional[int] = ..., reclaim_step_percentage: _Optional[int] = ..., delay_before_delete_ms: _Optional[int] = ..., policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., share: _Optional[str] = ..., prefix_classes: _Optional[_Iterable[_Union[PrefixClass, _Mapping]]] = ..., instance_overrides: _Optional[_Iterable[_Union[InstanceOverride, _Mapping]]] = ...) -> None: ...
+
+class EvictionPolicy(_message.Message):
+    __slots__ = ("name", "ttl_seconds", "ttl_sliding")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_SLIDING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ttl_seconds: int
+    ttl_sliding: bool
+    def __init__(self, name: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., ttl_sliding: _Optional[bool] = ...) -> None: ...
+
+class PrefixClass(_message.Message):
+    __slots__ = ("name", "min_depth", "end_depth", "min_reads", "instance_ids", "priority", "policy", "budget")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MIN_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    END_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    MIN_READS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    min_depth: int
+    end_depth: int
+    min_reads: int
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    priority: int
+    policy: EvictionPolicy
+    budget: float
+    def __init__(self, name: _Optional[str] = ..., min_depth: _Optional[int] = ..., end_depth: _Optional[int] = ..., min_reads: _Optional[int] = ..., instance_ids: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., budget: _Optional[float] = ...) -> None: ...
+
+class InstanceOverride(_message.Message):
+    __slots__ = ("instance_id", "policy", "weight")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    policy: EvictionPolicy
+    weight: float
+    def __init__(self, instance_id: _Optional[str] = ..., policy: _Optional[_Union[EvictionPolicy, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class MetaStorageBackendConfig(_message.Message):
     __slots__ = ("storage_type", "storage_uri")
@@ -380,7 +434,7 @@ class CacheConfig(_message.Message):
     def __init__(self, reclaim_strategy: _Optional[_Union[CacheReclaimStrategy, _Mapping]] = ..., data_storage_strategy: _Optional[_Union[CachePreferStrategy, str]] = ..., meta_indexer_config: _Optional[_Union[MetaIndexerConfig, _Mapping]] = ...) -> None: ...
 
 class InstanceGroup(_message.Message):
-    __slots__ = ("name", "storage_candidates", "global_quota_group_name", "max_instance_count", "quota", "cache_config", "user_data", "version")
+    __slots__ = ("name", "storage_candidates", "global_quota_group_name", "max_instance_count", "quota", "cache_config", "user_data", "version", "storage_guarantees", "pin_budget_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STORAGE_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_QUOTA_GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +443,8 @@ class InstanceGroup(_message.Message):
     CACHE_CONFIG_FIELD_NUMBER: _ClassVar[int]
     USER_DATA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_GUARANTEES_FIELD_NUMBER: _ClassVar[int]
+    PIN_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     storage_candidates: _containers.RepeatedScalarFieldContainer[str]
     global_quota_group_name: str
@@ -397,7 +453,17 @@ class InstanceGroup(_message.Message):
     cache_config: CacheConfig
     user_data: str
     version: int
-    def __init__(self, name: _Optional[str] = ..., storage_candidates: _Optional[_Iterable[str]] = ..., global_quota_group_name: _Optional[str] = ..., max_instance_count: _Optional[int] = ..., quota: _Optional[_Union[InstanceGroupQuota, _Mapping]] = ..., cache_config: _Optional[_Union[CacheConfig, _Mapping]] = ..., user_data: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    storage_guarantees: _containers.RepeatedCompositeFieldContainer[StorageGuarantee]
+    pin_budget_bytes: int
+    def __init__(self, name: _Optional[str] = ..., storage_candidates: _Optional[_Iterable[str]] = ..., global_quota_group_name: _Optional[str] = ..., max_instance_count: _Optional[int] = ..., quota: _Optional[_Union[InstanceGroupQuota, _Mapping]] = ..., cache_config: _Optional[_Union[CacheConfig, _Mapping]] = ..., user_data: _Optional[str] = ..., version: _Optional[int] = ..., storage_guarantees: _Optional[_Iterable[_Union[StorageGuarantee, _Mapping]]] = ..., pin_budget_bytes: _Optional[int] = ...) -> None: ...
+
+class StorageGuarantee(_message.Message):
+    __slots__ = ("storage_unique_name", "guaranteed_bytes")
+    STORAGE_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    storage_unique_name: str
+    guaranteed_bytes: int
+    def __init__(self, storage_unique_name: _Optional[str] = ..., guaranteed_bytes: _Optional[int] = ...) -> None: ...
 
 class CreateInstanceGroupRequest(_message.Message):
     __slots__ = ("trace_id", "instance_group")

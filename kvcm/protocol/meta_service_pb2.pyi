@@ -467,18 +467,28 @@ class StartWriteCacheResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., write_session_id: _Optional[str] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ...) -> None: ...
 
 class FinishWriteCacheRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "write_session_id", "success_blocks", "locations")
+    __slots__ = ("trace_id", "instance_id", "write_session_id", "success_blocks", "locations", "retention")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     WRITE_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     write_session_id: str
     success_blocks: BlockMask
     locations: _containers.RepeatedCompositeFieldContainer[CacheLocation]
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., write_session_id: _Optional[str] = ..., success_blocks: _Optional[_Union[BlockMask, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ...) -> None: ...
+    retention: Retention
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., write_session_id: _Optional[str] = ..., success_blocks: _Optional[_Union[BlockMask, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ...) -> None: ...
+
+class Retention(_message.Message):
+    __slots__ = ("priority", "ttl_seconds")
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    priority: int
+    ttl_seconds: int
+    def __init__(self, priority: _Optional[int] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
 
 class RemoveCacheRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "block_mask")

@@ -6,7 +6,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcm.model.locations import DecodedLocation, SpecUri, decode_chunk, encode_chunk, retag
+from kvcm.model.locations import DecodedLocation, SpecUri, decode_chunk, encode_chunk, retag, uris_of
 from kvcm.model.storages import StorageType
 from kvcm.protocol import meta_service_pb2 as meta
 
@@ -46,6 +46,12 @@ def test_decoding_gives_back_what_was_encoded(storage_type: StorageType, spec_si
     decoded = decode_chunk(encode_chunk(storage_type, spec_size, iter(specs)))
     assert decoded == DecodedLocation(storage_type, spec_size, tuple(specs))
     assert isinstance(decoded.storage_type, StorageType)
+
+
+@FIXED
+@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
+def test_uris_are_those_of_the_specs(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
+    assert uris_of(encode_chunk(storage_type, spec_size, specs)) == [spec.uri for spec in specs]
 
 
 @FIXED

@@ -196,7 +196,9 @@ MESSAGES: dict[str, dict[str, str]] = {
         "write_session_id": "3 string",
         "success_blocks": "4 BlockMask",
         "locations": "5 repeated CacheLocation",
+        "retention": "1000 Retention",
     },
+    "Retention": {"priority": "1 int32", "ttl_seconds": "2 int64"},
     "RemoveCacheRequest": {
         "trace_id": "1 string",
         "instance_id": "2 string",

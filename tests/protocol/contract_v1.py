@@ -42,3 +42,140 @@ GROUP_MESSAGES: dict[str, dict[str, str]] = {
         "instance_groups": f"2 repeated {ADMIN}.InstanceGroup",
     },
 }
+
+PIN_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
+    "PinService": {
+        "PinPrefix": ("PinPrefixRequest", "PinPrefixResponse"),
+        "UnpinPrefix": ("UnpinPrefixRequest", f"{META}.CommonResponse"),
+        "ListPins": ("ListPinsRequest", "ListPinsResponse"),
+        "ReportMissing": ("ReportMissingRequest", "ReportMissingResponse"),
+    }
+}
+
+PIN_MESSAGES: dict[str, dict[str, str]] = {
+    "PinPrefixRequest": {
+        "trace_id": "1 string",
+        "instance_id": "2 string",
+        "block_keys": "3 repeated int64",
+        "token_ids": "4 repeated int64",
+        "owner": "5 string",
+        "ttl_seconds": "6 int64",
+    },
+    "PinPrefixResponse": {
+        "header": f"1 {META}.CommonResponseHeader",
+        "pin_id": "2 string",
+        "pinned_blocks": "3 int64",
+        "pinned_bytes": "4 int64",
+        "deadline_ms": "5 int64",
+    },
+    "UnpinPrefixRequest": {"trace_id": "1 string", "instance_id": "2 string", "pin_id": "3 string"},
+    "ListPinsRequest": {"trace_id": "1 string", "instance_id": "2 string"},
+    "ListPinsResponse": {"header": f"1 {META}.CommonResponseHeader", "pins": "2 repeated Pin"},
+    "Pin": {
+        "pin_id": "1 string",
+        "owner": "2 string",
+        "blocks": "3 int64",
+        "bytes": "4 int64",
+        "deadline_ms": "5 int64",
+        "last_block_key": "6 int64",
+    },
+    "ReportMissingRequest": {"trace_id": "1 string", "instance_id": "2 string", "parts": "3 repeated MissingPart"},
+    "MissingPart": {"block_key": "1 int64", "uri": "2 string"},
+    "ReportMissingResponse": {
+        "header": f"1 {META}.CommonResponseHeader",
+        "removed_locations": "2 int64",
+        "unconfirmed_parts": "3 int64",
+    },
+}
+
+CAPACITY_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
+    "CapacityService": {
+        "GetUsage": ("GetUsageRequest", "GetUsageResponse"),
+        "SetGlobalQuota": ("SetGlobalQuotaRequest", f"{ADMIN}.CommonResponse"),
+        "ListGlobalQuota": ("ListGlobalQuotaRequest", "ListGlobalQuotaResponse"),
+        "RemoveGlobalQuota": ("RemoveGlobalQuotaRequest", f"{ADMIN}.CommonResponse"),
+        "CollectGarbage": ("CollectGarbageRequest", "CollectGarbageResponse"),
+        "ScrubStorage": ("ScrubStorageRequest", "ScrubStorageResponse"),
+    }
+}
+
+CAPACITY_MESSAGES: dict[str, dict[str, str]] = {
+    "GetUsageRequest": {"trace_id": "1 string", "instance_group": "2 string"},
+    "GetUsageResponse": {
+        "header": f"1 {ADMIN}.CommonResponseHeader",
+        "groups": "2 repeated GroupUsage",
+        "storages": "3 repeated StorageUsage",
+        "global_quotas": "4 repeated GlobalQuotaUsage",
+    },
+    "Usage": {
+        "used_bytes": "1 int64",
+        "deleting_bytes": "2 int64",
+        "capacity_bytes": "3 int64",
+        "high_mark_bytes": "4 int64",
+        "low_mark_bytes": "5 int64",
+    },
+    "GroupUsage": {
+        "name": "1 string",
+        "total": "2 Usage",
+        "types": "3 repeated TypeUsage",
+        "storages": "4 repeated GroupStorageUsage",
+        "instances": "5 repeated InstanceUsage",
+        "pinned_bytes": "6 int64",
+        "pin_budget_bytes": "7 int64",
+        "refused_writes": "8 int64",
+    },
+    "TypeUsage": {"storage_type": f"1 {ADMIN}.StorageType", "usage": "2 Usage"},
+    "GroupStorageUsage": {"storage_unique_name": "1 string", "used_bytes": "2 int64", "guaranteed_bytes": "3 int64"},
+    "InstanceUsage": {
+        "instance_id": "1 string",
+        "key_count": "2 int64",
+        "max_key_count": "3 int64",
+        "used_bytes": "4 int64",
+        "policy": "5 string",
+    },
+    "StorageUsage": {
+        "storage_unique_name": "1 string",
+        "usage": "2 Usage",
+        "guaranteed_bytes": "3 int64",
+        "oversubscription": "4 double",
+        "deletion_backlog": "5 int64",
+        "deletion_failures": "6 int64",
+    },
+    "GlobalQuotaUsage": {"name": "1 string", "usage": "2 Usage", "groups": "3 repeated string"},
+    "GlobalQuota": {"name": "1 string", "capacity_bytes": "2 int64", "used_percentage": "3 double"},
+    "SetGlobalQuotaRequest": {"trace_id": "1 string", "global_quota": "2 GlobalQuota"},
+    "ListGlobalQuotaRequest": {"trace_id": "1 string"},
+    "ListGlobalQuotaResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "global_quotas": "2 repeated GlobalQuota"},
+    "RemoveGlobalQuotaRequest": {"trace_id": "1 string", "name": "2 string"},
+    "CollectGarbageRequest": {
+        "trace_id": "1 string",
+        "instance_id": "2 string",
+        "dry_run": "3 bool",
+        "check_bytes": "4 bool",
+    },
+    "CollectGarbageResponse": {
+        "header": f"1 {ADMIN}.CommonResponseHeader",
+        "blocks": "2 int64",
+        "without_bytes": "3 int64",
+        "without_prefix": "4 int64",
+        "expired_sessions": "5 int64",
+        "freed_bytes": "6 int64",
+    },
+    "ScrubStorageRequest": {
+        "trace_id": "1 string",
+        "storage_unique_name": "2 string",
+        "cluster_id": "3 string",
+        "dry_run": "4 bool",
+        "min_age_seconds": "5 int64",
+    },
+    "ScrubStorageResponse": {
+        "header": f"1 {ADMIN}.CommonResponseHeader",
+        "objects": "2 int64",
+        "bytes": "3 int64",
+        "orphans": "4 int64",
+        "orphan_bytes": "5 int64",
+        "too_young": "6 int64",
+        "deleted": "7 int64",
+        "failed": "8 int64",
+    },
+}

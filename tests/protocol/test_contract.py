@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor, MethodDescriptor
 
 from kvcm.protocol import admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, meta_service_pb2
-from kvcm.protocol.kvcm.v1 import group_service_pb2, lease_service_pb2
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2, group_service_pb2, lease_service_pb2, pin_service_pb2
 
 
 class Contract(NamedTuple):
@@ -50,6 +50,22 @@ CONTRACTS = [
         V1.GROUP_SERVICES,
         {},
         V1.GROUP_MESSAGES,
+    ),
+    Contract(
+        "kvcm/v1/pin_service.proto",
+        pin_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.PIN_SERVICES,
+        {},
+        V1.PIN_MESSAGES,
+    ),
+    Contract(
+        "kvcm/v1/capacity_service.proto",
+        capacity_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.CAPACITY_SERVICES,
+        {},
+        V1.CAPACITY_MESSAGES,
     ),
 ]
 
@@ -147,4 +163,14 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_deadline_ms",
         "kv_cache_manager.proto.meta.LocationSpecInfo.kind",
         "kv_cache_manager.proto.admin.LocationSpecInfo.kind",
+        "kv_cache_manager.proto.meta.FinishWriteCacheRequest.retention",
+        "kv_cache_manager.proto.admin.StorageConfig.capacity_bytes",
+        "kv_cache_manager.proto.admin.StorageConfig.used_percentage",
+        "kv_cache_manager.proto.admin.TriggerStrategy.hysteresis",
+        "kv_cache_manager.proto.admin.CacheReclaimStrategy.policy",
+        "kv_cache_manager.proto.admin.CacheReclaimStrategy.share",
+        "kv_cache_manager.proto.admin.CacheReclaimStrategy.prefix_classes",
+        "kv_cache_manager.proto.admin.CacheReclaimStrategy.instance_overrides",
+        "kv_cache_manager.proto.admin.InstanceGroup.storage_guarantees",
+        "kv_cache_manager.proto.admin.InstanceGroup.pin_budget_bytes",
     }
