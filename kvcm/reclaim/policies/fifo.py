@@ -1,0 +1,29 @@
+"""First in, first out: a read changes nothing."""
+
+from __future__ import annotations
+
+from kvcm.reclaim.policies.ordered import Ordered
+from kvcm.reclaim.policies.policy import Summary
+
+__all__ = ["Fifo"]
+
+
+class Fifo(Ordered):
+    """Evicts the block that was written first."""
+
+    __slots__ = ()
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block as the newest."""
+        self._queue.push(slot)
+
+    def touch(self, slot: int, reads: int = 1) -> None:
+        """Do nothing."""
+
+    def rank(self, summary: Summary) -> tuple[float, ...]:
+        """Return the time of the write."""
+        return (summary.written_at,)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block that was resident before."""
+        self._queue.push(slot)

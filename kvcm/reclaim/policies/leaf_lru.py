@@ -1,0 +1,74 @@
+"""Least recently used among blocks that no resident block follows: a prefix leaves from its tail (invariant 7).
+
+Blocks that are followed keep their place in the order and are looked past. A caller that touches a chain from its tail
+to its head spares these looks: every block is then newer than those that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcm.reclaim.policies.ordered import Ordered
+from kvcm.reclaim.policies.policy import IsLeaf, Summary
+from kvcm.reclaim.policies.queue import Cursor
+
+__all__ = ["LeafLru"]
+
+
+class LeafLru(Ordered):
+    """Evicts the leaf that was neither written nor read for longest.
+
+    Args:
+        is_leaf: asked about a slot when it is about to be yielded.
+    """
+
+    __slots__ = ("_is_leaf",)
+
+    def __init__(self, is_leaf: IsLeaf) -> None:
+        super().__init__()
+        self._is_leaf = is_leaf
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block as the newest."""
+        self._queue.push(slot)
+
+    def touch(self, slot: int, reads: int = 1) -> None:
+        """Make a block the newest."""
+        self._queue.renew(slot)
+
+    def rank(self, summary: Summary) -> tuple[float, ...]:
+        """Return the time of the last read."""
+        return (summary.read_at,)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block that was resident before."""
+        self._queue.push(slot)
+
+    def victims(self) -> Iterator[int]:
+        """Yield leaves from the oldest to the newest, the first always being the oldest leaf there is.
+
+        A block that was looked past and becomes a leaf during the iteration is yielded next if it is the older
+        neighbour of the one that left: so a chain leaves in one iteration, whichever end of it was touched first.
+        Another one waits for the next iteration.
+        """
+        cursor = self._links.open_cursor()
+        try:
+            for _ in range(len(self)):
+                slot = self._next_leaf(cursor)
+                if slot < 0:
+                    return
+                cursor.stand_on(slot)
+                yield slot
+                if not cursor.stepped_back:
+                    cursor.passed.add(cursor.at)
+        finally:
+            self._links.close_cursor(cursor)
+
+    def _next_leaf(self, cursor: Cursor) -> int:
+        at, is_leaf, newer = cursor.at, self._is_leaf, self._queue.newer
+        if cursor.stepped_back and at >= 0 and at not in cursor.passed and is_leaf(at):
+            return at
+        slot = newer(at)
+        while slot >= 0 and not is_leaf(slot):
+            slot = newer(slot)
+        return slot

@@ -1,0 +1,30 @@
+"""Least recently used: a read makes a block the newest."""
+
+from __future__ import annotations
+
+from kvcm.reclaim.policies.ordered import Ordered
+from kvcm.reclaim.policies.policy import Summary
+
+__all__ = ["Lru"]
+
+
+class Lru(Ordered):
+    """Evicts the block that was neither written nor read for longest."""
+
+    __slots__ = ()
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block as the newest."""
+        self._queue.push(slot)
+
+    def touch(self, slot: int, reads: int = 1) -> None:
+        """Make a block the newest."""
+        self._queue.renew(slot)
+
+    def rank(self, summary: Summary) -> tuple[float, ...]:
+        """Return the time of the last read."""
+        return (summary.read_at,)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block that was resident before."""
+        self._queue.push(slot)

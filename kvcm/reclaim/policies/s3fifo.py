@@ -1,0 +1,148 @@
+"""S3-FIFO (Yang et al. 2023): new blocks queue in *small*, and only those that are read twice get into *main*.
+
+A tenth of the blocks is meant for small, and names of those that left it are remembered for as long as nine tenths of
+the blocks take to leave; a block that is written again meanwhile goes to main at once. The size of the cache is the
+number of blocks resident when one is evicted, since a live cache has a size in bytes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcm.reclaim.policies.ghost import Ghost
+from kvcm.reclaim.policies.policy import Summary
+from kvcm.reclaim.policies.queue import END, Links, Queue
+
+__all__ = ["S3Fifo"]
+
+_SMALL_RATIO, _GHOST_RATIO = 0.1, 0.9
+_MOST_READS = 3
+_READS_FOR_MAIN = 2
+_IN_MAIN = 4
+
+
+class S3Fifo:
+    """Evicts the oldest block of small, or of main if that has more than its share, among those nobody read.
+
+    Args:
+        warmup: size of small beyond which new blocks go to main until the first eviction ever; None for no such rule.
+    """
+
+    __slots__ = ("_ghost", "_ghost_room", "_keys", "_links", "_main", "_small", "_states", "_warmup")
+
+    def __init__(self, *, warmup: int | None = None) -> None:
+        self._links = Links(queues=2)
+        self._small, self._main = Queue(self._links, -1), Queue(self._links, -2)
+        self._states = self._links.column("B")  # reads that still count, and `_IN_MAIN`
+        self._keys = self._links.column("q")
+        self._ghost = Ghost()
+        self._ghost_room = 0
+        self._warmup = warmup
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._links
+
+    def insert(self, slot: int, key: int) -> None:
+        """Add a block to small, or to main if it left small lately.
+
+        The ghost is cut to its size only here: the name asked for must not be the one that the eviction made before
+        this insert pushes out.
+        """
+        came_back = self._ghost.discard(key)
+        self._ghost.shrink(self._ghost_room)
+        is_warming_up = self._warmup is not None and len(self._small) >= self._warmup
+        self._add(slot, key, _IN_MAIN if came_back or is_warming_up else 0)
+
+    def touch(self, slot: int, reads: int = 1) -> None:
+        """Count reads, three at most."""
+        state = self._states[slot]
+        self._states[slot] = state & _IN_MAIN | min((state & _MOST_READS) + reads, _MOST_READS)
+
+    def remove(self, slot: int, *, evicted: bool = True) -> None:
+        """Take a block out, and remember its name if it was evicted out of small."""
+        if evicted:
+            self._warmup = None
+        if self._states[slot] & _IN_MAIN:
+            self._main.remove(slot)
+            return
+        if evicted:
+            self._ghost_room = int(_GHOST_RATIO * len(self))
+            self._ghost.add(self._keys[slot])
+        self._small.remove(slot)
+
+    def moved(self, slot: int, to: int) -> None:
+        """Call the block in `slot` `to`."""
+        self._links.move(slot, to)
+
+    def victims(self) -> Iterator[int]:
+        """Yield what the two queues give up. A block that is passed over becomes the newest of its queue."""
+        cursor = self._links.open_cursor()
+        try:
+            for _ in range(len(self)):
+                slot = self._find(cursor.passed)
+                if slot < 0:
+                    return
+                cursor.stand_on(slot)
+                yield slot
+                if not cursor.stepped_back:
+                    self._send_back(cursor.at, cursor.passed)
+        finally:
+            self._links.close_cursor(cursor)
+
+    def rank(self, summary: Summary) -> tuple[float, ...]:
+        """Return whether it belongs to main, then the time of the write."""
+        return (summary.reads >= _READS_FOR_MAIN, summary.written_at)
+
+    def restore(self, slot: int, key: int, summary: Summary) -> None:
+        """Add a block to small with its reads, or to main as if it just came over: small leaves by age, then main, as
+        long as main does not have more than its share."""
+        self._add(slot, key, _IN_MAIN if summary.reads >= _READS_FOR_MAIN else summary.reads)
+
+    def _add(self, slot: int, key: int, state: int) -> None:
+        (self._main if state & _IN_MAIN else self._small).push(slot)
+        self._states[slot] = state
+        self._keys[slot] = key
+
+    def _find(self, passed: set[int]) -> int:
+        total = len(self)
+        main_share = total - int(_SMALL_RATIO * total)
+        if len(self._main) > main_share or not self._small:
+            slot = self._find_in_main(passed)
+            return slot if slot >= 0 else self._find_in_small(passed)
+        slot = self._find_in_small(passed)
+        return slot if slot >= 0 else self._find_in_main(passed)
+
+    def _find_in_small(self, passed: set[int]) -> int:
+        small, states = self._small, self._states
+        for _ in range(len(small)):
+            slot = small.oldest
+            if states[slot] >= _READS_FOR_MAIN:
+                small.remove(slot)
+                self._main.push(slot)
+                states[slot] = _IN_MAIN
+            elif slot in passed:
+                self._send_back(slot, passed)
+            else:
+                return slot
+        return END
+
+    def _find_in_main(self, passed: set[int]) -> int:
+        """Return the oldest block whose reads are used up; each time round uses up one of every block's."""
+        main, states = self._main, self._states
+        for _ in range((_MOST_READS + 1) * len(main)):
+            slot = main.oldest
+            if states[slot] & _MOST_READS:
+                states[slot] -= 1
+                main.renew(slot)
+            elif slot in passed:
+                self._send_back(slot, passed)
+            else:
+                return slot
+        return END
+
+    def _send_back(self, slot: int, passed: set[int]) -> None:
+        (self._main if self._states[slot] & _IN_MAIN else self._small).renew(slot)
+        passed.add(slot)
