@@ -3,22 +3,29 @@
 A request appends one entry and goes on; the entries are merged and drained in the background, so a read costs no write
 to the store. What a crash loses is bounded: the reads since the last drain, which change an order of eviction and
 nothing else. When reads come faster than they drain, the newest are not recorded.
+
+What is drained is in the order of the last reads, the least recent first: request after request, and within a request
+the tail before the head, since the head of a prefix must outlive its continuations (invariant 7).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import PAGE_KEYS
 from kvcm.model.clock import Clock
+from kvcm.model.groups import EvictionPolicy
 
-__all__ = ["AccessRecorder"]
+__all__ = ["AccessRecorder", "PolicyOf"]
 
 _MOST_KEYS = 1 << 20
+_SLICE_KEYS = 256  # worked on without giving way
+
+PolicyOf = Callable[[InstanceCache], EvictionPolicy]
+"""Finds the policy in force for an instance."""
 
 
 class AccessRecorder:
@@ -26,10 +33,12 @@ class AccessRecorder:
 
     Args:
         clock: time source.
+        policy_of: finds the policy of an instance: whether reads move its blocks, or only count.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, policy_of: PolicyOf = lambda _cache: EvictionPolicy()) -> None:
         self._clock = clock
+        self._policy_of = policy_of
         self._entries: list[tuple[InstanceCache, Sequence[int]]] = []
         self._waiting = 0
         self.dropped = 0
@@ -55,14 +64,32 @@ class AccessRecorder:
         """
         entries, self._entries, self._waiting = self._entries, [], 0
         at = self._clock.now()
-        counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        caches: dict[int, InstanceCache] = {}
+        caches = {cache.placement.uid: cache for cache, _ in entries}
+        counts: dict[int, dict[int, int]] = {uid: {} for uid in caches}
+        taken = 0
         for cache, keys in entries:
-            caches[cache.placement.uid] = cache
-            counts[cache.placement.uid].update(keys)
+            of_cache = counts[cache.placement.uid]
+            for end in range(len(keys), 0, -_SLICE_KEYS):
+                part = keys[max(0, end - _SLICE_KEYS) : end]
+                _count(of_cache, part)
+                taken += len(part)
+                if taken >= _SLICE_KEYS:
+                    taken = 0
+                    await asyncio.sleep(0)
+        for uid, cache in caches.items():
+            await self._write_down(cache, counts[uid], at)
+
+    async def _write_down(self, cache: InstanceCache, counts: dict[int, int], at: float) -> None:
+        moves = not self._policy_of(cache).orders_by_write
+        # A shared store gives way by itself, and is asked in fewer and larger calls.
+        size = PAGE_KEYS if cache.index.is_shared else _SLICE_KEYS
+        items = iter(counts.items())
+        while page := dict(islice(items, size)):
+            await cache.index.touch(page, at, moves=moves)
             await asyncio.sleep(0)
-        for uid, reads in counts.items():
-            items = iter(reads.items())
-            while page := dict(islice(items, PAGE_KEYS)):
-                await caches[uid].index.touch(page, at)
-                await asyncio.sleep(0)
+
+
+def _count(counts: dict[int, int], keys: Sequence[int]) -> None:
+    """Count the reads of a request, whose head is read last; a key stands where its last read does."""
+    for key in reversed(keys):
+        counts[key] = counts.pop(key, 0) + 1

@@ -5,7 +5,8 @@
     record in Redis      version · stamp (8 bytes) · body
     record in RocksDB    version · body
     body                 msgpack [parent, depth, header, chunk, header, chunk, ...], one header and chunk per location
-    header               msgpack [id, storage, type, status, spec names, size, written_at, session, deadline]
+    header               msgpack [id, storage, type, status, spec names, size, written_at, session, deadline,
+                                  priority, pinned_until], the last two left out where both are 0
 
 The stamp is new with every write. A compare-and-set compares it instead of the whole record, which costs neither the
 encoding nor the sending of what is expected to be there.
@@ -71,6 +72,8 @@ class _Header(NamedTuple):
     written_at: float
     session_id: str
     deadline: float
+    priority: int = 0
+    pinned_until: float = 0.0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -114,10 +117,9 @@ def decode_payload(data: bytes) -> BlockRecord:
 
 def _body_of(record: BlockRecord) -> list[int | bytes | None]:
     body: list[int | bytes | None] = [record[0], record[1]]
-    for location_id, storage, kind, status, names, chunk, size_bytes, written_at, session_id, deadline in record[2]:
-        header = _header_bytes(location_id, storage, kind, status, names, size_bytes, written_at, session_id, deadline)
-        body.append(header)
-        body.append(chunk)
+    for location in record[2]:
+        body.append(_header_bytes(location[:5] + location[6:]))
+        body.append(location[5])
     return body
 
 
@@ -137,21 +139,21 @@ def _decode(form: type[_AnyRecord], data: bytes, body_at: int) -> _AnyRecord:
 
 
 def _location_of(header: bytes, chunk: bytes) -> Location:
-    location_id, storage, kind, status, names, size_bytes, written_at, session_id, deadline = _header_of(header)
+    before_chunk, after_chunk = _header_of(header)
     # The constructor of a named tuple costs three times as much.
-    fields = (location_id, storage, kind, status, names, chunk, size_bytes, written_at, session_id, deadline)
-    return tuple.__new__(Location, fields)
+    return tuple.__new__(Location, (*before_chunk, chunk, *after_chunk))
 
 
 @lru_cache(_HEADERS_REMEMBERED)
-def _header_bytes(*fields: object) -> bytes:
-    return _encode(fields)
+def _header_bytes(header: tuple[Any, ...]) -> bytes:
+    return _encode(header if header[9] or header[10] else header[:9])
 
 
 @lru_cache(_HEADERS_REMEMBERED)
-def _header_of(encoded: bytes) -> _Header:
+def _header_of(encoded: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     header = _decode_header(encoded)
-    return header._replace(storage=sys.intern(header.storage), spec_names=_shared(header.spec_names))
+    header = header._replace(storage=sys.intern(header.storage), spec_names=_shared(header.spec_names))
+    return header[:5], header[5:]
 
 
 @lru_cache(1024)

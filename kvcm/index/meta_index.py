@@ -23,12 +23,12 @@ from random import Random, uniform
 
 from kvcm.index.answers import StorageView
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend, usage_difference
+from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.search_cache import CacheBudget, SearchCache
 from kvcm.index.shards import ShardLocks, plan_sub_batches
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.errors import NotReadyError
-from kvcm.model.locations import BlockRecord
-from kvcm.model.storages import StorageType
+from kvcm.model.locations import BlockRecord, Place
 
 __all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
@@ -44,8 +44,8 @@ since a key that loses a race is tried again."""
 Applied = Callable[[Sequence[Change]], None]
 """Told of changes that are stored."""
 
-UsageNote = Callable[[Mapping[StorageType, int], int], None]
-"""Told of a change of usage: difference in bytes by storage type, difference in keys."""
+UsageNote = Callable[[Mapping[Place, int], int], None]
+"""Told of a change of usage: difference in bytes by place, difference in keys."""
 
 UsageListener = Callable[[], UsageNote]
 """Asked before the store is, for what is to be told of the change afterwards."""
@@ -93,6 +93,11 @@ class MetaIndex:
         self._reserved = 0
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other managers change the blocks too."""
+        return self._backend.is_shared
+
+    @property
     def key_count(self) -> int:
         """Blocks in the index, in any status; of a shared store as last heard."""
         return self._backend.key_count
@@ -102,19 +107,32 @@ class MetaIndex:
         """Most blocks that the index accepts."""
         return self._max_key_count
 
+    def limit_keys(self, max_key_count: int) -> None:
+        """Accept so many blocks from now on; those that are there stay."""
+        self._max_key_count = max_key_count
+
     @property
     def free_key_count(self) -> int:
         """Blocks that still fit beside those that are there, on their way in, or reserved."""
         return max(0, self._max_key_count - self._backend.key_count - self._incoming - self._reserved)
 
     @property
-    def usage_bytes(self) -> Mapping[StorageType, int]:
-        """Bytes of all locations by storage type, whatever their status (invariant 4); of a shared store as last
-        heard."""
+    def usage_bytes(self) -> Mapping[Place, int]:
+        """Bytes of all locations by place, whatever their status (invariant 4); of a shared store as last heard."""
         return self._backend.usage_bytes
 
+    @property
+    def deleting_bytes(self) -> Mapping[Place, int]:
+        """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last heard."""
+        return self._backend.deleting_bytes
+
+    @property
+    def deleting_keys(self) -> int:
+        """Blocks of which everything is being deleted, which `key_count` counts too; as last heard."""
+        return self._backend.deleting_keys
+
     async def refresh(self) -> None:
-        """Hear `key_count` and `usage_bytes` from the store."""
+        """Hear from the store how many blocks there are and what they use."""
         await self._backend.refresh()
 
     async def answers(self, keys: Sequence[int], *, stop_at_miss: bool = False) -> list[bytes | None]:
@@ -272,7 +290,7 @@ class MetaIndex:
         a recount takes off what was not."""
         if not self._backend.is_shared:
             return
-        grown: Counter[StorageType] = Counter()
+        grown: Counter[Place] = Counter()
         for change in changes:
             grown += +usage_difference([change])
         keys = sum(change.old is None and change.new is not None for change in changes)
@@ -290,17 +308,39 @@ class MetaIndex:
         """Return the blocks that directly follow `key` in some prefix chain."""
         return await self._backend.children(key)
 
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        """Return for every key the blocks that directly follow it."""
+        return await self._backend.families(keys)
+
     async def due(self, now: float, most: int) -> list[int]:
-        """Return blocks with a location whose session or whose delay before deletion has ended, earliest first."""
+        """Return blocks with a location whose session, delay before deletion or time to live has ended, earliest
+        first."""
         return await self._backend.due(now, most)
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
-        """Record reads: how often by key, at unix time `at`."""
-        await self._backend.touch(counts, at)
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
+        """Record reads: how often by key, the least recent first, at unix time `at`; without `moves` blocks keep their
+        place in the order of accesses."""
+        await self._backend.touch(counts, at, moves=moves)
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        """Set the last access of resident blocks, with a number of reads by key: their second chance is used up."""
+        await self._backend.requeue(counts, at)
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         """Return when each block was last read and how often, None where there is none."""
         return await self._backend.accesses(keys)
+
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        """Return resident blocks in the order of their accesses, coldest first, from about a position on."""
+        return await self._backend.coldest(count, offset)
+
+    def follow(self, observer: RowObserver | None) -> Rows | None:
+        """Tell an observer, one at most, of every change of resident blocks; None for nobody any more.
+
+        Returns:
+            The blocks by row; None, and nobody is told, when other managers change them too.
+        """
+        return None if self._backend.is_shared else self._backend.follow(observer)
 
     def scan(self, page_size: int = 1024) -> AsyncIterator[list[int]]:
         """Yield every key that exists during the whole scan, in pages; a shared store may repeat some."""
@@ -316,7 +356,7 @@ class MetaIndex:
         await self._backend.drop()
 
 
-def _tell_usage(usage: Mapping[StorageType, int], written: Sequence[Change], note: UsageNote) -> None:
+def _tell_usage(usage: Mapping[Place, int], written: Sequence[Change], note: UsageNote) -> None:
     keys = sum((change.new is not None) - (change.old is not None) for change in written)
     if keys or any(usage.values()):
         note(usage, keys)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvcm.index.backends.backend import Change, IndexBackend
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 
-__all__ = ["listed", "place", "record", "recount", "used", "write"]
+__all__ = ["check_sums", "listed", "place", "record", "recount", "used", "write"]
 
 
 def place(
@@ -19,11 +19,12 @@ def place(
     kind: StorageType = StorageType.ST_NFS,
     deadline: float = 0.0,
     written_at: float = 1234.5,
+    storage: str = "nfs",
 ) -> Location:
     """A location with every field set."""
-    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"file://nfs/r/c/i/tp0/x.{location_id}?blkid=1&size={size}")])
+    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"file://{storage}/r/c/i/tp0/x.{location_id}?blkid=1&size={size}")])
     session = "session" if status is LocationStatus.WRITING else ""
-    return Location(location_id, "nfs", kind, status, ("tp0",), chunk, size, written_at, session, deadline)
+    return Location(location_id, storage, kind, status, ("tp0",), chunk, size, written_at, session, deadline)
 
 
 def record(parent: int | None = None, depth: int = 0, size: int = 10, due: float = 99.25) -> BlockRecord:
@@ -31,7 +32,7 @@ def record(parent: int | None = None, depth: int = 0, size: int = 10, due: float
     return BlockRecord(parent, depth, (place("ab", LocationStatus.WRITING, size, deadline=due), place("cd", size=size)))
 
 
-async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]) -> Mapping[StorageType, int]:
+async def write(backend: IndexBackend, records: Mapping[int, BlockRecord | None]) -> Mapping[Place, int]:
     """Store or remove, telling the backend what was there before as MetaIndex does; return how usage changed."""
     olds = await backend.get_many(list(records))
     changes = [Change(key, old, records[key]) for key, old in zip(records, olds, strict=True)]
@@ -45,15 +46,25 @@ async def listed(backend: IndexBackend, page_size: int) -> list[int]:
     return [key async for page in backend.scan(page_size) for key in page]
 
 
-def used(usage: Mapping[StorageType, int]) -> dict[StorageType, int]:
-    """Usage without the types that hold nothing."""
-    return {storage_type: size_bytes for storage_type, size_bytes in usage.items() if size_bytes}
+def used(usage: Mapping[Place, int]) -> dict[Place, int]:
+    """Usage without the places that hold nothing."""
+    return {where: size_bytes for where, size_bytes in usage.items() if size_bytes}
 
 
-async def recount(backend: IndexBackend) -> dict[StorageType, int]:
-    """Usage as the records say."""
-    usage: Counter[StorageType] = Counter()
+async def recount(backend: IndexBackend, *, deleting: bool = False) -> dict[Place, int]:
+    """Usage as the records say; only that of what is being deleted if asked so."""
+    usage: Counter[Place] = Counter()
     for found in await backend.get_many(sorted(set(await listed(backend, 1000)))):
         for location in found.locations if found is not None else ():
-            usage[location.storage_type] += location.size_bytes
+            if not deleting or location.status is LocationStatus.DELETING:
+                usage[Place(location.storage, location.storage_type)] += location.size_bytes
     return used(usage)
+
+
+async def check_sums(backend: IndexBackend) -> None:
+    """Invariant 4: all sums are what the records say."""
+    assert used(backend.usage_bytes) == await recount(backend)
+    assert used(backend.deleting_bytes) == await recount(backend, deleting=True)
+    found = await backend.get_many(await listed(backend, 1000))
+    statuses = [{location.status for location in block.locations} for block in found if block is not None]
+    assert backend.deleting_keys == statuses.count({LocationStatus.DELETING})

@@ -11,10 +11,10 @@ from index_backends import RIGS, SHARED, Rig, opened
 from index_records import listed, place, record, recount, used, write
 
 from kvcm.index.backends.backend import Access, Change, IndexBackend
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.locations import BlockRecord, LocationStatus, Place
 from kvcm.model.storages import StorageType
 
-NFS, MOONCAKE = StorageType.ST_NFS, StorageType.ST_MOONCAKE
+NFS, MOONCAKE = Place("nfs", StorageType.ST_NFS), Place("nfs", StorageType.ST_MOONCAKE)
 SERVING = BlockRecord(None, 0, (place(),))
 
 
@@ -71,11 +71,15 @@ async def test_usage_of_a_call_is_that_of_its_winners(backend: IndexBackend) -> 
     """Invariant 4: whatever loses or wins, the counters are what the records say."""
     await write(backend, {1: BlockRecord(None, 0, (place(size=100),)), 2: BlockRecord(None, 0, (place(size=7),))})
     one, two = await backend.get_many([1, 2])
-    await write(backend, {1: BlockRecord(None, 1, (place(size=100), place("x", size=50, kind=MOONCAKE)))})
+    await write(
+        backend, {1: BlockRecord(None, 1, (place(size=100), place("x", size=50, kind=StorageType.ST_MOONCAKE)))}
+    )
     written = await backend.write_many(
         [
             Change(1, one, None),
-            Change(2, two, BlockRecord(None, 0, (place("y", size=9), place("z", size=4, kind=MOONCAKE)))),
+            Change(
+                2, two, BlockRecord(None, 0, (place("y", size=9), place("z", size=4, kind=StorageType.ST_MOONCAKE)))
+            ),
             Change(3, None, BlockRecord(None, 0, (place(size=1),))),
         ]
     )

@@ -24,6 +24,12 @@ RECORDS = st.builds(
     st.lists(LOCATIONS, min_size=1, max_size=3),
 )
 
+COUNTS = st.dictionaries(KEYS, st.integers(1, 40_000))
+
+
+def is_resident(record: BlockRecord) -> bool:
+    return any(place.status is LocationStatus.SERVING for place in record.locations)
+
 
 class ColumnsMachine(RuleBasedStateMachine):
     """Swaps and reads at random, beside a dict."""
@@ -37,9 +43,11 @@ class ColumnsMachine(RuleBasedStateMachine):
     @rule(key=KEYS, new=RECORDS)
     def store(self, key: int, new: BlockRecord) -> None:
         """Add a block or change it."""
-        assert self.columns.swap(key, self.records.get(key), new)
+        old = self.records.get(key)
+        assert self.columns.swap(key, old, new)
         self.records[key] = new
-        self.accesses.setdefault(key, Access(50, 0))
+        if old is None or (is_resident(new) and not is_resident(old)):
+            self.accesses[key] = Access(50, 0)
 
     @rule(new=RECORDS)
     def store_siblings(self, new: BlockRecord) -> None:
@@ -77,13 +85,28 @@ class ColumnsMachine(RuleBasedStateMachine):
         }
         assert not self.columns.swap(key, olds[change], None)
 
-    @rule(counts=st.dictionaries(KEYS, st.integers(1, 40_000)), at=st.sampled_from([40, 60, 80]))
-    def touch(self, counts: Mapping[int, int], at: int) -> None:
+    @rule(counts=COUNTS, at=st.sampled_from([40, 60, 80]), moves=st.booleans())
+    def touch(self, counts: Mapping[int, int], at: int, moves: bool) -> None:
         """Read blocks, some of which are not there; times go back too."""
-        self.columns.touch(counts, at)
+        self.columns.touch(counts, at, moves=moves)
         for key in counts.keys() & self.accesses.keys():
             before, reads = self.accesses[key]
-            self.accesses[key] = Access(max(before, at), min(reads + counts[key], 65_535))
+            self.accesses[key] = Access(max(before, at) if moves else before, min(reads + counts[key], 65_535))
+
+    @rule(counts=COUNTS, at=st.sampled_from([40, 60, 80]))
+    def requeue(self, counts: Mapping[int, int], at: int) -> None:
+        """Set accesses, also of blocks that are not there."""
+        self.columns.requeue(counts, at)
+        for key in counts.keys() & self.records.keys():
+            if is_resident(self.records[key]):
+                self.accesses[key] = Access(at, counts[key])
+
+    @rule()
+    def clear(self) -> None:
+        """Remove all."""
+        self.columns.clear()
+        self.records.clear()
+        self.accesses.clear()
 
     @invariant()
     def holds_the_same(self) -> None:
@@ -94,13 +117,27 @@ class ColumnsMachine(RuleBasedStateMachine):
         assert self.columns.get(keys) == [self.records.get(key) for key in keys]
         assert self.columns.accesses(keys) == [self.accesses.get(key) for key in keys]
         for key in keys:
-            assert self.columns.children(key) == sorted(k for k, r in self.records.items() if r.parent == key)
+            assert self.columns.family(key) == sorted(k for k, r in self.records.items() if r.parent == key)
+        self.holds_the_same_by_row()
         sample = self.columns.sample(3, Random(len(self.records)))
         assert len(set(sample)) == len(sample) == min(3, len(self.records))
         assert set(sample) <= self.records.keys()
         assert {len(column) for column in self.columns._columns} == {len(self.records)}
         parents = {made.parent for made in self.records.values()} - {None}
         assert self.columns._orphans.keys() == parents - self.records.keys()
+
+    def holds_the_same_by_row(self) -> None:
+        """What can be asked by row agrees with what can be asked by key; rows are dense."""
+        rows = {key: self.columns.row(key) for key in self.records}
+        assert sorted(row for row in rows.values() if row is not None) == list(range(len(self.columns)))
+        for key, row in rows.items():
+            assert row is not None
+            made = self.records[key]
+            assert (self.columns.key(row), self.columns.depth(row)) == (key, made.depth)
+            assert self.columns.locations(row) == made.locations
+            assert self.columns.access(row) == self.accesses[key]
+            assert self.columns.is_resident(row) == is_resident(made)
+            assert sorted(map(self.columns.key, self.columns.children(row))) == self.columns.family(key)
 
 
 TestColumns = ColumnsMachine.TestCase
@@ -111,7 +148,7 @@ def test_times_and_counts_beyond_their_columns_are_the_most_that_fits() -> None:
     columns = BlockColumns()
     columns.swap(1, None, record(location()._replace(written_at=1e12)))
     columns.swap(2, None, record(location()._replace(written_at=-7.0)))
-    columns.touch({2: 1 << 40}, -5)
+    columns.touch({2: 1 << 40}, -5, moves=True)
     assert columns.accesses([1, 2]) == [Access(2**32 - 1, 0), Access(0, 65_535)]
 
 

@@ -10,7 +10,10 @@ from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
+from kvcm.model.locations import Place
 from kvcm.model.storages import StorageType
+
+NFS = Place("nfs", StorageType.ST_NFS)
 
 
 class UnheardBackend(MemoryBackend):
@@ -32,12 +35,12 @@ class Told:
     """An index and the sum of what it told of usage."""
 
     def __init__(self) -> None:
-        self.usage: Counter[StorageType] = Counter()
+        self.usage: Counter[Place] = Counter()
         self.keys = 0
         self.backend = UnheardBackend()
         self.index = MetaIndex(self.backend, TableView({"nfs": 1}), on_usage=lambda: self._add)
 
-    def _add(self, usage: dict[StorageType, int], keys: int) -> None:
+    def _add(self, usage: dict[Place, int], keys: int) -> None:
         self.usage.update(usage)
         self.keys += keys
 
@@ -48,7 +51,7 @@ async def test_growth_is_told_when_nobody_knows_whether_it_was_stored(writes: bo
     told.backend.is_heard, told.backend.writes = False, writes
     with pytest.raises(StorageIOError):
         await told.index.put({1: record(location(size_bytes=10)), 2: record(location(size_bytes=5))})
-    assert told.usage == {StorageType.ST_NFS: 15}
+    assert told.usage == {NFS: 15}
     assert told.keys == 2
 
 
@@ -58,7 +61,7 @@ async def test_shrinking_is_not_told_before_it_is_certain() -> None:
     told.backend.is_heard = told.backend.writes = False
     with pytest.raises(StorageIOError):
         await told.index.delete([1])
-    assert told.usage == told.backend.usage_bytes == {StorageType.ST_NFS: 10}
+    assert told.usage == told.backend.usage_bytes == {NFS: 10}
     assert told.keys == 1
 
 
@@ -69,5 +72,5 @@ async def test_one_that_shrinks_hides_none_that_grows() -> None:
     records = {1: None, 2: record(location(size_bytes=10))}
     with pytest.raises(StorageIOError):
         await told.index.read_modify_write(records, lambda key, _old: records[key])
-    assert told.usage == {StorageType.ST_NFS: 20}
+    assert told.usage == {NFS: 20}
     assert told.keys == 2

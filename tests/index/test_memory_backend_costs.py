@@ -11,11 +11,13 @@ from kvcm.index.backends.backend import Access, Change
 from kvcm.index.backends.columns import BlockColumns
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.packed import HeaderPool
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 
+NFS = Place("nfs", StorageType.ST_NFS)
+
 PAGE = 1024
-STATUSES = (LocationStatus.WRITING, LocationStatus.SERVING)
+STATUSES = (LocationStatus.WRITING, LocationStatus.DELETING, LocationStatus.SERVING)
 
 
 def page_of(random: Random, parent: int | None, depth: int) -> dict[int, BlockRecord]:
@@ -44,7 +46,11 @@ async def write_pages(backend: MemoryBackend, pages: int) -> dict[int, bytes]:
         await backend.write_many([Change(key, None, made) for key, made in new.items()])
         olds = await backend.get_many(list(new))
         finished = [
-            Change(key, old, old._replace(locations=(old.locations[0]._replace(status=STATUSES[1], deadline=0.0),)))
+            Change(
+                key,
+                old,
+                old._replace(locations=(old.locations[0]._replace(status=LocationStatus.SERVING, deadline=0.0),)),
+            )
             for key, old in zip(new, olds, strict=True)
             if old is not None
         ]
@@ -82,7 +88,8 @@ async def test_an_answer_and_its_record_share_the_chunk() -> None:
 
 async def test_loaded_records_count_like_written_ones() -> None:
     written, loaded = MemoryBackend(), MemoryBackend()
-    records = {key: record(location(status=STATUSES[key % 2])._replace(deadline=5.0), parent=1) for key in range(9)}
+    places = [location(status=STATUSES[key % 3])._replace(deadline=5.0 * (key % 3 < 2)) for key in range(9)]
+    records = {key: record(place, parent=1) for key, place in enumerate(places)}
     await written.write_many([Change(key, None, made) for key, made in records.items()])
     await written.touch(dict.fromkeys(records, 3), 77.7)
     for key, made in records.items():
@@ -90,9 +97,10 @@ async def test_loaded_records_count_like_written_ones() -> None:
     for backend in (written, loaded):
         assert await backend.get_many(list(records)) == list(records.values())
         assert await backend.accesses([0, 8]) == [Access(77, 3), Access(77, 3)]
-        assert await backend.due(5.0, 10) == [0, 2, 4, 6, 8]
+        assert await backend.due(5.0, 10) == [0, 1, 3, 4, 6, 7]
         assert await backend.children(1) == list(records)
-        assert backend.usage_bytes == {StorageType.ST_NFS: 90}
+        assert backend.usage_bytes == {NFS: 90}
+        assert (backend.deleting_bytes, backend.deleting_keys) == ({NFS: 30}, 3)
 
 
 async def test_keys_that_come_and_go_leave_nothing_behind() -> None:
@@ -105,7 +113,7 @@ async def test_keys_that_come_and_go_leave_nothing_behind() -> None:
         await backend.write_many([Change(key, None, made) for key, made in new.items()])
         await backend.write_many([Change(key, made, None) for key, made in new.items()])
     blocks = backend._blocks
-    assert (backend.key_count, backend.usage_bytes) == (0, {StorageType.ST_NFS: 0})
+    assert (backend.key_count, backend.usage_bytes) == (0, {NFS: 0})
     assert [len(column) for column in blocks._columns] == [0] * len(blocks._columns)
     assert (blocks._rows, blocks._orphans, len(backend._due)) == ({}, {}, 0)
     assert len(backend._due._heap) <= 64
@@ -163,4 +171,4 @@ def test_a_prefix_loses_one_of_its_many_continuations_in_constant_time() -> None
         counting.reads = 0
         assert columns.swap(key, records.pop(key), None)
         assert 0 < counting.reads < 10
-    assert columns.children(0) == sorted(records)
+    assert columns.family(0) == sorted(records)

@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from index_rig import CountingBackend, TableView, location, record
 
 from kvcm.index.meta_index import Change, MetaIndex
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.locations import BlockRecord, LocationStatus, Place
 from kvcm.model.storages import StorageType
+
+NFS, FS = Place("nfs", StorageType.ST_NFS), Place("fs", StorageType.ST_3FS)
 
 
 class Rig:
     def __init__(self, max_key_count: int = 1 << 62) -> None:
         self.view = TableView({"nfs": 3, "fs": 2})
         self.backend = CountingBackend()
-        self.told: list[tuple[dict[StorageType, int], int]] = []
+        self.told: list[tuple[dict[Place, int], int]] = []
         self.index = MetaIndex(
             self.backend,
             self.view,
@@ -78,7 +80,7 @@ async def test_modify_sees_each_key_once_and_same_means_no_change(rig: Rig) -> N
     assert calls == [2, 1]
     assert [change.key for change in changes] == [2, 1]
     assert changes[1].new is changes[1].old
-    assert rig.told == [({StorageType.ST_NFS: 10}, 1)]
+    assert rig.told == [({NFS: 10}, 1)]
 
 
 async def test_an_error_in_modify_changes_nothing(rig: Rig) -> None:
@@ -164,7 +166,7 @@ async def test_new_keys_beyond_the_limit_are_refused() -> None:
     assert [change.refused for change in changes] == [False, False, False, True, True]
     assert [change.new is None for change in changes] == [False, False, False, True, True]
     assert (rig.index.key_count, rig.index.free_key_count, rig.index.max_key_count) == (3, 0, 3)
-    assert rig.index.usage_bytes[StorageType.ST_NFS] == 30
+    assert rig.index.usage_bytes[NFS] == 30
 
 
 async def test_known_keys_are_never_refused() -> None:
@@ -183,9 +185,9 @@ async def test_known_keys_are_never_refused() -> None:
 async def test_usage_follows_every_change(rig: Rig) -> None:
     nfs, fs = location("a", size_bytes=10), location("b", "fs", StorageType.ST_3FS, size_bytes=7)
     await rig.index.put({1: record(nfs), 2: record(nfs, fs)})
-    assert dict(rig.index.usage_bytes) == {StorageType.ST_NFS: 20, StorageType.ST_3FS: 7}
+    assert dict(rig.index.usage_bytes) == {NFS: 20, FS: 7}
     await rig.index.put({1: record(fs)})
-    assert dict(rig.index.usage_bytes) == {StorageType.ST_NFS: 10, StorageType.ST_3FS: 14}
+    assert dict(rig.index.usage_bytes) == {NFS: 10, FS: 14}
     await rig.index.delete([1, 2])
     assert not any(rig.index.usage_bytes.values())
 
@@ -196,7 +198,7 @@ async def test_a_change_of_status_moves_no_usage(rig: Rig) -> None:
     for status in (LocationStatus.SERVING, LocationStatus.DELETING):
         await rig.index.put({1: record(location(status=status))})
     assert rig.told == []
-    assert rig.index.usage_bytes[StorageType.ST_NFS] == 10
+    assert rig.index.usage_bytes[NFS] == 10
 
 
 # A location keeps its size and its type for life.
@@ -214,11 +216,11 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
     rig = Rig(max_key_count=limit)
     for batch in batches:
         await rig.index.read_modify_write(batch, lambda key, _old, batch=batch: batch[key])
-        recount: Counter[StorageType] = Counter()
+        recount: Counter[Place] = Counter()
         for stored in await rig.index.get(range(7)):
             for place in stored.locations if stored is not None else ():
-                recount[place.storage_type] += place.size_bytes
-        told: Counter[StorageType] = Counter()
+                recount[place.place] += place.size_bytes
+        told: Counter[Place] = Counter()
         for usage, _ in rig.told:
             told.update(usage)
         assert +recount == +Counter(rig.index.usage_bytes) == +told

@@ -26,6 +26,8 @@ LOCATIONS = st.builds(
     written_at=TIMES,
     session_id=NAMES,
     deadline=TIMES,
+    priority=st.just(0) | st.integers(-(2**31), 2**31 - 1),
+    pinned_until=st.just(0.0) | TIMES,
 )
 RECORDS = st.builds(
     BlockRecord,
@@ -51,7 +53,7 @@ def test_records_come_back_equal(record: BlockRecord) -> None:
         assert type(location.storage_type) is StorageType
         assert type(location.status) is LocationStatus
         assert type(location.spec_names) is tuple
-        assert type(location.written_at) is type(location.deadline) is float
+        assert type(location.written_at) is type(location.deadline) is type(location.pinned_until) is float
 
 
 def test_the_format_is_the_one_that_is_on_disks() -> None:
@@ -63,6 +65,20 @@ def test_the_format_is_the_one_that_is_on_disks() -> None:
     assert encode_payload(RECORD) == b"\x01" + body
     encoded = encode_record(RECORD)
     assert encoded[:1] + encoded[9:] == b"\x01" + body
+
+
+def test_priority_and_pin_follow_where_there_is_one() -> None:
+    """What has neither is written as it was before there were any, and read the same."""
+    (plain, pinned, preferred) = (
+        encode_payload(BlockRecord(-1, 3, (place,)))
+        for place in (PLACE, PLACE._replace(pinned_until=2.5), PLACE._replace(priority=-7))
+    )
+    end = b"\xcb\x40" + bytes(7)  # the deadline
+    assert plain[6:7] == b"\x99"
+    assert end + b"\xc4" in plain
+    for encoded, more in ((pinned, b"\x00\xcb\x40\x04" + bytes(6)), (preferred, b"\xf9\xcb" + bytes(8))):
+        assert encoded[6:7] == b"\x9b"
+        assert end + more + b"\xc4" in encoded
 
 
 def test_every_write_has_a_stamp_of_its_own() -> None:

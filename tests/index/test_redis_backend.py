@@ -28,6 +28,8 @@ from kvcm.store.redis.uri import parse_redis_uri
 SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.9)
 WRITING = SERVING._replace(id="w", status=LocationStatus.WRITING, session_id="s", deadline=1700000030.125)
 OTHER = SERVING._replace(id="m", storage_type=StorageType.ST_MOONCAKE, size_bytes=3)
+GOING = OTHER._replace(id="d", storage="pool", status=LocationStatus.DELETING, deadline=1700000060.0, size_bytes=2**40)
+LATE = SERVING._replace(id="t", deadline=1700000090.0)
 
 
 def key_bytes(key: int) -> bytes:
@@ -58,7 +60,8 @@ async def ask(client: RedisClient, *command: Any) -> Any:
 async def stored(client: RedisClient, uid: int, shard: int) -> dict[str, Any]:
     """What the five kinds of keys of a shard hold."""
     kinds = {kind: f"{client.prefix}:{kind}{{{uid}.{shard}}}".encode() for kind in "bzcpu"}
-    order = await ask(client, "ZRANGE", kinds["z"], 0, -1)
+    scores = await ask(client, "ZRANGE", kinds["z"], 0, -1, "WITHSCORES")
+    order = scores[::2]
     pending = await ask(client, "ZRANGE", kinds["p"], 0, -1, "WITHSCORES")
     children = await ask(client, "ZRANGE", kinds["c"], 0, -1)
     usage = await ask(client, "HGETALL", kinds["u"])
@@ -67,7 +70,8 @@ async def stored(client: RedisClient, uid: int, shard: int) -> dict[str, Any]:
         "records": dict(zip(order, values, strict=True)),
         "pending": {key: float(score) for key, score in zip(pending[::2], pending[1::2], strict=True)},
         "children": set(children),
-        "usage": {int(k): int(v) for k, v in zip(usage[::2], usage[1::2], strict=True) if int(v)},
+        "usage": {k.decode(): int(v) for k, v in zip(usage[::2], usage[1::2], strict=True) if int(v)},
+        "scores": {key: float(score) for key, score in zip(scores[::2], scores[1::2], strict=True)},
     }
 
 
@@ -77,11 +81,19 @@ async def check_agreement(client: RedisClient, uid: int, shard_count: int, expec
     for shard in range(shard_count):
         held = await stored(client, uid, shard)
         decoded = {member: decode_record(data) for member, data in held["records"].items()}
-        usage: Counter[int] = Counter()
+        usage: Counter[str] = Counter()
         for found in decoded.values():
             for location in found.locations:
-                usage[location.storage_type] += location.size_bytes
-        assert held["usage"] == usage
+                usage[f"{int(location.storage_type)}/{location.storage}"] += location.size_bytes
+                if location.status is LocationStatus.DELETING:
+                    usage[f"-{int(location.storage_type)}/{location.storage}"] += location.size_bytes
+            usage["-"] += all(location.status is LocationStatus.DELETING for location in found.locations)
+        assert held["usage"] == +usage
+        assert {member for member, score in held["scores"].items() if score < 2**33} == {
+            member
+            for member, found in decoded.items()
+            if any(location.status is LocationStatus.SERVING for location in found.locations)
+        }
         assert held["pending"] == {member: found.due for member, found in decoded.items() if found.due is not None}
         assert held["children"] == {
             key_bytes(found.parent) + member for member, found in decoded.items() if found.parent is not None
@@ -90,7 +102,7 @@ async def check_agreement(client: RedisClient, uid: int, shard_count: int, expec
     assert records == {key_bytes(key): found for key, found in expected.items()}
 
 
-PLACES = st.lists(st.sampled_from([SERVING, WRITING, OTHER]), min_size=1, max_size=3, unique=True)
+PLACES = st.lists(st.sampled_from([SERVING, WRITING, OTHER, GOING, LATE]), min_size=1, max_size=3, unique=True)
 STATES = st.none() | st.builds(lambda parent, places: record(parent, *places), st.none() | st.integers(-2, 4), PLACES)
 BATCHES = st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(-2, 5), STATES, max_size=6)), max_size=10)
 
@@ -127,13 +139,20 @@ async def test_all_keys_of_a_shard_agree_whoever_wins(
 
 async def test_keys_have_the_documented_names(client: RedisClient) -> None:
     backend = RedisBackend(client, 7, 1)
-    await apply(backend, {-5: record(12, SERVING, WRITING, OTHER)})
+    await apply(backend, {-5: record(12, SERVING, WRITING, OTHER, GOING)})
     prefix, key = client.prefix.encode(), b"\xff" * 7 + b"\xfb"
     assert (await ask(client, "GET", prefix + b":b{7.0}" + key))[:1] == b"\x01"
     assert await ask(client, "ZRANGE", prefix + b":z{7.0}", 0, -1, "WITHSCORES") == [key, b"1700000000"]
     assert await ask(client, "ZRANGE", prefix + b":c{7.0}", 0, -1, "WITHSCORES") == [bytes(7) + b"\x0c" + key, b"0"]
     assert await ask(client, "ZRANGE", prefix + b":p{7.0}", 0, -1, "WITHSCORES") == [key, b"1700000030.125"]
-    assert set(await ask(client, "HGETALL", prefix + b":u{7.0}")) == {b"4", b"20", b"2", b"3"}
+    usage = await ask(client, "HGETALL", prefix + b":u{7.0}")
+    going = str(2**40).encode()
+    assert dict(zip(usage[::2], usage[1::2], strict=True)) == {
+        b"4/nfs": b"20",
+        b"2/nfs": b"3",
+        b"2/pool": going,
+        b"-2/pool": going,
+    }
 
 
 async def test_access_times_never_run_backwards_and_counts_saturate(client: RedisClient) -> None:

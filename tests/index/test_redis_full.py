@@ -12,7 +12,7 @@ from redis_servers import standalone, until
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.redis import RedisBackend
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.lease import RedisLease
@@ -20,6 +20,7 @@ from kvcm.store.redis.script import Script, ScriptCall
 from kvcm.store.redis.tables import RedisTable
 from kvcm.store.redis.uri import parse_redis_uri
 
+NFS = Place("nfs", StorageType.ST_NFS)
 SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
 WRITING = SERVING._replace(id="w", status=LocationStatus.WRITING, session_id="s", deadline=1700000030.0)
 DELETING = SERVING._replace(status=LocationStatus.DELETING, deadline=1700000060.0)
@@ -88,7 +89,7 @@ async def test_blocks_are_decided_marked_and_removed_on_a_full_server(full: Full
     assert await backend.children(9) == [*range(100)]
     assert await backend.due(1.8e9, 1000) == []
     await backend.refresh()
-    assert (backend.key_count, backend.usage_bytes) == (100, {StorageType.ST_NFS: 1000})
+    assert (backend.key_count, backend.usage_bytes) == (100, {NFS: 1000})
     full.free()
     await write(backend, range(200, 210), record(WRITING))
     assert await backend.get_many(range(200, 210)) == [record(WRITING)] * 10

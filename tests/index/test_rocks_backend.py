@@ -13,7 +13,7 @@ from kvcm.index.backends.backend import Access, Change
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.rocks.store import RocksStore
 
@@ -24,7 +24,7 @@ UIDS = [0, 2**32 - 1]
 def location(name: str, status: LocationStatus, size_bytes: int, written_at: float) -> Location:
     storage_type = StorageType.ST_NFS if size_bytes % 2 else StorageType.ST_DUMMY
     chunk = encode_chunk(storage_type, 1, [SpecUri("tp0", f"file://nfs/{name}?size={size_bytes}")])
-    deadline = 0.0 if status is LocationStatus.SERVING else written_at + 30.0
+    deadline = 0.0 if status is LocationStatus.SERVING and size_bytes % 3 else written_at + 30.0
     return Location(name, "nfs", storage_type, status, ("tp0",), chunk, size_bytes, written_at, "session", deadline)
 
 
@@ -39,7 +39,10 @@ RECORDS = st.builds(
 )
 STEPS = st.one_of(
     st.tuples(st.just("write"), st.dictionaries(st.sampled_from(KEYS), st.one_of(st.none(), RECORDS), max_size=4)),
-    st.tuples(st.just("touch"), st.dictionaries(st.sampled_from(KEYS), st.integers(1, 40_000), max_size=3)),
+    st.tuples(
+        st.sampled_from(["touch", "count", "requeue"]),
+        st.dictionaries(st.sampled_from(KEYS), st.integers(1, 40_000), max_size=3),
+    ),
     st.tuples(st.just("drop"), st.none()),
     st.tuples(st.just("restart"), st.none()),
 )
@@ -57,13 +60,23 @@ class Model:
             self.records.pop(key, None)
             self.accesses.pop(key, None)
             return
+        serving = [place for place in record.locations if place.status is LocationStatus.SERVING]
+        first = Access(int((serving or record.locations)[0].written_at), 0)
+        if key not in self.records or (serving and not self.is_resident(key)):
+            self.accesses[key] = first
         self.records[key] = record
-        self.accesses.setdefault(key, Access(int(record.locations[0].written_at), 0))
 
-    def touch(self, key: int, count: int, at: int) -> None:
+    def is_resident(self, key: int) -> bool:
+        return any(place.status is LocationStatus.SERVING for place in self.records[key].locations)
+
+    def touch(self, key: int, count: int, at: int, moves: bool) -> None:
         if key in self.records:
             before = self.accesses[key]
-            self.accesses[key] = Access(max(before.at, at), min(before.reads + count, 65535))
+            self.accesses[key] = Access(max(before.at, at if moves else 0), min(before.reads + count, 65535))
+
+    def requeue(self, key: int, reads: int, at: int) -> None:
+        if key in self.records and self.is_resident(key):
+            self.accesses[key] = Access(at, reads)
 
     async def agrees_with(self, backend: RocksBackend) -> None:
         assert backend.key_count == len(self.records)
@@ -75,11 +88,16 @@ class Model:
         for now in (29.0, 32.0, 99.0):
             due = {key for key, record in self.records.items() if record.due is not None and record.due <= now}
             assert set(await backend.due(now, 10)) == due
-        usage = Counter[StorageType]()
+        usage, deleting = Counter[Place](), Counter[Place]()
         for record in self.records.values():
             for place in record.locations:
-                usage[place.storage_type] += place.size_bytes
+                usage[place.place] += place.size_bytes
+                if place.status is LocationStatus.DELETING:
+                    deleting[place.place] += place.size_bytes
         assert +Counter(backend.usage_bytes) == +usage
+        assert +Counter(backend.deleting_bytes) == +deleting
+        statuses = [{place.status for place in record.locations} for record in self.records.values()]
+        assert backend.deleting_keys == statuses.count({LocationStatus.DELETING})
 
 
 async def write(backend: RocksBackend, records: dict[int, BlockRecord | None]) -> None:
@@ -113,10 +131,14 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
                 await write(backend, values)
                 for key, record in values.items():
                     model.write(key, record)
-            elif verb == "touch":
-                await backend.touch(values, at + 0.5)
+            elif verb in ("touch", "count"):
+                await backend.touch(values, at + 0.5, moves=verb == "touch")
                 for key, count in values.items():
-                    model.touch(key, count, at)
+                    model.touch(key, count, at, moves=verb == "touch")
+            elif verb == "requeue":
+                await backend.requeue(values, at + 0.5)
+                for key, count in values.items():
+                    model.requeue(key, count, at)
             elif verb == "drop":
                 await backend.drop()
                 models[uid] = Model()

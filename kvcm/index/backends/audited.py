@@ -1,8 +1,8 @@
 """What `kvcm index verify` asks of a place that keeps the records of one instance.
 
 Beside its record, a store keeps five things of a block: its place in the access order, its deadline, its place among
-its parent's children, and its part of two sums (bytes by storage type, number of blocks). `BlockView` is what is there
-of one block, and `faults` says where the parts disagree.
+its parent's children, and its part of the sums (bytes by place, those being deleted, number of blocks). `BlockView` is
+what is there of one block, and `faults` says where the parts disagree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcm.index.backends.access import is_resident
 from kvcm.index.backends.backend import IndexBackend
+from kvcm.index.backends.tally import Sum, sums_of
 from kvcm.model.locations import BlockRecord
 
 __all__ = ["AuditedIndex", "BlockView", "Claims", "PlainAudit", "faults"]
@@ -36,6 +38,7 @@ class BlockView:
         is_listed: whether scans find it.
         due: its deadline as the store keeps it for the search for due blocks.
         parents: whose child the store says it is; of those that were asked for and of its record's.
+        is_evictable: whether it stands among the blocks that can be evicted, None where the store keeps none apart.
     """
 
     key: int
@@ -45,6 +48,7 @@ class BlockView:
     is_listed: bool
     due: float | None
     parents: frozenset[int]
+    is_evictable: bool | None = None
 
 
 class AuditedIndex(Protocol):
@@ -67,8 +71,8 @@ class AuditedIndex(Protocol):
     async def look(self, shard: int, claims: Claims) -> list[BlockView]:
         """Return what is there of blocks."""
 
-    async def usage(self, shard: int) -> Mapping[int, int]:
-        """Return the bytes that are kept with the records, by number of the storage type."""
+    async def usage(self, shard: int) -> Mapping[Sum, int]:
+        """Return the sums that are kept with the records, without those that are 0."""
 
     async def mend(self, shard: int, view: BlockView) -> bool:
         """Make all that is derived agree with the record, if that still is the one in the view."""
@@ -76,8 +80,8 @@ class AuditedIndex(Protocol):
     async def drop_record(self, shard: int, view: BlockView) -> bool:
         """Forget a record that cannot be read, if it still is the one in the view, and all that is derived from it."""
 
-    async def add_usage(self, shard: int, difference: Mapping[int, int]) -> None:
-        """Correct the bytes that are kept with the records."""
+    async def add_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
+        """Correct the sums that are kept with the records."""
 
 
 def faults(view: BlockView) -> list[str]:
@@ -89,6 +93,9 @@ def faults(view: BlockView) -> list[str]:
     found = [] if view.is_listed else ["the record is missing in the access order: scans do not find it"]
     if view.due != view.record.due:
         found.append(f"the pending set says {view.due}, the record {view.record.due}")
+    if view.is_evictable not in (None, is_resident(view.record)):
+        what = "among the blocks that can be evicted" if view.is_evictable else "behind the blocks that can be evicted"
+        found.append(f"the access order has it {what}")
     parent = view.record.parent
     if parent is not None and parent not in view.parents:
         found.append(f"the record is missing among the children of {parent}")
@@ -146,8 +153,8 @@ class PlainAudit:
             self._pending = frozenset(await self._backend.due(_FOR_EVER, _ALL))
         return self._pending
 
-    async def usage(self, shard: int) -> Mapping[int, int]:
-        return {int(kind): size for kind, size in self._backend.usage_bytes.items() if size}
+    async def usage(self, shard: int) -> Mapping[Sum, int]:
+        return sums_of(self._backend.usage_bytes, self._backend.deleting_bytes, self._backend.deleting_keys)
 
     async def mend(self, shard: int, view: BlockView) -> bool:
         return False
@@ -155,7 +162,7 @@ class PlainAudit:
     async def drop_record(self, shard: int, view: BlockView) -> bool:
         return False
 
-    async def add_usage(self, shard: int, difference: Mapping[int, int]) -> None:
+    async def add_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
         raise AssertionError("made anew at every start")
 
 

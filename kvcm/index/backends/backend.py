@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from random import Random
 from typing import NamedTuple, Protocol
 
-from kvcm.model.locations import BlockRecord
-from kvcm.model.storages import StorageType
+from kvcm.index.backends.access import Access
+from kvcm.index.backends.rows import RowObserver, Rows
+from kvcm.index.backends.tally import PlaceTally
+from kvcm.model.locations import BlockRecord, Place
 
 __all__ = ["NOTHING_WRITTEN", "Access", "Change", "IndexBackend", "Written", "usage_difference"]
 
@@ -34,26 +36,14 @@ class Written(NamedTuple):
 
     Attributes:
         lost: keys whose record was not `old` any more; nothing is changed for them.
-        usage: difference of the bytes used, by storage type, of the keys that were changed.
+        usage: difference of the bytes used, by place, of the keys that were changed.
     """
 
     lost: Collection[int]
-    usage: Mapping[StorageType, int]
+    usage: Mapping[Place, int]
 
 
 NOTHING_WRITTEN = Written((), {})
-
-
-class Access(NamedTuple):
-    """When a block was last read, and how often.
-
-    Attributes:
-        at: unix seconds; of a block never read, when it was stored.
-        reads: may saturate.
-    """
-
-    at: int
-    reads: int
 
 
 class IndexBackend(Protocol):
@@ -75,8 +65,16 @@ class IndexBackend(Protocol):
         """Number of records; of a shared store as last heard."""
 
     @property
-    def usage_bytes(self) -> Mapping[StorageType, int]:
-        """Bytes of all locations by storage type; of a shared store as last heard."""
+    def usage_bytes(self) -> Mapping[Place, int]:
+        """Bytes of all locations by place; of a shared store as last heard."""
+
+    @property
+    def deleting_bytes(self) -> Mapping[Place, int]:
+        """Bytes of the locations that are being deleted, which `usage_bytes` counts too; as last heard."""
+
+    @property
+    def deleting_keys(self) -> int:
+        """Number of records all of whose locations are being deleted; as last heard."""
 
     async def refresh(self) -> None:
         """Hear from the store how many records there are and what they use."""
@@ -94,15 +92,44 @@ class IndexBackend(Protocol):
     async def children(self, key: int) -> list[int]:
         """Return the keys whose parent is `key`, found without a scan."""
 
-    async def due(self, now: float, most: int) -> list[int]:
-        """Return keys of blocks with a location that is writing or deleting and whose deadline is not after `now`,
-        the earliest first, at most so many."""
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        """Return the children of every key, in order of the keys asked for."""
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
-        """Record that blocks were read at unix time `at`: number of reads by key. Keys without a record are left."""
+    async def due(self, now: float, most: int) -> list[int]:
+        """Return keys of blocks for which something has to be done (`BlockRecord.due`) not after `now`, the earliest
+        first, at most so many."""
+
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
+        """Record that blocks were read. Keys without a record are left.
+
+        Args:
+            counts: number of reads by key, those first whose last read was first.
+            at: unix time.
+            moves: whether the blocks get the time, which nevertheless never goes back, or only more reads.
+        """
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        """Set the access of blocks to unix time `at` and to a number of reads by key, as if that was all that is known
+        of them: a second chance is used up. Keys that are not resident are left."""
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         """Return when each block was last read, None where there is no record."""
+
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        """Return resident blocks in the order of the seconds of their accesses, the coldest first.
+
+        Args:
+            count: at most so many.
+            offset: position in the order to begin at. A shared store keeps to it about: blocks near the cut may be
+                left out although they are colder, or come again.
+        """
+
+    def follow(self, observer: RowObserver | None) -> Rows | None:
+        """Tell an observer of changes from now on, in the place of the one before; None for nobody.
+
+        Returns:
+            The blocks by row; None, and nobody is told, where they are not in this process's memory.
+        """
 
     def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         """Yield every key that exists during the whole scan at least once, in pages.
@@ -117,16 +144,9 @@ class IndexBackend(Protocol):
         """Forget everything, records included: the instance is gone."""
 
 
-def usage_difference(changes: Iterable[Change]) -> Counter[StorageType]:
-    """Return by how many bytes changes raise usage, by storage type (invariant 4)."""
-    difference: Counter[StorageType] = Counter()
+def usage_difference(changes: Iterable[Change]) -> Counter[Place]:
+    """Return by how many bytes changes raise usage, by place (invariant 4)."""
+    tally = PlaceTally()
     for _, old, new, _ in changes:
-        before = old.locations if old is not None else ()
-        after = new.locations if new is not None else ()
-        if len(before) == len(after) and all(a.id == b.id for a, b in zip(before, after, strict=True)):
-            continue
-        for location in after:
-            difference[location.storage_type] += location.size_bytes
-        for location in before:
-            difference[location.storage_type] -= location.size_bytes
-    return difference
+        tally.change(old, new)
+    return tally.used

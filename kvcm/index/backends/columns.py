@@ -7,6 +7,7 @@ blocks (sampling would have to draw again, and tidying up would stop the loop).
 Invariants:
 
 * Rows are dense: a removed block's row is taken by the last one at once.
+* Whoever follows is told of a change at its end, when all columns are as they stay; only of a removal before it.
 * The children of a block are a doubly linked list of rows, so that a prefix with many continuations loses one in
   constant time. Its head is kept in the row of the parent, or in `_orphans` while the parent has no row.
 """
@@ -14,25 +15,29 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from heapq import nsmallest
 from random import Random
 from typing import Any, cast
 
-from kvcm.index.backends.backend import Access
-from kvcm.index.backends.packed import Chunks, HeaderPool, Headers, unpack
-from kvcm.model.locations import BlockRecord
+from kvcm.index.backends.access import Access, is_resident, stored_at, whole_seconds
+from kvcm.index.backends.packed import Chunks, Header, HeaderPool, Headers, unpack
+from kvcm.index.backends.rows import RowObserver
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
 
 __all__ = ["BlockColumns"]
 
 _NO_ROW = -1
-_MOST_SECONDS, _MOST_READS = (1 << 32) - 1, (1 << 16) - 1
+_MOST_READS = (1 << 16) - 1
+_SERVING = LocationStatus.SERVING
 
 # See packed.py: from a ready tuple a named tuple is made in a third of the time.
 _new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
 
 
 class BlockColumns:
-    """Records of blocks by key, with the children and the last access of each. Keys and parents are int64."""
+    """Records of blocks by key, with the children and the last access of each; the same by row (`Rows`). Keys and
+    parents are int64."""
 
     __slots__ = (
         "_chunks",
@@ -42,6 +47,7 @@ class BlockColumns:
         "_headers",
         "_keys",
         "_next",
+        "_observer",
         "_orphans",
         "_parents",
         "_pool",
@@ -55,6 +61,7 @@ class BlockColumns:
         self._rows: dict[int, int] = {}
         self._orphans: dict[int, int] = {}
         self._pool = HeaderPool()
+        self._observer: RowObserver | None = None
         self._keys = array("q")
         self._parents = array("q")
         self._depths = array("i")  # the complement where there is no parent
@@ -76,9 +83,10 @@ class BlockColumns:
     def __contains__(self, key: int) -> bool:
         return key in self._rows
 
-    def keys(self) -> list[int]:
-        """Return all keys."""
-        return list(self._rows)
+    def keys(self) -> array[int]:
+        """Return all keys; a copy of numbers, since one of objects would stop the loop for longer and hold on to them
+        as long as a scan takes."""
+        return self._keys[:]
 
     def sample(self, count: int, random: Random) -> list[int]:
         """Return `count` distinct keys (all, if there are fewer), each equally likely."""
@@ -113,38 +121,102 @@ class BlockColumns:
         if old is None or not self._holds(row, old):
             return False
         if new is None:
-            self._remove(key, row)
+            self._remove(key, row, old)
         else:
             self._replace(row, old, new)
         return True
 
     def insert(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
         """Add the record of a key that has none, with its last access if it was read before."""
-        self._insert(key, record)
-        if access is not None:
-            self._set_access(len(self._keys) - 1, access.at, access[1])
+        self._insert(key, record, access)
 
-    def children(self, key: int) -> list[int]:
+    def clear(self) -> None:
+        """Remove all."""
+        if self._observer is not None:
+            for row in filter(self.is_resident, reversed(range(len(self._keys)))):
+                self._observer.removed(row)
+        self._rows.clear()
+        self._orphans.clear()
+        self._pool.clear()
+        for column in self._columns:
+            del column[:]
+
+    def family(self, key: int) -> list[int]:
         """Return the keys of the blocks whose parent is `key`, in order of their keys."""
         row = self._rows.get(key)
-        child = self._orphans.get(key, _NO_ROW) if row is None else self._first_child[row]
-        found = []
-        while child != _NO_ROW:
-            found.append(self._keys[child])
-            child = self._next[child]
-        return sorted(found)
+        first = self._orphans.get(key, _NO_ROW) if row is None else self._first_child[row]
+        return sorted([self._keys[child] for child in self._siblings(first)])
 
-    def touch(self, counts: Mapping[int, int], at: int) -> None:
-        """Add reads by key, at unix time `at`; keys without a record are left."""
+    def touch(self, counts: Mapping[int, int], at: int, *, moves: bool) -> None:
+        """Add reads by key, and set the time to unix time `at` if it moves; keys without a record are left."""
         for key, count in counts.items():
             row = self._rows.get(key)
-            if row is not None:
-                self._set_access(row, max(at, self._read_at[row]), self._reads[row] + count)
+            if row is None:
+                continue
+            before = self._read_at[row]
+            self._set_access(row, max(at, before) if moves else before, self._reads[row] + count)
+            if self._observer is not None and self.is_resident(row):
+                self._observer.touched(row, count)
+
+    def requeue(self, counts: Mapping[int, int], at: int) -> None:
+        """Set time and reads of resident blocks."""
+        for key, reads in counts.items():
+            row = self._rows.get(key)
+            if row is not None and self.is_resident(row):
+                self._set_access(row, at, reads)
 
     def accesses(self, keys: Iterable[int]) -> list[Access | None]:
         """Return the last access of each block, None where there is no record."""
         read_at, reads = self._read_at, self._reads
         return [None if row is None else Access(read_at[row], reads[row]) for row in map(self._rows.get, keys)]
+
+    def coldest(self, count: int) -> list[tuple[int, Access]]:
+        """Return the resident blocks that were not read for longest, with a look at every row."""
+        resident = filter(self.is_resident, range(len(self._keys)))
+        return [(self._keys[row], self.access(row)) for row in nsmallest(count, resident, self._read_at.__getitem__)]
+
+    # ── by row ──
+
+    def follow(self, observer: RowObserver | None) -> None:
+        """Tell an observer of changes from now on, in the place of the one before; None for nobody."""
+        self._observer = observer
+
+    def row(self, key: int) -> int | None:
+        """Return the row of a block, None when there is no record of it."""
+        return self._rows.get(key)
+
+    def key(self, row: int) -> int:
+        """Return the key of the block in a row."""
+        return self._keys[row]
+
+    def depth(self, row: int) -> int:
+        """Return the depth of the block in its chain."""
+        depth = self._depths[row]
+        return ~depth if depth < 0 else depth
+
+    def locations(self, row: int) -> tuple[Location, ...]:
+        """Return the locations of the block."""
+        return unpack(self._headers[row], self._chunks[row])
+
+    def access(self, row: int) -> Access:
+        """Return when the block was last read and how often."""
+        return Access(self._read_at[row], self._reads[row])
+
+    def is_resident(self, row: int) -> bool:
+        """Return whether the block has a serving location."""
+        headers = self._headers[row]
+        if type(self._chunks[row]) is bytes:
+            return headers[3] is _SERVING
+        return any(header[3] is _SERVING for header in cast("tuple[Header, ...]", headers))
+
+    def children(self, row: int) -> Iterator[int]:
+        """Yield the rows of the blocks that directly follow."""
+        return self._siblings(self._first_child[row])
+
+    def _siblings(self, row: int) -> Iterator[int]:
+        while row != _NO_ROW:
+            yield row
+            row = self._next[row]
 
     def _holds(self, row: int, record: BlockRecord) -> bool:
         parent, depth, locations = record
@@ -156,7 +228,7 @@ class BlockColumns:
             return chunks == location[5] and self._headers[row] == location[:5] + location[6:]
         return unpack(self._headers[row], chunks) == locations
 
-    def _insert(self, key: int, record: BlockRecord) -> None:
+    def _insert(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
         parent, depth, locations = record
         headers, chunks = self._pool.pack(locations)
         row = self._rows[key] = len(self._keys)
@@ -168,10 +240,12 @@ class BlockColumns:
         self._first_child.append(self._orphans.pop(key, _NO_ROW))
         self._next.append(_NO_ROW)
         self._previous.append(_NO_ROW)
-        self._read_at.append(_seconds(locations[0].written_at))
-        self._reads.append(0)
+        self._read_at.append(whole_seconds(stored_at(record) if access is None else access.at))
+        self._reads.append(0 if access is None else access.reads)
         if parent is not None:
             self._link(row, parent)
+        if self._observer is not None and is_resident(record):
+            self._observer.added(row)
 
     def _replace(self, row: int, old: BlockRecord, new: BlockRecord) -> None:
         parent, depth, locations = new
@@ -181,8 +255,24 @@ class BlockColumns:
         self._parents[row] = parent or 0
         self._depths[row] = ~depth if parent is None else depth
         self._headers[row], self._chunks[row] = self._pool.pack(locations)
+        was_resident, is_resident_now = is_resident(old), is_resident(new)
+        if is_resident_now and not was_resident:
+            self._read_at[row], self._reads[row] = whole_seconds(stored_at(new)), 0
+        if self._observer is not None and (was_resident or is_resident_now):
+            self._tell(self._observer, row, was_resident, is_resident_now)
 
-    def _remove(self, key: int, row: int) -> None:
+    @staticmethod
+    def _tell(observer: RowObserver, row: int, was_resident: bool, is_resident_now: bool) -> None:
+        if not is_resident_now:
+            observer.removed(row)
+        elif was_resident:
+            observer.changed(row)
+        else:
+            observer.added(row)
+
+    def _remove(self, key: int, row: int, old: BlockRecord) -> None:
+        if self._observer is not None and is_resident(old):
+            self._observer.removed(row)
         self._unlink(row, self._parent(row))
         del self._rows[key]
         if self._first_child[row] != _NO_ROW:
@@ -192,6 +282,8 @@ class BlockColumns:
             self._move(last, row)
         for column in self._columns:
             column.pop()
+        if row != last and self._observer is not None and self.is_resident(row):
+            self._observer.moved(last, row)
 
     def _move(self, row: int, to: int) -> None:
         for column in self._columns:
@@ -241,10 +333,6 @@ class BlockColumns:
         else:
             self._orphans.pop(parent, None)
 
-    def _set_access(self, row: int, at: int, reads: int) -> None:
-        self._read_at[row] = _seconds(at)
+    def _set_access(self, row: int, at: float, reads: int) -> None:
+        self._read_at[row] = whole_seconds(at)
         self._reads[row] = min(reads, _MOST_READS)
-
-
-def _seconds(at: float) -> int:
-    return int(at) if 0 <= at <= _MOST_SECONDS else (_MOST_SECONDS if at > 0 else 0)

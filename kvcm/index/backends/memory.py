@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
 
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
 from kvcm.index.backends.columns import BlockColumns
-from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.model.storages import StorageType
+from kvcm.index.backends.rows import RowObserver, Rows
+from kvcm.index.backends.tally import PlaceTally
+from kvcm.model.locations import BlockRecord, LocationStatus, Place
 from kvcm.store.due_queue import DueQueue
 
 __all__ = ["MemoryBackend"]
-
-_TYPES = tuple(StorageType)
-_NUMBERS = max(_TYPES) + 1
 
 
 class MemoryBackend:
@@ -30,15 +27,23 @@ class MemoryBackend:
     def __init__(self) -> None:
         self._blocks = BlockColumns()
         self._due: DueQueue[int] = DueQueue()
-        self._usage: Counter[StorageType] = Counter()
+        self._tally = PlaceTally()
 
     @property
     def key_count(self) -> int:
         return len(self._blocks)
 
     @property
-    def usage_bytes(self) -> Mapping[StorageType, int]:
-        return self._usage
+    def usage_bytes(self) -> Mapping[Place, int]:
+        return self._tally.used
+
+    @property
+    def deleting_bytes(self) -> Mapping[Place, int]:
+        return self._tally.deleting
+
+    @property
+    def deleting_keys(self) -> int:
+        return self._tally.deleting_blocks
 
     async def refresh(self) -> None:
         """Nobody else changes the records: what is known here is the truth."""
@@ -50,41 +55,51 @@ class MemoryBackend:
         if not changes:
             return NOTHING_WRITTEN
         lost: list[int] = []
-        # By number: a list is indexed by an enum in a fraction of the time that a dict takes to hash it.
-        difference = [0] * _NUMBERS
+        difference = PlaceTally()
         for key, old, new, _ in changes:
             if self._blocks.swap(key, old, new):
                 self._schedule(key, new)
-                _count(difference, old, new)
+                difference.change(old, new)
             else:
                 lost.append(key)
-        usage = {storage_type: difference[storage_type] for storage_type in _TYPES if difference[storage_type]}
-        self._usage.update(usage)
-        return Written(lost, usage)
+        self._tally.update(difference)
+        return Written(lost, difference.used)
 
     def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
         """Add a record that was stored before this process began, with its last access if it was read."""
         self._blocks.insert(key, record, access)
         self._schedule(key, record)
-        for location in record.locations:
-            self._usage[location.storage_type] += location.size_bytes
+        self._tally.change(None, record)
 
     async def children(self, key: int) -> list[int]:
-        return self._blocks.children(key)
+        return self._blocks.family(key)
+
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        return [self._blocks.family(key) for key in keys]
 
     async def due(self, now: float, most: int) -> list[int]:
         return self._due.until(now, most)
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
-        self._blocks.touch(counts, int(at))
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
+        self._blocks.touch(counts, int(at), moves=moves)
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        self._blocks.requeue(counts, int(at))
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         return self._blocks.accesses(keys)
 
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        return self._blocks.coldest(offset + count)[offset:]
+
+    def follow(self, observer: RowObserver | None) -> Rows:
+        self._blocks.follow(observer)
+        return self._blocks
+
     async def drop(self) -> None:
-        self._blocks = BlockColumns()
-        self._due = DueQueue()
-        self._usage.clear()
+        self._blocks.clear()
+        self._due.clear()
+        self._tally.clear()
 
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
@@ -107,14 +122,6 @@ class MemoryBackend:
 def _due(record: BlockRecord) -> float | None:
     locations = record.locations
     if len(locations) == 1:  # nearly every block: a third of the time of the property
-        return None if locations[0].status is LocationStatus.SERVING else locations[0].deadline
+        deadline = locations[0].deadline
+        return deadline if deadline or locations[0].status is not LocationStatus.SERVING else None
     return record.due
-
-
-def _count(difference: list[int], old: BlockRecord | None, new: BlockRecord | None) -> None:
-    if new is not None:
-        for location in new.locations:
-            difference[location.storage_type] += location.size_bytes
-    if old is not None:
-        for location in old.locations:
-            difference[location.storage_type] -= location.size_bytes

@@ -17,7 +17,7 @@ from kvcm.model.storages import StorageType
 
 __all__ = ["Chunks", "Header", "HeaderPool", "Headers", "header_of", "unpack"]
 
-Header: TypeAlias = tuple[str, str, StorageType, LocationStatus, tuple[str, ...], int, float, str, float]
+Header: TypeAlias = tuple[str, str, StorageType, LocationStatus, tuple[str, ...], int, float, str, float, int, float]
 """The fields of a `Location` in their order, without the chunk."""
 
 Headers: TypeAlias = Header | tuple[Header, ...]
@@ -41,9 +41,9 @@ def header_of(location: Location) -> Header:
 def unpack(headers: Headers, chunks: Chunks) -> tuple[Location, ...]:
     """Return the locations of a block."""
     if type(chunks) is bytes:
-        head = cast("Header", headers)
+        of = cast("Header", headers)
         # Spelled out: slices and a function call would double the time.
-        fields = (head[0], head[1], head[2], head[3], head[4], chunks, head[5], head[6], head[7], head[8])
+        fields = (of[0], of[1], of[2], of[3], of[4], chunks, of[5], of[6], of[7], of[8], of[9], of[10])
         return (_new_location(Location, fields),)
     pairs = zip(cast("tuple[Header, ...]", headers), cast("tuple[bytes, ...]", chunks), strict=True)
     return tuple([_new_location(Location, (*head[:5], chunk, *head[5:])) for head, chunk in pairs])

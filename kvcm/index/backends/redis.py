@@ -3,10 +3,11 @@
 Keys of one lock shard of one instance share a hash tag, hence a slot of a cluster; `P` is the name of the deployment::
 
     P:b{uid.shard} + key    block record: version, stamp, body (index/codec.py)
-    P:z{uid.shard}          access order: key -> unix seconds + min(reads, 4095) / 4096
+    P:z{uid.shard}          access order: key -> time and number of reads (redis_order.py)
     P:c{uid.shard}          children: parent + child of the children that lie in this shard, all of score 0
     P:p{uid.shard}          pending: key -> when a session expires or bytes may go
-    P:u{uid.shard}          usage: storage type -> bytes
+    P:u{uid.shard}          usage: type/storage -> bytes, -type/storage -> those that are being deleted;
+                            - -> blocks of which everything is being deleted
 
 Keys of blocks are 8 bytes, big endian. Invariants:
 
@@ -24,19 +25,20 @@ each new one would be a copy of the value); ZRANDMEMBER (only about fair, and no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
-from kvcm.index.backends.redis_keys import KEY, ShardKeys
-from kvcm.index.backends.redis_scripts import DROP, REWRITE, SAMPLE, TOUCH, WRITE
-from kvcm.index.codec import STAMP_SIZE, decode_record, encode_record
+from kvcm.index.backends.redis_keys import KEY, RELATION, ShardKeys
+from kvcm.index.backends.redis_order import Placed, access_of, merged, requeue_call, touch_call
+from kvcm.index.backends.redis_scripts import DROP, FAMILIES, SAMPLE
+from kvcm.index.backends.redis_write import ShardWrite
+from kvcm.index.backends.rows import RowObserver
+from kvcm.index.backends.tally import Sum
+from kvcm.index.codec import decode_record
 from kvcm.index.shards import shard_of
-from kvcm.model.locations import BlockRecord
-from kvcm.model.storages import StorageType
+from kvcm.model.locations import BlockRecord, Place
 from kvcm.store.redis.client import RedisClient, ScriptCall
 
 __all__ = ["RedisBackend"]
@@ -44,13 +46,8 @@ __all__ = ["RedisBackend"]
 _MOST_KEYS_PER_CALL: Final = 256
 _MOST_CALLS_AT_ONCE: Final = 32
 _MOST_KEYS_PER_READ: Final = 4096
-_READS_PER_SECOND: Final = 4096  # the score of an access: whole seconds, and reads as the fraction
 
 _FIRST_MEMBER, _LAST_MEMBER = bytes(KEY.size), b"\xff" * KEY.size  # as the server orders bytes
-_ABSENT = bytes(STAMP_SIZE)
-_UNKNOWN = b"\xff" * STAMP_SIZE  # no write has this stamp
-
-_encode = msgspec.msgpack.Encoder().encode
 _Item = TypeVar("_Item")
 
 
@@ -70,24 +67,34 @@ class RedisBackend:
         self._client = client
         self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
         self._key_count = 0
-        self._usage: Counter[StorageType] = Counter()
+        self._usage: Counter[Place] = Counter()
+        self._deleting: Counter[Place] = Counter()
+        self._deleting_keys = 0
 
     @property
     def key_count(self) -> int:
         return self._key_count
 
     @property
-    def usage_bytes(self) -> Mapping[StorageType, int]:
+    def usage_bytes(self) -> Mapping[Place, int]:
         return self._usage
+
+    @property
+    def deleting_bytes(self) -> Mapping[Place, int]:
+        return self._deleting
+
+    @property
+    def deleting_keys(self) -> int:
+        return self._deleting_keys
 
     async def refresh(self) -> None:
         sizes = [(b"ZCARD", shard.order) for shard in self._shards]
         answers = await self._client.execute(sizes + [(b"HGETALL", shard.usage) for shard in self._shards])
+        self._forget_sums()
         self._key_count = sum(answers[: len(sizes)])
-        self._usage.clear()
         for usage in answers[len(sizes) :]:
-            for storage_type, size_bytes in zip(usage[::2], usage[1::2], strict=True):
-                self._usage[StorageType(int(storage_type))] += int(size_bytes)
+            for field, size in zip(usage[::2], usage[1::2], strict=True):
+                self._add(Sum.parse(field.decode()), int(size))
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         if len(keys) <= _MOST_KEYS_PER_READ:
@@ -98,12 +105,12 @@ class RedisBackend:
         if not changes:
             return NOTHING_WRITTEN
         writes = [
-            _ShardWrite(self._shards[shard], part)
+            ShardWrite(self._shards[shard], part)
             for shard, positions in self._by_shard([change.key for change in changes]).items()
             for part in _cut([changes[position] for position in positions], _MOST_KEYS_PER_CALL)
         ]
         lost: list[int] = []
-        usage: Counter[StorageType] = Counter()
+        usage: Counter[Place] = Counter()
         for some in _cut(writes, _MOST_CALLS_AT_ONCE):
             answers = await self._client.run([write.call for write in some])
             for write, answer in zip(some, answers, strict=True):
@@ -116,6 +123,18 @@ class RedisBackend:
         families = await self._client.execute([(b"ZRANGEBYLEX", shard.children, *bounds) for shard in self._shards])
         return sorted(_key(relation[KEY.size :]) for family in families for relation in family)
 
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        calls = [
+            ScriptCall(FAMILIES, [shard.children], [b"".join(map(KEY.pack, part))])
+            for part in _cut(keys, _MOST_KEYS_PER_CALL)
+            for shard in self._shards
+        ]
+        answers = [answer for some in _cut(calls, _MOST_CALLS_AT_ONCE) for answer in await self._client.run(some)]
+        # Of each part of the keys every shard tells what lies in it.
+        by_part = _cut(answers, len(self._shards))
+        relations = [b"".join(found) for shards in by_part for found in zip(*shards, strict=True)]
+        return [sorted(child for _, child in RELATION.iter_unpack(family)) for family in relations]
+
     async def due(self, now: float, most: int) -> list[int]:
         limit = (b"WITHSCORES", b"LIMIT", 0, most)
         answers = await self._client.execute(
@@ -124,13 +143,20 @@ class RedisBackend:
         found = [(float(at), key) for answer in answers for key, at in zip(answer[::2], answer[1::2], strict=True)]
         return [_key(member) for _, member in sorted(found)[:most]]
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
-        keys = list(counts)
-        calls = []
-        for shard, positions in self._by_shard(keys).items():
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
+        await self._run([touch_call(order, counts, part, at, moves=moves) for order, part in self._parts(counts)])
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        await self._run([requeue_call(order, counts, part, at) for order, part in self._parts(counts)])
+
+    def _parts(self, keys: Iterable[int]) -> Iterator[tuple[bytes, Sequence[int]]]:
+        """Yield access orders, each with keys for one call."""
+        distinct = list(keys)
+        for shard, positions in self._by_shard(distinct).items():
             for part in _cut(positions, _MOST_KEYS_PER_CALL):
-                reads = [item for i in part for item in (KEY.pack(keys[i]), counts[keys[i]])]
-                calls.append(ScriptCall(TOUCH, [self._shards[shard].order], [int(at), *reads]))
+                yield self._shards[shard].order, [distinct[i] for i in part]
+
+    async def _run(self, calls: Sequence[ScriptCall]) -> None:
         for some in _cut(calls, _MOST_CALLS_AT_ONCE):
             await self._client.run(some)
 
@@ -144,6 +170,23 @@ class RedisBackend:
         )
         return _restored(len(keys), groups, (map(_access, answer) for answer in answers))
 
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        if count <= 0:
+            return []
+        # Keys spread evenly over the shards: mostly a bit more than its part of the blocks is enough of each.
+        start, asked = offset // len(self._shards), min(count, 2 * count // len(self._shards) + 16)
+        coldest, is_enough = await self._coldest(count, start, asked)
+        if not is_enough:
+            coldest, _ = await self._coldest(count, start, count)
+        return [(_key(member), access_of(score)) for member, score in coldest]
+
+    async def _coldest(self, count: int, start: int, asked: int) -> tuple[list[Placed], bool]:
+        firsts = [(b"ZRANGE", shard.order, start, start + asked - 1, b"WITHSCORES") for shard in self._shards]
+        return merged(await self._client.execute(firsts), count, asked)
+
+    def follow(self, observer: RowObserver | None) -> None:
+        """Other managers change the records, and none of them are here: nobody can be told."""
+
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         for shard in self._shards:
             cursor: Any = None
@@ -151,7 +194,7 @@ class RedisBackend:
                 scan = (b"ZSCAN", shard.order, cursor or b"0", b"COUNT", page_size)
                 ((cursor, found),) = await self._client.execute([scan])
                 for number, page in enumerate(_cut(list(dict.fromkeys(found[::2])), page_size)):
-                    members = await self._resident(shard, page) if number else page
+                    members = await self._present(shard, page) if number else page
                     if members:
                         yield list(map(_key, members))
 
@@ -182,8 +225,7 @@ class RedisBackend:
             ]
             sizes = await self._client.run(calls)
             left = [shard for shard, size in zip(left, sizes, strict=True) if size]
-        self._key_count = 0
-        self._usage.clear()
+        self._forget_sums()
 
     def _by_shard(self, keys: Iterable[int]) -> dict[int, list[int]]:
         """Return the positions of keys by shard."""
@@ -206,109 +248,44 @@ class RedisBackend:
     async def _sizes(self) -> list[int]:
         return await self._client.execute([(b"ZCARD", shard.order) for shard in self._shards])
 
-    async def _resident(self, shard: ShardKeys, members: Sequence[bytes]) -> list[bytes]:
+    async def _present(self, shard: ShardKeys, members: Sequence[bytes]) -> list[bytes]:
         """Return those that are still there: a small shard answers a scan with all it has, pages before their time."""
         ((scores),) = await self._client.execute([(b"ZMSCORE", shard.order, *members)])
         return [member for member, score in zip(members, scores, strict=True) if score is not None]
 
-    def _note(self, write: _ShardWrite, lost: Sequence[int], usage: Counter[StorageType]) -> list[int]:
+    def _forget_sums(self) -> None:
+        self._key_count = self._deleting_keys = 0
+        self._usage.clear()
+        self._deleting.clear()
+
+    def _add(self, of: Sum | None, size: int) -> None:
+        if of is None:
+            return  # of another release
+        if of.place is None:
+            self._deleting_keys += size
+        else:
+            (self._deleting if of.is_deleting else self._usage)[of.place] += size
+
+    def _note(self, write: ShardWrite, lost: Sequence[int], usage: Counter[Place]) -> list[int]:
         """Count what was written, and return the keys that lost."""
         losers = set(lost)
-        for index, storage_type, size_bytes in _triples(write.usage):
-            if index not in losers:
-                usage[storage_type] += size_bytes
-                self._usage[storage_type] += size_bytes
+        for of, size in write.sums.totals(losers).items():
+            self._add(of, size)
+            if of.place is not None and not of.is_deleting:
+                usage[of.place] += size
         for index, (_, old, new, _) in enumerate(write.changes, 1):
             if index not in losers:
                 self._key_count += (new is not None) - (old is not None)
         return [write.changes[index - 1].key for index in lost]
 
 
-class _ShardWrite:
-    """Changes of one shard as the script wants them.
-
-    Attributes:
-        changes: in the order of the script's indexes, which count from 1.
-        usage: index of a change, storage type, bytes; again and again.
-        call: of the script.
-    """
-
-    def __init__(self, shard: ShardKeys, changes: Sequence[Change]) -> None:
-        self.changes = changes
-        self.usage: list[int] = []
-        self._scores: list[int | bool] = []
-        self._dues: list[float | bool] = []
-        self._leaving: list[int] = []
-        self._coming: list[int] = []
-        self._parents_left: list[bytes] = []
-        self._parents_joined: list[bytes] = []
-        for index, (_, old, new, _) in enumerate(changes, 1):
-            self._scores.append(int(new.locations[0].written_at) if new is not None and old is None else False)
-            self._dues.append(_due_order(old, new))
-            self._relate(index, old, new)
-            self._count(index, old, new)
-        is_growth = any(old is None and new is not None for _, old, new, _ in changes)
-        self.call = ScriptCall(WRITE if is_growth else REWRITE, self._keys(shard), self._arguments())
-
-    def _keys(self, shard: ShardKeys) -> list[bytes]:
-        blocks = shard.blocks
-        return [*shard[1:], *(blocks + KEY.pack(change.key) for change in self.changes)]
-
-    def _arguments(self) -> list[bytes]:
-        packed = _encode((self._scores, self._dues, self._leaving, self._coming, self.usage))
-        parents = (b"".join(self._parents_left), b"".join(self._parents_joined))
-        records = (b"" if change.new is None else encode_record(change.new) for change in self.changes)
-        return [b"".join([_stamp(change.old) for change in self.changes]), packed, *parents, *records]
-
-    def _relate(self, index: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
-        before = old.parent if old is not None else None
-        after = new.parent if new is not None else None
-        if before == after:
-            return
-        if before is not None:
-            self._leaving.append(index)
-            self._parents_left.append(KEY.pack(before))
-        if after is not None:
-            self._coming.append(index)
-            self._parents_joined.append(KEY.pack(after))
-
-    def _count(self, index: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
-        before = old.locations if old is not None else ()
-        after = new.locations if new is not None else ()
-        if [location.id for location in before] == [location.id for location in after]:
-            return
-        for location in after:
-            self.usage += (index, location.storage_type, location.size_bytes)
-        for location in before:
-            self.usage += (index, location.storage_type, -location.size_bytes)
-
-
-def _stamp(old: BlockRecord | None) -> bytes:
-    return _ABSENT if old is None else getattr(old, "stamp", b"") or _UNKNOWN
-
-
-def _due_order(old: BlockRecord | None, new: BlockRecord | None) -> float | bool:
-    """Return the due time to set, True to clear it, False to leave it."""
-    due = new.due if new is not None else None
-    if due is not None:
-        return float(due)
-    return old is not None and old.due is not None
-
-
 def _access(score: bytes | None) -> Access | None:
-    if score is None:
-        return None
-    seconds, reads = divmod(float(score), 1)
-    return Access(int(seconds), round(reads * _READS_PER_SECOND))
+    return None if score is None else access_of(float(score))
 
 
 def _key(member: bytes) -> int:
     (key,) = KEY.unpack(member)
     return int(key)
-
-
-def _triples(flat: Sequence[int]) -> Iterable[tuple[int, StorageType, int]]:
-    return zip(flat[::3], map(StorageType, flat[1::3]), flat[2::3], strict=True)
 
 
 def _cut(items: Sequence[_Item], size: int) -> Iterable[Sequence[_Item]]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from redis.asyncio.connection import Connection
 from redis.exceptions import RedisError
 
 from kvcm.index.backends.audited import PAGE_KEYS, BlockView, Claims
-from kvcm.index.backends.redis_keys import KEY, ShardKeys
+from kvcm.index.backends.redis_keys import KEY, RELATION, ShardKeys
+from kvcm.index.backends.redis_order import first_score, is_retired
+from kvcm.index.backends.redis_scripts import RETIRED
+from kvcm.index.backends.tally import Sum
 from kvcm.index.codec import STAMP_SIZE, decode_record
 from kvcm.model.errors import StorageIOError
 from kvcm.store.redis.client import RedisClient
@@ -25,7 +27,6 @@ from kvcm.store.redis.script import Argument, Script, ScriptCall
 __all__ = ["RedisAudit", "StoredBlocks"]
 
 _KEYS_PER_CALL: Final = 256
-_RELATION: Final = Struct(">qq")  # parent, child
 _ABSENT: Final = bytes(STAMP_SIZE)
 _NO_PARENTS: Final = frozenset[int]()
 
@@ -43,7 +44,7 @@ return {
 _MEND: Final = Script("""
 -- KEYS: access order, children, pending, block record.
 -- ARGV: stamp of the record, zeros for none; score if it is not in the order; due time or ''; parent or '';
---       parents whose child it is not.
+--       parents whose child it is not; what the score of a block that cannot be evicted has more, else 0.
 local order, children, pending, block = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local member = string.sub(block, -8)
 local held = redis.call('GET', block)
@@ -53,7 +54,8 @@ if (held and string.sub(held, 2, 9) or none) ~= ARGV[1] then return 0 end
 if ARGV[1] == none then
   redis.call('ZREM', order, member)
 else
-  redis.call('ZADD', order, 'NX', ARGV[2], member)
+  local score = tonumber(redis.call('ZSCORE', order, member) or ARGV[2])
+  redis.call('ZADD', order, score % 8589934592 + tonumber(ARGV[6]), member)
 end
 if ARGV[3] == '' then redis.call('ZREM', pending, member) else redis.call('ZADD', pending, ARGV[3], member) end
 for at = 1, #ARGV[5], 8 do
@@ -101,7 +103,7 @@ class RedisAudit:
                 yield dict.fromkeys(map(_key, page), _NO_PARENTS)
         async for relations in self._scan(b"ZSCAN", self._names[shard].children):
             for page in _cut(relations[::2], PAGE_KEYS):
-                yield _claims(_RELATION.unpack(each) for each in page if len(each) == _RELATION.size)
+                yield _claims(RELATION.unpack(each) for each in page if len(each) == RELATION.size)
 
     async def look(self, shard: int, claims: Claims) -> list[BlockView]:
         names, keys = self._names[shard], list(claims)
@@ -115,20 +117,21 @@ class RedisAudit:
         parents = await self._parents(names, asked)
         return [replace(view, parents=parents.get(view.key, _NO_PARENTS)) for view in views]
 
-    async def usage(self, shard: int) -> Mapping[int, int]:
+    async def usage(self, shard: int) -> Mapping[Sum, int]:
         (flat,) = await self._client.execute([(b"HGETALL", self._names[shard].usage)])
-        sizes = {int(kind): int(size) for kind, size in zip(flat[::2], flat[1::2], strict=True)}
-        return {kind: size for kind, size in sizes.items() if size}
+        sizes = {Sum.parse(field.decode()): int(size) for field, size in zip(flat[::2], flat[1::2], strict=True)}
+        return {of: size for of, size in sizes.items() if of is not None and size}
 
     async def mend(self, shard: int, view: BlockView) -> bool:
         names, record = self._names[shard], view.record
-        score = int(record.locations[0].written_at) if record is not None else 0
+        score = first_score(record) if record is not None else 0
         due = repr(float(record.due)) if record is not None and record.due is not None else ""
         parent = record.parent if record is not None else None
         wrong = [KEY.pack(other) for other in view.parents if other != parent]
         joined = KEY.pack(parent) if parent is not None else b""
         keys = [names.order, names.children, names.pending, names.block(view.key)]
-        arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong)]
+        shift = RETIRED if is_retired(score) else 0
+        arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong), shift]
         (done,) = await self._client.run([ScriptCall(_MEND, keys, arguments)])
         return bool(done)
 
@@ -138,9 +141,9 @@ class RedisAudit:
         (done,) = await self._client.run([ScriptCall(_DROP, keys, [view.version])])
         return bool(done)
 
-    async def add_usage(self, shard: int, difference: Mapping[int, int]) -> None:
+    async def add_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
         usage = self._names[shard].usage
-        await self._client.execute([(b"HINCRBY", usage, str(kind), size) for kind, size in difference.items()])
+        await self._client.execute([(b"HINCRBY", usage, of.field, size) for of, size in difference.items()])
 
     async def _scan(self, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
         cursor: Any = b"0"
@@ -156,7 +159,7 @@ class RedisAudit:
         pairs = list(asked)
         if not pairs:
             return {}
-        members = (_RELATION.pack(*pair) for pair in pairs)
+        members = (RELATION.pack(*pair) for pair in pairs)
         (scores,) = await self._client.execute([(b"ZMSCORE", names.children, *members)])
         return _claims(pair for pair, score in zip(pairs, scores, strict=True) if score is not None)
 
@@ -269,7 +272,10 @@ def _view(key: int, data: bytes | None, score: bytes | None, due: bytes | None) 
             version = data[1 : 1 + STAMP_SIZE]
         except StorageIOError as error:
             damage, version = str(error), data
-    return BlockView(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS)
+    return BlockView(
+        *(key, record, damage, version, score is not None, None if due is None else float(due), _NO_PARENTS),
+        is_evictable=None if score is None else not is_retired(float(score)),
+    )
 
 
 def _parents_of(view: BlockView) -> frozenset[int]:

@@ -6,10 +6,13 @@ import re
 from struct import Struct
 from typing import Final, NamedTuple
 
-__all__ = ["KEY", "BlockKeys", "ShardKeys"]
+__all__ = ["KEY", "RELATION", "BlockKeys", "ShardKeys"]
 
 KEY: Final = Struct(">q")
 """A block key as part of a name and as a member of the sorted sets."""
+
+RELATION: Final = Struct(">qq")
+"""Parent and child, as a member of the sorted set of children."""
 
 
 class ShardKeys(NamedTuple):

@@ -15,18 +15,18 @@ all big endian. The second row exists for a block that was read, or whose time o
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from struct import Struct
 from struct import error as struct_error
 from typing import Final
 
+from kvcm.index.backends.access import is_resident, stored_at
 from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.rocks_rows import ADDRESS, BLOCKS, READS
 from kvcm.index.codec import decode_payload, encode_payload
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord
 from kvcm.store.rocks.database import Row
 from kvcm.store.rocks.log import CommitLog, RowChange
 from kvcm.store.rocks.progress import LoadProgress
@@ -60,18 +60,27 @@ class RocksBackend(MemoryBackend):
 
     async def write_many(self, changes: Sequence[Change]) -> Written:
         self._log.admit()
+        read_before = self._read_before(changes)
         written = await super().write_many(changes)
         if written.lost:
             lost = set(written.lost)
             changes = [change for change in changes if change.key not in lost]
         if changes:
-            self._log.append(await self._rows(changes))
+            self._log.append(await self._rows(changes, read_before))
         return written
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         self._log.admit()
-        await super().touch(counts, at)
-        rows = await self._access_rows(list(counts))
+        await super().touch(counts, at, moves=moves)
+        await self._log_accesses(list(counts))
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        self._log.admit()
+        await super().requeue(counts, at)
+        await self._log_accesses(list(counts))
+
+    async def _log_accesses(self, keys: Sequence[int]) -> None:
+        rows = await self._access_rows(keys)
         if rows:
             self._log.append(rows)
 
@@ -82,14 +91,28 @@ class RocksBackend(MemoryBackend):
         self._log.append((), prefixes=(BLOCKS + uid, READS + uid))
         self._on_drop(self._uid)
 
-    async def _rows(self, changes: Sequence[Change]) -> list[RowChange]:
+    def _read_before(self, changes: Sequence[Change]) -> set[int]:
+        """Return the keys that become resident and that have, or may have, a row of reads from before."""
+        coming = [
+            (key, old)
+            for key, old, new, _ in changes
+            if old is not None and new is not None and is_resident(new) and not is_resident(old)
+        ]
+        accesses = zip(coming, self._blocks.accesses([key for key, _ in coming]), strict=True)
+        return {
+            key
+            for (key, old), access in accesses
+            if access is not None and (access[1] or access[0] != int(stored_at(old)))
+        }
+
+    async def _rows(self, changes: Sequence[Change], read_before: Collection[int]) -> list[RowChange]:
         uid, pack = self._uid, ADDRESS.pack
         rows: list[RowChange] = []
         stored_anew: list[int] = []
         for key, old, new, _ in changes:
             if new is not None:
                 rows.append((pack(BLOCKS, uid, key), encode_payload(new)))
-                if old is not None and _stored_at(old) != _stored_at(new):
+                if old is not None and (key in read_before or stored_at(old) != stored_at(new)):
                     stored_anew.append(key)
             elif old is not None:
                 rows.append((pack(BLOCKS, uid, key), None))
@@ -105,10 +128,6 @@ class RocksBackend(MemoryBackend):
             for key, access in accesses
             if access is not None
         ]
-
-
-def _stored_at(record: BlockRecord) -> float:
-    return record.locations[0].written_at
 
 
 class RocksIndex:
