@@ -1,7 +1,7 @@
 """`kvcm index verify`: whether a store holds what the invariants promise.
 
-* Invariant 4: per instance and lock shard the usage kept with the records is that of the records; per group the
-  counters that managers share are the sums of those.
+* Invariant 4: per instance and lock shard the usage kept with the records is that of the records; the counters that
+  managers share, of groups, storages and all together, are the sums of those.
 * Invariant 5: no two locations share an extent.
 * Of every block, the record and all that is derived from it agree; nothing is being written past its deadline or by a
   session that is gone; what cannot be read is named.
@@ -14,9 +14,10 @@ on a shared store: what changes while it is looked at is looked at again (audit_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from kvcm.cache.accounts import field_title
 from kvcm.cache.audit_blocks import BlockAudit, Pause
 from kvcm.cache.audit_documents import DocumentAudit
 from kvcm.cache.audit_report import AuditReport, Finding, Repair
@@ -25,14 +26,12 @@ from kvcm.cache.extents import ExtentPart, Owner, overlapping, part_count
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.open_caches import OpenCaches
 from kvcm.cache.recount import UsageRecount
-from kvcm.cache.shared_usage import SharedLedger, counted
+from kvcm.cache.shared_usage import SharedLedger
 from kvcm.index.backends.audited import AuditedIndex
-from kvcm.index.meta_index import MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Placement
 from kvcm.model.locations import BlockRecord, Location
-from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
 from kvcm.store.store import Store
 
@@ -122,8 +121,7 @@ class IndexAuditor:
         await self._check_unlisted()
         await self._check_blocks(parts)
         if self._store.ledger is not None:
-            for group in self._store.registry.groups.all():
-                await self._check_counters(self._store.ledger, group.name)
+            await self._check_counters(self._store.ledger)
         await self._store.store.flush()
         return self.report
 
@@ -148,6 +146,7 @@ class IndexAuditor:
         await documents.look_at_registry(self._store.store.table("registry"))
         await documents.look_at_sessions(self._sessions)
         await documents.look_at_leases(self._store.store.table("leases", _SESSION_SHARDS))
+        await documents.look_at_pins(self._store.store.table("pins", _SESSION_SHARDS))
         if documents.has_suspects:
             await self._pause()
             await self._store.registry.refresh()
@@ -241,46 +240,35 @@ class IndexAuditor:
 
     # ── counters that managers share (invariant 4) ──
 
-    async def _check_counters(self, ledger: SharedLedger, group_name: str) -> None:
+    async def _check_counters(self, ledger: SharedLedger) -> None:
         await ledger.flush()
-        last: dict[str, int] | None = None
-        for attempt in range(_TRIES):
-            if attempt:
-                await self._pause()
-            difference = await self._counter_difference(ledger, group_name)
-            if not difference or difference == last:
-                if difference:
-                    await self._found_counters(ledger, group_name, difference)
-                return
-            last = difference
-        self.report.unsettled.append(f"shared counters of group {group_name!r}, which change all the time")
-
-    async def _counter_difference(self, ledger: SharedLedger, group_name: str) -> dict[str, int]:
-        used = Counter((await ledger.refresh(group_name)).used)
-        used.subtract(await counted(self._indexes(group_name)))
-        return {field: value for field, value in sorted(used.items()) if value}
-
-    async def _found_counters(self, ledger: SharedLedger, group_name: str, difference: dict[str, int]) -> None:
-        is_mended = self._repair.mend and await self._recount(ledger, group_name)
-        what = ", ".join(f"{_field_name(field)} {value:+}" for field, value in difference.items())
-        what = f"the counters that managers share differ from what is kept with the records: {what}"
-        self.report.add(Finding("usage", f"group {group_name!r}", what, "recounts the group", is_mended))
-
-    async def _recount(self, ledger: SharedLedger, group_name: str) -> bool:
         recount = UsageRecount(self._store.registry, self._store.caches, ledger, self._clock)
-        return await recount.recount(group_name)
+        titles = recount.accounts()
+        last: dict[str, dict[str, int] | None] = dict.fromkeys(titles)
+        for attempt in range(_TRIES):
+            if attempt and last:
+                await self._pause()
+            for account, difference in (await self._counter_differences(recount, last)).items():
+                if difference and difference != last[account]:
+                    last[account] = difference
+                    continue
+                if difference:
+                    await self._found_counters(recount, account, titles[account], difference)
+                del last[account]
+        for account in last:
+            self.report.unsettled.append(f"shared counters of {titles[account]}, which change all the time")
 
-    def _indexes(self, group_name: str) -> dict[int, MetaIndex]:
-        return {
-            cache.placement.uid: cache.index
-            for cache in self._store.caches.all()
-            if cache.instance.instance_group_name == group_name
-        }
+    async def _counter_differences(self, recount: UsageRecount, accounts: Collection[str]) -> dict[str, dict[str, int]]:
+        different = await recount.different(accounts) if accounts else {}
+        return {account: different.get(account, {}) for account in accounts}
 
-
-def _field_name(field: str) -> str:
-    number = int(field[1:])
-    return f"bytes on {StorageType(number).kind}" if field[0] == "b" else f"blocks of registration {number}"
+    async def _found_counters(
+        self, recount: UsageRecount, account: str, title: str, difference: dict[str, int]
+    ) -> None:
+        is_mended = self._repair.mend and await recount.recount([account])
+        what = ", ".join(f"{field_title(account, field)} {value:+}" for field, value in difference.items())
+        what = f"the counters that managers share differ from what is kept with the records: {what}"
+        self.report.add(Finding("usage", title, what, "recounts it", is_mended))
 
 
 def _shared_extent(one: Location, other: Location) -> str:

@@ -18,6 +18,7 @@ from kvcm.cache.endings import SessionEndings
 from kvcm.cache.extents import ExtentPart, Owner
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.index.backends.audited import AuditedIndex, BlockView, Claims, faults
+from kvcm.index.backends.tally import PlaceTally, Sum, sums_of
 from kvcm.index.shards import shard_of
 from kvcm.model.clock import Clock
 from kvcm.model.locations import Location, LocationStatus
@@ -152,20 +153,20 @@ class BlockAudit:
 
     async def _look_at_listed(
         self, shard: int, extents: ExtentPart, progress: Callable[[int], None]
-    ) -> tuple[dict[int, int], int]:
-        counted: Counter[int] = Counter()
+    ) -> tuple[dict[Sum, int], int]:
+        counted = PlaceTally()
         records = 0
         async for claims in self._audited.listed(shard):
             for view in await self.inspect(shard, claims):
                 if view.record is None:
                     continue
                 records += 1
-                _count(counted, view.record.locations)
+                counted.change(None, view.record)
                 damage = extents.add(Owner(self.cache.placement.uid, view.key), view.record)
                 if damage:
                     self._report.add(Finding("uri", self._where(view.key), damage, "none: remove the block"))
             progress(len(claims))
-        return {kind: size for kind, size in counted.items() if size}, records
+        return sums_of(counted.used, counted.deleting, counted.deleting_blocks), records
 
     async def _wrong(self, views: Sequence[BlockView]) -> dict[int, list[_Wrong]]:
         open_sessions: dict[str, bool] = {}
@@ -225,7 +226,7 @@ class BlockAudit:
 
     async def _judge_usage(self, shards: Sequence[int]) -> None:
         """Recount shards until each was found right, or wrong by the same twice."""
-        last: dict[int, Mapping[int, int] | None] = dict.fromkeys(shards)
+        last: dict[int, Mapping[Sum, int] | None] = dict.fromkeys(shards)
         for attempt in range(_TRIES):
             if not last:
                 return
@@ -242,26 +243,27 @@ class BlockAudit:
         for shard in last:
             self._report.unsettled.append(f"usage of {self._title}, shard {shard}, which changes all the time")
 
-    async def _usage_difference(self, shard: int) -> dict[int, int] | None:
+    async def _usage_difference(self, shard: int) -> dict[Sum, int] | None:
         """Return what is missing in the kept sums; None if they changed meanwhile."""
         kept = await self._audited.usage(shard)
-        counted: Counter[int] = Counter()
+        counted = PlaceTally()
         seen: set[int] = set()
         async for claims in self._audited.listed(shard):
             fresh = [key for key in claims if key not in seen]
             seen.update(fresh)
             for view in await self.views(fresh, shard):
-                _count(counted, view.record.locations if view.record is not None else ())
+                counted.change(None, view.record)
         if kept != await self._audited.usage(shard):
             return None
-        counted.subtract(kept)
-        return {kind: size for kind, size in counted.items() if size}
+        difference = Counter(sums_of(counted.used, counted.deleting, counted.deleting_blocks))
+        difference.subtract(kept)
+        return {of: size for of, size in difference.items() if size}
 
-    async def _found_usage(self, shard: int, difference: Mapping[int, int]) -> None:
+    async def _found_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
         mended = self._repair.mend and self._audited.can_mend
         if mended:
             await self._audited.add_usage(shard, difference)
-        what = ", ".join(f"{-size:+} bytes on storage type {kind}" for kind, size in sorted(difference.items()))
+        what = ", ".join(f"{-size:+} {of}" for of, size in sorted(difference.items(), key=str))
         repair = "puts the recount in its place" if self._audited.can_mend else _RESTART
         where = f"{self._title}, shard {shard}"
         self._report.add(Finding("usage", where, f"the kept usage differs from the records: {what}", repair, mended))
@@ -288,8 +290,3 @@ class BlockAudit:
 def _writing(view: BlockView) -> list[Location]:
     locations = view.record.locations if view.record is not None else ()
     return [location for location in locations if location.status is LocationStatus.WRITING]
-
-
-def _count(counted: Counter[int], locations: Sequence[Location]) -> None:
-    for location in locations:
-        counted[int(location.storage_type)] += location.size_bytes

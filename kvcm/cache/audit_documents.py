@@ -1,4 +1,4 @@
-"""Verification of the store's documents: registry, write sessions and read leases."""
+"""Verification of the store's documents: registry, write sessions, read leases and pins."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvcm.cache.audit_report import AuditReport, Finding, Repair
 from kvcm.cache.leases import ReadLease
+from kvcm.cache.pin_values import Pin
 from kvcm.cache.write_values import WriteSession
 from kvcm.model.accounts import Account
 from kvcm.model.errors import StorageIOError
-from kvcm.model.groups import InstanceGroup
+from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Registration, Removal
 from kvcm.model.storages import StorageConfig
 from kvcm.registry.codec import decode_document
+from kvcm.registry.seats import SeatsTaken
 from kvcm.store.store import Table
 
 __all__ = ["DocumentAudit"]
@@ -26,6 +28,8 @@ _KINDS: Final[dict[str, type[Any]]] = {
     "instance/": Registration,
     "removal/": Removal,
     "account/": Account,
+    "quota/": GlobalQuota,
+    "seats/": SeatsTaken,
 }
 _UNREADABLE = "with --drop-unreadable removes the document"
 
@@ -71,6 +75,10 @@ class DocumentAudit:
     async def look_at_leases(self, table: Table) -> None:
         """Look at every read lease."""
         await self._look("lease", table)
+
+    async def look_at_pins(self, table: Table) -> None:
+        """Look at every pin."""
+        await self._look("pin", table)
 
     @property
     def has_suspects(self) -> bool:
@@ -135,6 +143,8 @@ def _decoded(kind: str, name: str, document: bytes) -> _Ending | None:
         return WriteSession.decoded(name, document)
     if kind == "lease":
         return ReadLease.decoded(name, document)
+    if kind == "pin":
+        return Pin.decoded(name, document)
     for prefix, value_kind in _KINDS.items():
         if name.startswith(prefix):
             decode_document(value_kind, document)

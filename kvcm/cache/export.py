@@ -114,6 +114,10 @@ class Exporter:
             else {config.global_unique_name for config in self._registry.storages.all()}
         )
         self._write_storages(wanted)
+        names = {group.global_quota_group_name for group in groups}
+        for quota in self._registry.quotas.all():
+            if not group_name or quota.name in names:
+                self._write_document("quota", quota)
         for group in groups:
             self._write_document("group", group)
         for instance in selection.instances:
@@ -147,7 +151,7 @@ class Exporter:
         for key, record, access in zip(page, records, await backend.accesses(page), strict=True):
             if record is None:
                 continue  # removed since the scan found it
-            kept = _without_writing(record)
+            kept = _portable(record)
             if kept is None:
                 self._exported.left_out += 1
                 continue
@@ -165,8 +169,13 @@ def head_of(cluster_id: str, group_name: str, now: float) -> Head:
     return Head(__version__, cluster_id, group_name, now)
 
 
-def _without_writing(record: BlockRecord) -> BlockRecord | None:
-    locations = tuple(place for place in record.locations if place.status is not LocationStatus.WRITING)
+def _portable(record: BlockRecord) -> BlockRecord | None:
+    """Return the record without what belongs to sessions and pins, which are not exported."""
+    locations = tuple(
+        place._replace(pinned_until=0.0) if place.pinned_until else place
+        for place in record.locations
+        if place.status is not LocationStatus.WRITING
+    )
     if not locations:
         return None
-    return record if len(locations) == len(record.locations) else record._replace(locations=locations)
+    return record if locations == record.locations else record._replace(locations=locations)

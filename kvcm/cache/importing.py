@@ -22,19 +22,21 @@ from kvcm.cache.usage import Ledger
 from kvcm.index.backends.backend import Change, IndexBackend
 from kvcm.model.accounts import Account
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
-from kvcm.model.groups import InstanceGroup
+from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.locations import Place
 from kvcm.model.storages import StorageConfig
 from kvcm.registry.codec import decode_document
 from kvcm.registry.registry import Registry
 from kvcm.registry.shelf import Shelf
-from kvcm.registry.validation import check_group, check_instance, check_storage
+from kvcm.registry.validation import check_global_quota, check_group, check_instance, check_storage
 from kvcm.store.store import Store
 
 __all__ = ["Imported", "Importer"]
 
 _KINDS: Mapping[str, type[Any]] = {
     "storage": StorageConfig,
+    "quota": GlobalQuota,
     "group": InstanceGroup,
     "instance": Instance,
     "account": Account,
@@ -99,6 +101,7 @@ class Importer:
         self._groups: dict[str, InstanceGroup] = {}
         self._instances: dict[str, Instance] = {}
         self._left_out: set[str] = set()
+        self._quota_names: set[str] = set()
         self._seen = 0
         self.imported = Imported()
 
@@ -140,6 +143,11 @@ class Importer:
         groups = {value.name for value in values if isinstance(value, InstanceGroup)}
         if self._group_name and self._group_name not in groups | self._groups.keys():
             raise InvalidArgumentError(f"the export holds no group {self._group_name!r}, only {sorted(groups)}")
+        self._quota_names |= {
+            value.global_quota_group_name
+            for value in values
+            if isinstance(value, InstanceGroup) and self._is_wanted(value)
+        }
         for value in values:
             self._check_one(value, groups)
 
@@ -184,6 +192,8 @@ class Importer:
     async def _create(self, value: object) -> None:
         if isinstance(value, StorageConfig):
             await self._registry.storages.add(value)
+        elif isinstance(value, GlobalQuota):
+            await self._registry.quotas.set(value)
         elif isinstance(value, InstanceGroup):
             await self._registry.groups.create(value)
         elif isinstance(value, Instance):
@@ -202,12 +212,16 @@ class Importer:
             return value.name == self._group_name
         if isinstance(value, Instance):
             return value.instance_group_name == self._group_name
+        if isinstance(value, GlobalQuota):
+            return value.name in self._quota_names
         return not isinstance(value, Account)
 
     def _known(self, value: object) -> object | None:
         registry = self._registry
         if isinstance(value, StorageConfig):
             return next(iter(registry.storages.existing([value.global_unique_name])), None)
+        if isinstance(value, GlobalQuota):
+            return registry.quotas.find(value.name)
         if isinstance(value, InstanceGroup):
             return registry.groups.find(value.name)
         if isinstance(value, Instance):
@@ -253,8 +267,8 @@ class Importer:
             if not self._dry_run:
                 self.imported.exceeded += _exceeded(group, await self._used(group.name))
 
-    async def _used(self, group_name: str) -> Counter[Any]:
-        used: Counter[Any] = Counter()
+    async def _used(self, group_name: str) -> Counter[Place]:
+        used: Counter[Place] = Counter()
         for instance in self._registry.instances.all(group_name):
             backend = self._new_backend(self._registry.instances.placement(instance.instance_id))
             await backend.refresh()
@@ -272,17 +286,16 @@ async def _restore_accesses(backend: IndexBackend, rows: Iterable[Row]) -> None:
         await asyncio.gather(*touches[start : start + _TOUCHES_AT_ONCE])
 
 
-def _exceeded(group: InstanceGroup, used: Counter[Any]) -> list[str]:
+def _exceeded(group: InstanceGroup, used: Counter[Place]) -> list[str]:
     total = sum(used.values())
     found = []
     if total > group.quota.capacity:
         found.append(f"group {group.name!r} uses {total} bytes, its quota is {group.quota.capacity}")
     for quota in group.quota.quota_config:
-        if used[quota.storage_type] > quota.capacity:
+        on_type = sum(size for place, size in used.items() if place.storage_type is quota.storage_type)
+        if on_type > quota.capacity:
             kind = quota.storage_type.kind
-            found.append(
-                f"group {group.name!r} uses {used[quota.storage_type]} bytes on {kind}, its quota is {quota.capacity}"
-            )
+            found.append(f"group {group.name!r} uses {on_type} bytes on {kind}, its quota is {quota.capacity}")
     return found
 
 
@@ -297,6 +310,8 @@ def _decoded(document: Document) -> object:
 def _check_valid(value: object, store_kind: str) -> None:
     if isinstance(value, StorageConfig):
         check_storage(value)
+    elif isinstance(value, GlobalQuota):
+        check_global_quota(value)
     elif isinstance(value, InstanceGroup):
         check_group(value, store_kind)
     elif isinstance(value, Instance):
@@ -306,6 +321,8 @@ def _check_valid(value: object, store_kind: str) -> None:
 def _title_parts(value: object) -> tuple[str, str]:
     if isinstance(value, StorageConfig):
         return "storage", value.global_unique_name
+    if isinstance(value, GlobalQuota):
+        return "global quota", value.name
     if isinstance(value, InstanceGroup):
         return "group", value.name
     if isinstance(value, Instance):

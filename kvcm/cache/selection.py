@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvcm.index.answers import StorageView
 from kvcm.model.groups import InstanceGroup
+from kvcm.model.locations import Place
 from kvcm.model.storages import StorageType
 from kvcm.storage.backend import StorageBackend
 
-__all__ = ["Candidate", "Storages", "candidates"]
+__all__ = ["Storages", "candidates"]
 
 
 class Storages(StorageView, Protocol):
@@ -22,21 +23,14 @@ class Storages(StorageView, Protocol):
         """Return an open storage, enabled or not; None when there is none of that name."""
 
 
-class Candidate(NamedTuple):
-    """An available storage of a group."""
-
-    storage: str
-    storage_type: StorageType
-
-
-def candidates(group: InstanceGroup, storages: Storages) -> list[Candidate]:
+def candidates(group: InstanceGroup, storages: Storages) -> list[Place]:
     """Return the group's available storages in order of preference.
 
     Candidates that are not registered count as absent. A strategy that names a type puts that type first, or allows
     nothing else; within equals the group's own order holds.
     """
     available = [
-        Candidate(name, storage_type)
+        Place(name, storage_type)
         for name in group.storage_candidates
         if storages.rank(name) is not None and (storage_type := storages.type_of(name)) is not None
     ]

@@ -23,6 +23,7 @@ import structlog
 
 from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.limits import Limits
 from kvcm.cache.pages import pages
 from kvcm.cache.selection import Storages, candidates
 from kvcm.cache.usage import Ledger, Reservation
@@ -32,9 +33,8 @@ from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, decode_chunk, encode_chunk
 from kvcm.model.masks import BlockMask
-from kvcm.model.storages import StorageType
 from kvcm.storage.backend import Allocation, Part
 
 __all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession", "WriteSessions"]
@@ -58,6 +58,10 @@ class WriteSessions:
         usage: keeps count of what the groups use.
         clock: time source.
         new_id: makes a random id of so many hex digits.
+        limits_of: looks up the hard limits of a group.
+        crossed: whether a group is above one of its soft marks.
+        on_pressure: told of a group whose write was refused for want of room, wholly or partly, or left it above a
+            soft mark.
     """
 
     def __init__(
@@ -67,12 +71,18 @@ class WriteSessions:
         usage: Ledger,
         clock: Clock,
         new_id: Callable[[int], str],
+        limits_of: Callable[[InstanceGroup], Limits] = Limits,
+        crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
+        on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._endings = endings
         self._storages = storages
         self._usage = usage
         self._clock = clock
         self._new_id = new_id
+        self._limits_of = limits_of
+        self._crossed = crossed
+        self._on_pressure = on_pressure
 
     async def start(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> StartedWrite:
         """Open a session and hand out addresses for the blocks that have to be written.
@@ -87,6 +97,8 @@ class WriteSessions:
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
         plan, reservation = await self._reserved_plan(cache, group, request)
+        if plan.refusal:
+            self._refused(group)
         session = self._new_session(cache, request, plan, reservation)
         try:
             return await self._begin(cache, session, request, plan, reservation)
@@ -98,28 +110,37 @@ class WriteSessions:
         finally:
             if reservation is not None:
                 self._usage.settle(reservation, cache.index)
+                if self._crossed(group):
+                    self._on_pressure(group.name)
+
+    def _refused(self, group: InstanceGroup) -> None:
+        self._usage.refusals[group.name] += 1
+        self._on_pressure(group.name)
 
     async def _reserved_plan(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest
     ) -> tuple[WritePlan, Reservation | None]:
         """Plan, and reserve what is planned; again where another manager took the room in between."""
         for _ in range(_MOST_PLANS):
-            plan = await self._plan(cache, group, request)
+            limits = self._limits_of(group)
+            plan = await self._plan(cache, limits, request)
             if plan.refusal and not plan.blocks:
+                self._refused(group)
                 raise CapacityError(plan.refusal)
             if not plan.blocks:
                 return plan, None
-            wanted: Counter[StorageType] = Counter()
+            wanted: Counter[Place] = Counter()
             for block in plan.blocks:
-                wanted[block.candidate.storage_type] += block.size_bytes
+                wanted[block.place] += block.size_bytes
             deadline = self._clock.now() + _RESERVATION_SECONDS
-            reservation = Reservation(self._new_id(32), group, cache.placement.uid, wanted, plan.new_keys, deadline)
+            reservation = Reservation(self._new_id(32), limits, cache.placement.uid, wanted, plan.new_keys, deadline)
             if await self._usage.reserve(reservation, cache.index):
                 return plan, reservation
+        self._refused(group)
         raise NotReadyError(f"other managers keep taking the last room of group {group.name!r}: retry shortly")
 
-    async def _plan(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> WritePlan:
-        keys = request.keys
+    async def _plan(self, cache: InstanceCache, limits: Limits, request: WriteRequest) -> WritePlan:
+        keys, group = request.keys, limits.group
         wanted = cache.specs_per_key(request.spec_groups, len(keys))
         head = await self._head(cache, request.parent_key)
         records = await self._records(cache, keys)
@@ -130,8 +151,9 @@ class WriteSessions:
         usable = candidates(group, self._storages)
         if not usable and any(missing):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
+        cache.index.limit_keys(limits.max_key_count)  # as configured now
         # While no other manager works on the store, nothing suspends from here until the room is reserved.
-        room = await self._usage.room(group, cache.placement.uid, cache.index) if any(missing) else None
+        room = await self._usage.room(limits, cache.placement.uid, cache.index) if any(missing) else None
         return plan_write(Planner(usable, room, cache.index.max_key_count), keys, missing, records, head)
 
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
@@ -220,10 +242,10 @@ class WriteSessions:
         """Return a writing location with addresses for every planned block, allocated in one batch per storage."""
         by_storage: defaultdict[str, list[PlannedBlock]] = defaultdict(list)
         for block in blocks:
-            by_storage[block.candidate.storage].append(block)
+            by_storage[block.place.storage].append(block)
         uris = {storage: self._uris(cache, session, storage, part) for storage, part in by_storage.items()}
         now = self._clock.now()
-        return {block.key: _location(session, block, uris[block.candidate.storage], now) for block in blocks}
+        return {block.key: _location(session, block, uris[block.place.storage], now) for block in blocks}
 
     def _uris(
         self, cache: InstanceCache, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock]
@@ -274,11 +296,11 @@ def _location(session: WriteSession, block: PlannedBlock, uris: dict[tuple[str, 
     specs = [SpecUri(info.name, uris[info.name, block.key]) for info in block.specs]
     return Location(
         id=session.location_id,
-        storage=block.candidate.storage,
-        storage_type=block.candidate.storage_type,
+        storage=block.place.storage,
+        storage_type=block.place.storage_type,
         status=LocationStatus.WRITING,
         spec_names=tuple(spec.name for spec in specs),
-        chunk=encode_chunk(block.candidate.storage_type, len(specs), specs),
+        chunk=encode_chunk(block.place.storage_type, len(specs), specs),
         size_bytes=block.size_bytes,
         written_at=now,
         session_id=session.id,

@@ -1,4 +1,4 @@
-"""Usage of groups while several managers work on one store.
+"""Usage of groups and storages while several managers work on one store.
 
 What the indexes of this manager report is gathered and sent in batches, many times a second; a reservation covers what
 is not sent yet, so limits hold all the same (see `kvcm.store.redis.quota` for the protocol).
@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
-from kvcm.cache.usage import Reservation, Room
+from kvcm.cache.accounts import (
+    OVERALL,
+    Census,
+    bookings,
+    bytes_by_group,
+    bytes_by_place,
+    counted,
+    fields_by_account,
+    group_account,
+    keys_field,
+    storage_account,
+)
+from kvcm.cache.limits import Limits
+from kvcm.cache.usage import Reservation, Room, Taken
 from kvcm.index.meta_index import MetaIndex, UsageListener, UsageNote
 from kvcm.model.errors import KvcmError
-from kvcm.model.groups import InstanceGroup
-from kvcm.model.storages import StorageType
-from kvcm.store.redis.quota import Counters, Demand, QuotaCounters, Report
+from kvcm.model.locations import Place
+from kvcm.store.redis.quota import Counters, QuotaCounters, Report
 
-__all__ = ["SharedLedger", "counted"]
-
-_MOST_KEYS = 1 << 62
+__all__ = ["SharedLedger"]
 
 _log = structlog.get_logger("kvcm.cache")
 
 
 @dataclass(slots=True)
 class _Outbox:
-    """What this manager has to report of one group. What shrank did so in `epoch` or later."""
+    """What this manager has to report to one account. What shrank did so in `epoch` or later."""
 
     epoch: int = 0
     grown: Counter[str] = field(default_factory=Counter)
@@ -53,27 +63,32 @@ class SharedLedger:
         self._counters = counters
         self._node_id = node_id
         self._heard: dict[str, Counters] = {}
+        self._epochs: Mapping[
+            str, int
+        ] = {}  # replaced, never changed: a change of usage keeps the one of its beginning
         self._outboxes: defaultdict[str, _Outbox] = defaultdict(_Outbox)
         self._sending: dict[str, Report] = {}
         self._numbers: Counter[str] = Counter()
         self._wake = asyncio.Event()
+        self.refusals: Counter[str] = Counter()
 
     def listener(self, group_name: str, uid: int) -> UsageListener:
         """Return the listener for the index of an instance of a group."""
 
         def begin() -> UsageNote:
-            # Before the store is asked: what shrinks from now on happens in this epoch or a later one.
-            epoch = self._epoch(group_name)
+            # Before the store is asked: what shrinks from now on happens in these epochs or later ones.
+            epochs = self._epochs
 
-            def note(difference: Mapping[StorageType, int], keys: int) -> None:
-                self._note(group_name, epoch, {**_by_field(difference), _keys_field(uid): keys})
+            def note(difference: Mapping[Place, int], keys: int) -> None:
+                for account, changes in fields_by_account(group_name, uid, difference, keys).items():
+                    self._note(account, epochs.get(account, 0), changes)
 
             return note
 
         return begin
 
-    def _note(self, group_name: str, epoch: int, changes: Mapping[str, int]) -> None:
-        outbox = self._outboxes[group_name]
+    def _note(self, account: str, epoch: int, changes: Mapping[str, int]) -> None:
+        outbox = self._outboxes[account]
         if any(change < 0 for change in changes.values()):
             outbox.epoch = min(outbox.epoch, epoch) if outbox.shrunk else epoch
         for name, change in changes.items():
@@ -81,50 +96,70 @@ class SharedLedger:
                 (outbox.grown if change > 0 else outbox.shrunk)[name] += change
         self._wake.set()
 
-    def _epoch(self, group_name: str) -> int:
-        heard = self._heard.get(group_name)
-        return heard.epoch if heard is not None else 0
+    def used(self, group_name: str) -> Mapping[Place, int]:
+        """Return the bytes that a group uses, by place, as last heard."""
+        return bytes_by_place(self._heard_of(group_account(group_name)))
 
-    def used(self, group_name: str) -> Mapping[StorageType, int]:
-        """Return the bytes that a group uses, by storage type, as last heard."""
-        heard = self._heard.get(group_name)
-        return _by_type(heard.used) if heard is not None else {}
+    def used_on(self, group_name: str, storage: str) -> int:
+        """Return the bytes that a group uses on a storage, as last heard."""
+        return sum(size for place, size in self.used(group_name).items() if place.storage == storage)
 
-    async def hear(self, group_name: str) -> None:
-        """Ask the store what a group uses."""
-        await self.refresh(group_name)
+    def storage_used(self, storage: str) -> int:
+        """Return the bytes that all groups use on a storage, as last heard."""
+        return sum(self._heard_of(storage_account(storage)).values())
 
-    async def refresh(self, group_name: str) -> Counters:
-        """Hear what a group uses."""
-        return self._hear(group_name, await self._counters.read(group_name))
+    def _heard_of(self, account: str) -> Mapping[str, int]:
+        heard = self._heard.get(account)
+        return heard.used if heard is not None else {}
 
-    async def room(self, group: InstanceGroup, uid: int, index: MetaIndex) -> Room:
-        """Return what an instance of the group may still take right now."""
-        heard = await self.refresh(group.name)
-        taken = Counter(heard.used)
-        taken.update(heard.reserved)
-        free_keys = index.max_key_count - taken[_keys_field(uid)]
-        return Room(group, _by_type(taken), max(0, free_keys))
+    async def hear(self, group_name: str, storages: Collection[str] = ()) -> None:
+        """Ask the store what a group uses, and what all groups use on some storages."""
+        await self.refresh([group_account(group_name), *map(storage_account, storages)])
+
+    async def refresh(self, accounts: Collection[str]) -> dict[str, Counters]:
+        """Hear what stands in accounts."""
+        answers = await self._counters.read_many(list(accounts))
+        return {account: self._hear(account, heard) for account, heard in zip(accounts, answers, strict=True)}
+
+    async def room(self, limits: Limits, uid: int, index: MetaIndex) -> Room:
+        """Return what an instance of a group may still take right now."""
+        own = group_account(limits.group.name)
+        limited = {name: storage_account(name) for name in limits.group.storage_candidates if name in limits.storages}
+        overall = () if limits.shared is None else (OVERALL,)
+        heard = await self.refresh([own, *limited.values(), *overall])
+        fields = {account: _taken(counters) for account, counters in heard.items()}
+        taken = Taken(
+            bytes_by_place(fields[own]),
+            {name: bytes_by_group(fields[account]) for name, account in limited.items()},
+            bytes_by_group(fields.get(OVERALL, {})),
+        )
+        return Room(limits, taken, max(0, index.max_key_count - fields[own][keys_field(uid)]))
 
     async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
         """Take what was planned. False: it does not fit any more; nothing is taken then."""
-        quota = reservation.group.quota
-        demands = [
-            Demand(_bytes_field(kind), size, -1 if (limit := quota.capacity_of(kind)) is None else max(0, limit))
-            for kind, size in reservation.wanted_bytes.items()
-        ]
-        if index.max_key_count < _MOST_KEYS:
-            demands.append(Demand(_keys_field(reservation.uid), reservation.new_keys, index.max_key_count))
-        name = reservation.group.name
-        fits, heard = await self._counters.reserve(
-            name, reservation.owner, reservation.deadline, demands, quota.capacity, [*map(_bytes_field, StorageType)]
-        )
-        self._hear(name, heard)
-        return fits
+        asked: list[str] = []
+        try:
+            for account, demands, limits in bookings(reservation, index.max_key_count):
+                asked.append(account)
+                fits, heard = await self._counters.reserve(
+                    account, reservation.owner, reservation.deadline, demands, limits
+                )
+                self._hear(account, heard)
+                if not fits:
+                    await asyncio.gather(*(self._counters.release(each, reservation.owner) for each in asked[:-1]))
+                    return False
+        except BaseException:
+            self._end(reservation.owner, asked)  # nothing will be stored under it
+            raise
+        return True
 
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
         """End a reservation, together with the report of what was stored under it."""
-        self._outboxes[reservation.group.name].done.append(reservation.owner)
+        self._end(reservation.owner, (account for account, _, _ in bookings(reservation, index.max_key_count)))
+
+    def _end(self, owner: str, accounts: Iterable[str]) -> None:
+        for account in accounts:
+            self._outboxes[account].done.append(owner)
         self._wake.set()
 
     async def run(self, interval_seconds: float = 0.02) -> None:
@@ -146,75 +181,57 @@ class SharedLedger:
         Raises:
             StorageIOError: the store cannot be asked; what was not heard is sent again next time.
         """
-        failed: KvcmError | None = None
-        for group_name in sorted({*self._outboxes, *self._sending}):
-            try:
-                await self._flush(group_name)
-            except KvcmError as error:  # its node of the cluster is away, perhaps those of the other groups are not
-                failed = error
-        if failed is not None:
-            raise failed
+        accounts = sorted({*self._outboxes, *self._sending})
+        outcomes = await asyncio.gather(*map(self._flush, accounts), return_exceptions=True)
+        for outcome in outcomes:  # where one node of a cluster is away, the others have been told
+            if isinstance(outcome, BaseException):
+                raise outcome
 
-    async def _flush(self, group_name: str) -> None:
-        while self._next_report(group_name):
-            heard = await self._counters.report(group_name, self._sending[group_name])
-            self._sending.pop(group_name, None)
-            self._hear(group_name, heard)
+    async def _flush(self, account: str) -> None:
+        while self._next_report(account):
+            heard = await self._counters.report(account, self._sending[account])
+            self._sending.pop(account, None)
+            self._hear(account, heard)
 
-    def _next_report(self, group_name: str) -> bool:
-        if group_name in self._sending:
+    def _next_report(self, account: str) -> bool:
+        if account in self._sending:
             return True  # perhaps it was heard and the answer lost: the same number is sent again
-        outbox = self._outboxes.pop(group_name, None)
+        outbox = self._outboxes.pop(account, None)
         if outbox is None or outbox.is_empty:
             return False
-        self._numbers[group_name] += 1
-        number = self._numbers[group_name]
-        self._sending[group_name] = Report(
+        self._numbers[account] += 1
+        number = self._numbers[account]
+        self._sending[account] = Report(
             self._node_id, number, outbox.epoch, dict(outbox.grown), dict(outbox.shrunk), tuple(outbox.done)
         )
         return True
 
-    def _hear(self, group_name: str, counters: Counters) -> Counters:
-        self._heard[group_name] = counters
+    def _hear(self, account: str, counters: Counters) -> Counters:
+        self._heard[account] = counters
+        if self._epochs.get(account, 0) != counters.epoch:
+            self._epochs = {**self._epochs, account: counters.epoch}
         return counters
 
-    async def recount(self, group_name: str, indexes: Mapping[int, MetaIndex], now: float) -> bool:
+    async def recount(self, accounts: Collection[str], census: Census, now: float) -> dict[str, bool]:
         """Put the sum of the counters that change with the records in the place of what was reported.
 
         Args:
-            group_name: the group.
-            indexes: the indexes of all its instances, also of those that are being removed, by uid.
+            accounts: which.
+            census: the indexes of all instances that count in them.
             now: unix seconds.
 
         Returns:
-            Whether it was carried through.
+            By account whether it was carried through: not where another manager does just now.
         """
-        begun = await self._counters.begin_recount(group_name, now)
-        return await self._counters.end_recount(group_name, begun, await counted(indexes))
+        begun = {account: await self._counters.begin_recount(account, now) for account in accounts}
+        truth = await counted(census)
+        return {
+            account: await self._counters.end_recount(account, recount, truth.get(account, {}))
+            for account, recount in begun.items()
+        }
 
 
-async def counted(indexes: Mapping[int, MetaIndex]) -> dict[str, int]:
-    """Return what indexes use by field, as their stores count it."""
-    fields: Counter[str] = Counter()
-    for uid, index in indexes.items():
-        await index.refresh()
-        fields[_keys_field(uid)] += index.key_count
-        for kind, size in index.usage_bytes.items():
-            fields[_bytes_field(kind)] += size
-    return dict(fields)
-
-
-def _bytes_field(kind: StorageType) -> str:
-    return f"b{int(kind)}"
-
-
-def _by_field(difference: Mapping[StorageType, int]) -> dict[str, int]:
-    return {_bytes_field(kind): size for kind, size in difference.items()}
-
-
-def _keys_field(uid: int) -> str:
-    return f"k{uid}"
-
-
-def _by_type(fields: Mapping[str, int]) -> dict[StorageType, int]:
-    return {StorageType(int(name[1:])): value for name, value in fields.items() if name[0] == "b" and value}
+def _taken(counters: Counters) -> Counter[str]:
+    taken = Counter(counters.used)
+    taken.update(counters.reserved)
+    return taken

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcm.cache.selection import Candidate
 from kvcm.cache.usage import Room
 from kvcm.index.answers import StorageView
 from kvcm.model.instances import LocationSpecInfo
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.locations import BlockRecord, LocationStatus, Place
 
 __all__ = ["PlannedBlock", "WritePlan", "missing_specs", "plan_write"]
 
@@ -24,14 +23,14 @@ Specs = tuple[LocationSpecInfo, ...]
 
 
 class PlannedBlock(NamedTuple):
-    """A block to be written: the specs it lacks and the storage they go to."""
+    """A block to be written: the specs it lacks and the place they go to."""
 
     position: int
     key: int
     parent: int | None
     depth: int
     specs: Specs
-    candidate: Candidate
+    place: Place
     size_bytes: int
 
 
@@ -78,7 +77,7 @@ class Planner:
         key_limit: the index's limit, for the message.
     """
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Place]
     room: Room | None
     key_limit: int
     plan: WritePlan = field(default_factory=WritePlan)
@@ -90,34 +89,34 @@ class Planner:
         assert self.room is not None
         if not self.plan.refusal:
             size_bytes = sum(info.size for info in specs)
-            candidate, refusal = self._place(size_bytes, record)
-            if candidate is not None:
+            place, refusal = self._place(size_bytes, record)
+            if place is not None:
                 self.room.free_keys -= record is None
                 self.plan.new_keys += record is None
-                self.room.take(candidate.storage_type, size_bytes)
-                self.plan.blocks.append(PlannedBlock(position, key, *chain, specs, candidate, size_bytes))
+                self.room.take(place, size_bytes)
+                self.plan.blocks.append(PlannedBlock(position, key, *chain, specs, place, size_bytes))
                 return
             self.plan.refusal = refusal
         self.plan.refused += 1
 
-    def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[Candidate | None, str]:
+    def _place(self, size_bytes: int, record: BlockRecord | None) -> tuple[Place | None, str]:
         assert self.room is not None
         if record is None and self.room.free_keys <= 0:
-            return None, f"the instance has its max_key_count of {self.key_limit} blocks"
-        refusal = ""
-        for candidate in self._preferring_type_of(record):
-            limit = self.room.limit(candidate.storage_type, size_bytes)
-            if limit is None:
-                return candidate, ""
-            refusal = refusal or limit
-        return None, refusal
+            return None, f"the instance is full: it has its max_key_count of {self.key_limit} blocks"
+        refusals: dict[str, None] = {}  # ordered; several candidates may be under one limit
+        for place in self._preferring_type_of(record):
+            refusal = self.room.limit(place, size_bytes)
+            if refusal is None:
+                return place, ""
+            refusals[refusal] = None
+        return None, "; ".join(refusals)
 
-    def _preferring_type_of(self, record: BlockRecord | None) -> Sequence[Candidate]:
+    def _preferring_type_of(self, record: BlockRecord | None) -> Sequence[Place]:
         """Missing specs of a block go to the type that its other specs are on, where that is available."""
         types = {location.storage_type for location in record.locations} if record is not None else ()
         if not types:
             return self.candidates
-        return sorted(self.candidates, key=lambda candidate: candidate.storage_type not in types)
+        return sorted(self.candidates, key=lambda place: place.storage_type not in types)
 
 
 def plan_write(

@@ -51,6 +51,8 @@ class _Storage(msgspec.Struct):
     spec: msgspec.Raw
     check_storage_available_when_open: bool
     is_available: bool
+    capacity_bytes: int = 0
+    used_percentage: float = 0.0
 
 
 def encode_document(value: object) -> bytes:
@@ -94,6 +96,8 @@ def _storage_document(config: StorageConfig) -> _Storage:
         msgspec.Raw(msgspec.json.encode(config.spec)),
         config.check_storage_available_when_open,
         config.is_available,
+        config.capacity_bytes,
+        config.used_percentage,
     )
 
 
@@ -107,4 +111,6 @@ def _storage(value: msgspec.Raw) -> StorageConfig:
         msgspec.json.decode(stored.spec, type=spec_type),
         stored.check_storage_available_when_open,
         stored.is_available,
+        stored.capacity_bytes,
+        stored.used_percentage,
     )

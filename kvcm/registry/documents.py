@@ -16,13 +16,17 @@ from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
     CacheReclaimStrategy,
+    EvictionPolicy,
     InstanceGroup,
     InstanceGroupQuota,
+    InstanceOverride,
     MetaCachePolicyConfig,
     MetaIndexerConfig,
     MetaStorageBackendConfig,
+    PrefixClass,
     QuotaConfig,
     ReclaimPolicy,
+    StorageGuarantee,
     TriggerStrategy,
 )
 from kvcm.model.storages import (
@@ -177,6 +181,9 @@ class _Reader:
     def ratio(self, key: str) -> float:
         return float(self._value(key, float, 0.0))
 
+    def optional_ratio(self, key: str) -> float | None:
+        return self.ratio(key) if key in self._document else None
+
     def flag(self, key: str, *, default: bool) -> bool:
         return bool(self._value(key, bool, default))
 
@@ -188,6 +195,12 @@ class _Reader:
 
     def objects(self, key: str) -> list[_Reader]:
         return [_Reader(item, f"{self._path}.{key}[{i}]") for i, item in enumerate(self.items(key))]
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        items = self.items(key)
+        if not all(isinstance(item, str) for item in items):
+            raise self.fail(key, items, "lists of texts")
+        return tuple(items)
 
     def any(self, key: str, like: object) -> object:
         """Return a value of the type of `like`, which is also its default; numbers are 32-bit ones."""
@@ -207,7 +220,11 @@ def _storage(reader: _Reader) -> StorageConfig:
     defaults = spec_class()
     spec = spec_class(**{name: spec_reader.any(key, getattr(defaults, name)) for name, key in _SPEC_KEYS[spec_class]})
     return StorageConfig(
-        reader.text("global_unique_name"), spec, is_available=reader.flag("is_available", default=True)
+        reader.text("global_unique_name"),
+        spec,
+        is_available=reader.flag("is_available", default=True),
+        capacity_bytes=reader.number("capacity_bytes"),
+        used_percentage=reader.ratio("used_percentage"),
     )
 
 
@@ -225,6 +242,11 @@ def _group(reader: _Reader) -> InstanceGroup:
         cache_config=_cache_config(reader.inner("cache_config"), first_candidate=names[0] if names else ""),
         user_data=reader.text("user_data"),
         version=reader.number("version"),
+        storage_guarantees=tuple(
+            StorageGuarantee(each.text("storage_unique_name"), each.number("guaranteed_bytes"))
+            for each in reader.objects("storage_guarantees")
+        ),
+        pin_budget_bytes=reader.number("pin_budget_bytes"),
     )
 
 
@@ -242,14 +264,40 @@ def _cache_config(reader: _Reader, first_candidate: str) -> CacheConfig:
         # The API wants one: so that a group of a document can be read, changed and sent back.
         storage_unique_name=reclaim.text("storage_unique_name", first_candidate),
         reclaim_policy=_enum(reclaim, "reclaim_policy", ReclaimPolicy),
-        trigger_strategy=TriggerStrategy(trigger.number("used_size"), trigger.ratio("used_percentage")),
+        trigger_strategy=TriggerStrategy(
+            trigger.number("used_size"), trigger.ratio("used_percentage"), trigger.optional_ratio("hysteresis")
+        ),
         trigger_period_seconds=reclaim.number("trigger_period_seconds", bits=32),
         reclaim_step_size=reclaim.number("reclaim_step_size", bits=32),
         reclaim_step_percentage=reclaim.number("reclaim_step_percentage", bits=32),
         delay_before_delete_ms=reclaim.number("delay_before_delete_ms", bits=32),
+        policy=_policy(reclaim.inner("policy")),
+        share=reclaim.text("share"),
+        prefix_classes=tuple(map(_prefix_class, reclaim.objects("prefix_classes"))),
+        instance_overrides=tuple(
+            InstanceOverride(each.text("instance_id"), _policy(each.inner("policy")), each.ratio("weight"))
+            for each in reclaim.objects("instance_overrides")
+        ),
     )
     prefer = _enum(reader, "cache_prefer_strategy", CachePreferStrategy)
     return CacheConfig(strategy, prefer, _indexer(reader.inner("meta_indexer_config")))
+
+
+def _policy(reader: _Reader) -> EvictionPolicy:
+    return EvictionPolicy(reader.text("name"), reader.number("ttl_seconds"), reader.flag("ttl_sliding", default=False))
+
+
+def _prefix_class(reader: _Reader) -> PrefixClass:
+    return PrefixClass(
+        name=reader.text("name"),
+        min_depth=reader.number("min_depth", bits=32),
+        end_depth=reader.number("end_depth", bits=32),
+        min_reads=reader.number("min_reads", bits=32),
+        instance_ids=reader.texts("instance_ids"),
+        priority=reader.number("priority", bits=32),
+        policy=_policy(reader.inner("policy")),
+        budget=reader.ratio("budget"),
+    )
 
 
 def _indexer(reader: _Reader) -> MetaIndexerConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcm.model.errors import CapacityError, DuplicateEntityError, UnknownInstanceError
-from kvcm.model.groups import InstanceGroup
+from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError, UnknownInstanceError
 from kvcm.model.instances import Instance, LocationSpecGroup, Placement, Registration, Removal
 from kvcm.registry.groups import GroupRegistry
+from kvcm.registry.seats import Seats, SeatsTaken
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_instance
 
@@ -24,6 +24,7 @@ class InstanceRegistry:
         shelf: where registrations are kept, by instance id.
         removals: where removals are kept that are not done yet, by uid.
         numbers: holds the next uid.
+        seats: which instances count towards a group's limit, by group.
         groups: the groups that instances belong to.
         flush: returns when what was changed is durable.
     """
@@ -33,12 +34,14 @@ class InstanceRegistry:
         shelf: Shelf[Registration],
         removals: Shelf[Removal],
         numbers: Shelf[int],
+        seats: Shelf[SeatsTaken],
         groups: GroupRegistry,
         flush: Flush,
     ) -> None:
         self._shelf = shelf
         self._removals = removals
         self._numbers = numbers
+        self._seats = Seats(seats, shelf, removals)
         self._groups = groups
         self._flush = flush
 
@@ -51,8 +54,8 @@ class InstanceRegistry:
         Raises:
             InvalidArgumentError: a field is missing or malformed, or the group does not exist.
             DuplicateEntityError: the id is registered with another config; the message names the field.
-            CapacityError: the group has its max_instance_count. Registrations that several managers take at the same
-                moment do not see each other.
+            CapacityError: the group has its max_instance_count.
+            NotReadyError: it was removed while it was being registered.
             StorageIOError: the store cannot be asked.
         """
         check_instance(instance)
@@ -64,20 +67,34 @@ class InstanceRegistry:
 
     async def _add(self, instance: Instance) -> Instance:
         group = await self._groups.read(instance.instance_group_name)
-        self._check_room(group)
         shard_count = group.cache_config.meta_indexer_config.mutex_shard_num or _DEFAULT_SHARDS
         new = Registration(
             replace(instance, quota_group_name=group.global_quota_group_name),
             Placement(await self._next_uid(), shard_count),
         )
-        registered = await self._shelf.change(instance.instance_id, lambda known: known or new)
-        assert registered is not None
-        return _same(registered.instance, instance)  # another manager may have been faster
+        if not await self._seats.take(group, new):
+            known = self._shelf.get(instance.instance_id)  # another manager's half-done registration was completed
+            if known is None:
+                raise CapacityError(
+                    f"instance group {group.name!r} is full: it has its max_instance_count of "
+                    f"{group.max_instance_count} instances; remove one, or raise it with UpdateInstanceGroup"
+                )
+            return _same(known.instance, instance)
+        return _same((await self._store(new)).instance, instance)
 
-    def _check_room(self, group: InstanceGroup) -> None:
-        limit = group.max_instance_count
-        if limit and len(self.all(group.name)) >= limit:
-            raise CapacityError(f"instance group {group.name!r} has its max_instance_count of {limit} instances")
+    async def _store(self, new: Registration) -> Registration:
+        """Store a registration that has a seat, and return what is registered then."""
+        instance_id = new.instance.instance_id
+        stored = await self._shelf.change(instance_id, lambda known: known or new)
+        assert stored is not None
+        if stored != new:  # another manager was faster
+            await self._seats.give_back(new)
+        elif await self._seats.revoked(new):
+            await self._shelf.change(instance_id, lambda known: None if known == new else known)
+            raise NotReadyError(
+                f"instance {instance_id!r} was removed while it was being registered: register it again"
+            )
+        return stored
 
     async def _next_uid(self) -> int:
         following = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
@@ -99,6 +116,7 @@ class InstanceRegistry:
                 raise _unknown(instance_id)
 
         await self._shelf.change(instance_id, decide)
+        await self._seats.give_back(known)
         await self._flush()
         return known.instance
 
@@ -114,6 +132,9 @@ class InstanceRegistry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
+        removal = await self._removals.read(str(uid))
+        if removal is not None:
+            await self._seats.give_back(removal)  # whoever removed it may have died before
         await self._removals.change(str(uid), lambda _: None)
         await self._flush()
 

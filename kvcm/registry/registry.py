@@ -7,12 +7,14 @@ import contextlib
 from typing import Any
 
 from kvcm.model.accounts import Account
-from kvcm.model.groups import InstanceGroup
+from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Registration, Removal
 from kvcm.model.storages import StorageConfig
 from kvcm.registry.accounts import AccountRegistry
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.instances import InstanceRegistry
+from kvcm.registry.quotas import QuotaRegistry
+from kvcm.registry.seats import SeatsTaken
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.storages import StorageOpener, StorageRegistry
 from kvcm.store.memory import MemoryTable
@@ -29,8 +31,8 @@ async def _nothing() -> None:
 
 
 class Registry:
-    """Storages, groups, instances and accounts of a deployment: a local view that every read asks, and a table that
-    every change goes to first and that `refresh` follows.
+    """Storages, groups, global quotas, instances and accounts of a deployment: a local view that every read asks, and a
+    table that every change goes to first and that `refresh` follows.
 
     Args:
         opener: opens storages when they are added.
@@ -55,10 +57,14 @@ class Registry:
         instances = Shelf(self._table, "instance/", Registration)
         removals = Shelf(self._table, "removal/", Removal)
         accounts = Shelf(self._table, "account/", Account)
-        self._shelves: list[Shelf[Any]] = [storages, groups, instances, removals, accounts]
+        quotas = Shelf(self._table, "quota/", GlobalQuota)
+        self._shelves: list[Shelf[Any]] = [storages, groups, instances, removals, accounts, quotas]
+        self._registrations, self._removals = instances, removals
         self.storages = StorageRegistry(opener, storages, flush)
         self.groups = GroupRegistry(groups, flush, store_kind)
-        self.instances = InstanceRegistry(instances, removals, Shelf(self._table, "meta/", int), self.groups, flush)
+        self.quotas = QuotaRegistry(quotas, flush)
+        numbers, seats = Shelf(self._table, "meta/", int), Shelf(self._table, "seats/", SeatsTaken)
+        self.instances = InstanceRegistry(instances, removals, numbers, seats, self.groups, flush)
         self.accounts = AccountRegistry(accounts, flush)
 
     async def load(self) -> None:
@@ -80,10 +86,14 @@ class Registry:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        before = self._generation
+        before = self.generation
         await self._follow()
         await self.storages.open_missing(_OPEN_AT_REFRESH_SECONDS)
-        return self._generation != before
+        return self.generation != before
+
+    def unreadable_instances(self) -> list[str]:
+        """Return what is stored of instances, removed ones included, but cannot be read."""
+        return [*self._registrations.unreadable, *self._removals.unreadable]
 
     async def cluster_id(self, new: str) -> str:
         """Return the deployment's cluster id, which is `new` if there is none yet.
@@ -109,7 +119,8 @@ class Registry:
             shelf.take(documents, names)
 
     @property
-    def _generation(self) -> int:
+    def generation(self) -> int:
+        """Grows with every change of the local view."""
         return sum(shelf.generation for shelf in self._shelves)
 
 

@@ -49,6 +49,11 @@ class Shelf(Generic[Value]):
         self._watchers: list[set[str]] = []
         self.generation = 0
 
+    @property
+    def unreadable(self) -> list[str]:
+        """Names of documents that cannot be read, in order: their old values are in force, if there were any."""
+        return sorted(self._unreadable)
+
     def get(self, name: str) -> Value | None:
         """Return a value, None when there is none of that name."""
         return self._values.get(name)

@@ -90,21 +90,27 @@ class StorageRegistry:
             InvalidArgumentError: a field is malformed, there is no such storage, or its type would change.
             KvcmError: it cannot be opened, or the store cannot be asked.
         """
-        await self._check_known(config)
-        await self._replace(config, self._opener.prepare(config))
+        if await self._is_only_limited(config):
+            await self._replace_limit(config)
+        else:
+            await self._replace(config, self._opener.prepare(config))
 
     async def update_while_serving(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
-        await self._check_known(config)
-        await self._replace(config, await asyncio.to_thread(self._opener.prepare, config))
+        if await self._is_only_limited(config):
+            await self._replace_limit(config)
+        else:
+            await self._replace(config, await asyncio.to_thread(self._opener.prepare, config))
 
     async def _check_new(self, config: StorageConfig) -> None:
         check_storage(config)
         _refuse_taken(config.global_unique_name, await self._shelf.read(config.global_unique_name))
 
-    async def _check_known(self, config: StorageConfig) -> None:
+    async def _is_only_limited(self, config: StorageConfig) -> bool:
+        """Return whether only its limit changes: then nothing has to be opened, which its medium may not allow now."""
         check_storage(config)
-        _existing(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        known = _existing(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        return _limit(config) != _limit(known) and _medium(config) == _medium(known)
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
@@ -113,6 +119,15 @@ class StorageRegistry:
 
         await self._shelf.change(config.global_unique_name, decide)
         await self._changed(config, prepared)
+
+    async def _replace_limit(self, config: StorageConfig) -> None:
+        def decide(known: StorageConfig | None) -> StorageConfig:
+            known = _existing(config.global_unique_name, known)
+            return replace(known, capacity_bytes=config.capacity_bytes, used_percentage=config.used_percentage)
+
+        await self._shelf.change(config.global_unique_name, decide)
+        self._is_as_wanted(config.global_unique_name)
+        await self._flush()
 
     async def _replace(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
@@ -189,8 +204,8 @@ class StorageRegistry:
             return True
         if is_open is None or _medium(is_open) != _medium(wanted):
             return False
+        self._open[name] = wanted  # with its limit
         if is_open.is_available is not wanted.is_available:
-            self._open[name] = wanted
             self._opener.set_enabled(name, enabled=wanted.is_available)
         return True
 
@@ -231,8 +246,12 @@ class StorageRegistry:
 
 
 def _medium(config: StorageConfig) -> StorageConfig:
-    """What has to be opened: the switch makes no difference."""
-    return replace(config, is_available=True)
+    """What has to be opened: switch and limit make no difference."""
+    return replace(config, is_available=True, capacity_bytes=0, used_percentage=0.0)
+
+
+def _limit(config: StorageConfig) -> tuple[int, float]:
+    return config.capacity_bytes, config.used_percentage
 
 
 def _refuse_taken(name: str, known: StorageConfig | None) -> None:

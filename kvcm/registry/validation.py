@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
-from kvcm.model.groups import CacheConfig, InstanceGroup, MetaIndexerConfig
+from kvcm.model.groups import (
+    CacheConfig,
+    EvictionPolicy,
+    GlobalQuota,
+    InstanceGroup,
+    MetaIndexerConfig,
+    PrefixClass,
+    TriggerStrategy,
+)
 from kvcm.model.instances import Instance
 from kvcm.model.names import check_name, check_storage_name
 from kvcm.model.storages import (
@@ -22,8 +30,24 @@ from kvcm.model.storages import (
     VcnsThreeFSStorageSpec,
 )
 
-__all__ = ["check_group", "check_instance", "check_storage", "most_shards", "require"]
+__all__ = [
+    "POLICY_NAMES",
+    "SHARES",
+    "check_global_quota",
+    "check_group",
+    "check_instance",
+    "check_storage",
+    "most_shards",
+    "require",
+]
 
+POLICY_NAMES = ("lru", "lfu", "ttl", "fifo", "sieve", "s3fifo", "leaf_lru")
+"""Eviction policies that can be configured; a test compares them with those that there are."""
+
+SHARES = ("", "group_lru", "proportional", "fixed")
+
+_WITH_TTL = ("ttl", "fifo", "lru", "leaf_lru")
+_MOST_PRIORITY = 100
 _MOST_SHARDS = 1 << 16
 _MOST_REDIS_SHARDS = 1 << 10  # every duty asks every shard
 
@@ -72,6 +96,20 @@ def check_storage(config: StorageConfig) -> None:
         require(spec.remote_port > 0, f"{prefix}.remote_port", f"is {spec.remote_port}, must be > 0")
     if isinstance(spec, MooncakeStorageSpec) and spec.protocol == "rdma":
         require(spec.rdma_device, f"{prefix}.rdma_device", "is required when protocol is rdma")
+    _at_least_zero("StorageConfig.capacity_bytes", config.capacity_bytes)
+    _check_mark("StorageConfig.used_percentage", config.used_percentage)
+
+
+def check_global_quota(quota: GlobalQuota) -> None:
+    """Check a limit over groups.
+
+    Raises:
+        InvalidArgumentError: a field is missing, malformed or out of range.
+    """
+    require(quota.name, "GlobalQuota.name")
+    check_name("name", quota.name)
+    _at_least_zero("GlobalQuota.capacity_bytes", quota.capacity_bytes)
+    _check_mark("GlobalQuota.used_percentage", quota.used_percentage)
 
 
 def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
@@ -89,7 +127,9 @@ def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
     require(group.storage_candidates, "InstanceGroup.storage_candidates")
     _at_least_zero("InstanceGroup.max_instance_count", group.max_instance_count)
     _check_quota(group)
+    _check_guarantees(group)
     _check_reclaim(group.cache_config)
+    _check_policies(group)
     _check_indexer(group.cache_config.meta_indexer_config, store_kind)
     _check_store(group.cache_config.meta_indexer_config, store_kind)
 
@@ -104,19 +144,113 @@ def _check_quota(group: InstanceGroup) -> None:
     require(not repeated, "InstanceGroup.quota.quota_config", f"lists {repeated} more than once")
 
 
+def _check_guarantees(group: InstanceGroup) -> None:
+    path = "InstanceGroup.storage_guarantees"
+    for guarantee in group.storage_guarantees:
+        name = guarantee.storage_unique_name
+        check_storage_name("storage_guarantees.storage_unique_name", name)
+        require(
+            name in group.storage_candidates,
+            f"{path}.storage_unique_name",
+            f"is {name!r}, must be one of the storage_candidates {list(group.storage_candidates)}",
+        )
+        _at_least_zero(f"{path}.guaranteed_bytes", guarantee.guaranteed_bytes)
+    repeated = _repeated(each.storage_unique_name for each in group.storage_guarantees)
+    require(not repeated, path, f"lists {repeated} more than once")
+    _at_least_zero("InstanceGroup.pin_budget_bytes", group.pin_budget_bytes)
+
+
 def _check_reclaim(config: CacheConfig) -> None:
-    path = "InstanceGroup.cache_config"
+    path = "InstanceGroup.cache_config.reclaim_strategy"
     strategy = config.reclaim_strategy
-    trigger = strategy.trigger_strategy
-    _at_least_zero(f"{path}.reclaim_strategy.trigger_strategy.used_size", trigger.used_size)
-    ratio = trigger.used_percentage
+    _check_trigger(f"{path}.trigger_strategy", strategy.trigger_strategy)
+    for field in ("trigger_period_seconds", "reclaim_step_size", "reclaim_step_percentage", "delay_before_delete_ms"):
+        _at_least_zero(f"{path}.{field}", getattr(strategy, field))
+    require(strategy.share in SHARES, f"{path}.share", f"is {strategy.share!r}, must be {_listed(SHARES)}")
+
+
+def _check_trigger(path: str, trigger: TriggerStrategy) -> None:
+    _at_least_zero(f"{path}.used_size", trigger.used_size)
+    _check_mark(f"{path}.used_percentage", trigger.used_percentage)
+    hysteresis = trigger.hysteresis
+    require(
+        hysteresis is None or 0 <= hysteresis < 1,
+        f"{path}.hysteresis",
+        f"is {hysteresis}, must be a ratio >= 0 and < 1 (0.02 is two points of the limit)",
+    )
+
+
+def _check_mark(path: str, ratio: float) -> None:
     require(
         math.isfinite(ratio) and ratio >= 0,
-        f"{path}.reclaim_strategy.trigger_strategy.used_percentage",
+        path,
         f"is {ratio}, must be a ratio >= 0 (0.8 is 80 %, above 1 is off)",
     )
-    for field in ("trigger_period_seconds", "reclaim_step_size", "reclaim_step_percentage", "delay_before_delete_ms"):
-        _at_least_zero(f"{path}.reclaim_strategy.{field}", getattr(strategy, field))
+
+
+def _check_policies(group: InstanceGroup) -> None:
+    path = "InstanceGroup.cache_config.reclaim_strategy"
+    strategy = group.cache_config.reclaim_strategy
+    everywhere = group.policy_of("")
+    _check_policy(f"{path}.policy", strategy.policy, everywhere)
+    for prefix_class in strategy.prefix_classes:
+        _check_class(f"{path}.prefix_classes", prefix_class, everywhere)
+    repeated = _repeated(each.name for each in strategy.prefix_classes)
+    require(not repeated, f"{path}.prefix_classes", f"names {repeated} more than once")
+    for override in strategy.instance_overrides:
+        below = f"{path}.instance_overrides"
+        require(override.instance_id, f"{below}.instance_id")
+        check_name("instance_overrides.instance_id", override.instance_id)
+        _check_policy(f"{below}.policy", override.policy, everywhere)
+        weight = override.weight
+        require(math.isfinite(weight) and weight >= 0, f"{below}.weight", f"is {weight}, must be >= 0; 0 is 1")
+    repeated = _repeated(each.instance_id for each in strategy.instance_overrides)
+    require(not repeated, f"{path}.instance_overrides", f"names {repeated} more than once")
+
+
+def _check_policy(path: str, policy: EvictionPolicy, above: EvictionPolicy) -> None:
+    """Check a policy below one that is complete. The original's POLICY_TTL says no age: it is an order, then."""
+    require(
+        policy.name in ("", *POLICY_NAMES),
+        f"{path}.name",
+        f"is {policy.name!r}, must be empty or {_listed(POLICY_NAMES)}",
+    )
+    _at_least_zero(f"{path}.ttl_seconds", policy.ttl_seconds)
+    require(policy.name != "ttl" or policy.ttl_seconds, f"{path}.ttl_seconds", "is 0, must be > 0 with policy 'ttl'")
+    in_force = policy.or_else(above).name
+    require(
+        not policy.ttl_seconds or in_force in _WITH_TTL,
+        f"{path}.ttl_seconds",
+        f"is {policy.ttl_seconds} with policy {in_force!r}, allowed with {_listed(_WITH_TTL)}",
+    )
+
+
+def _check_class(path: str, prefix_class: PrefixClass, above: EvictionPolicy) -> None:
+    require(prefix_class.name, f"{path}.name")
+    check_name("prefix_classes.name", prefix_class.name)
+    _at_least_zero(f"{path}.min_depth", prefix_class.min_depth)
+    end = prefix_class.end_depth
+    require(
+        end == 0 or end > prefix_class.min_depth,
+        f"{path}.end_depth",
+        f"is {end}, must be above min_depth, {prefix_class.min_depth}, or 0 for no end",
+    )
+    _at_least_zero(f"{path}.min_reads", prefix_class.min_reads)
+    for instance_id in prefix_class.instance_ids:
+        check_name("prefix_classes.instance_ids", instance_id)
+    priority = prefix_class.priority
+    require(
+        abs(priority) <= _MOST_PRIORITY,
+        f"{path}.priority",
+        f"is {priority}, must be from -{_MOST_PRIORITY} to {_MOST_PRIORITY}",
+    )
+    _check_policy(f"{path}.policy", prefix_class.policy, above)
+    budget = prefix_class.budget
+    require(
+        math.isfinite(budget) and 0 <= budget <= 1,
+        f"{path}.budget",
+        f"is {budget}, must be a ratio from 0 to 1 of the group's capacity, 0 for no limit",
+    )
 
 
 def most_shards(store_kind: str) -> int:
@@ -192,6 +326,11 @@ def _check_spec_groups(instance: Instance) -> None:
 
 def _at_least_zero(path: str, value: int) -> None:
     require(value >= 0, path, f"is {value}, must be >= 0")
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = (repr(name) for name in names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -29,6 +30,8 @@ __all__ = ["fill", "instance_of", "mask_of", "read", "read_storage", "write_mask
 
 Value = TypeVar("Value")
 
+_FIRST_ADDITION = 1000  # number of a field; smaller ones are the original's
+
 _SPEC_OF_FIELD: dict[str, type[Any]] = {
     "local": LocalStorageSpec,
     "threefs": ThreeFSStorageSpec,
@@ -48,13 +51,22 @@ def read(value_type: type[Value], message: Message) -> Value:
         InvalidArgumentError: an enum has a number that is not one of its values.
     """
     kind: Any = value_type
-    return value_type(**{name: convert(name, getattr(message, name)) for name, convert in _readers(kind)})
+    return value_type(**{name: convert(name, message) for name, convert in _readers(kind)})
 
 
 @cache
 def _readers(value_type: Any) -> tuple[tuple[str, Callable[[str, Any], Any]], ...]:
     hints = get_type_hints(value_type)
-    return tuple((field.name, _reader(hints[field.name])) for field in dataclasses.fields(value_type))
+    return tuple((field.name, _field_reader(hints[field.name])) for field in dataclasses.fields(value_type))
+
+
+def _field_reader(hint: Any) -> Callable[[str, Any], Any]:
+    """From (name, message) to the value of the field of that name."""
+    if isinstance(hint, UnionType):  # with None, for a field that has presence
+        (inner,) = (_reader(member) for member in get_args(hint) if member is not NoneType)
+        return lambda name, message: inner(name, getattr(message, name)) if message.HasField(name) else None
+    convert = _reader(hint)
+    return lambda name, message: convert(name, getattr(message, name))
 
 
 def _reader(hint: Any) -> Callable[[str, Any], Any]:
@@ -77,17 +89,23 @@ def _enum(enum: type[IntEnum], name: str, number: int) -> IntEnum:
 
 
 def fill(message: Any, value: Any) -> None:
-    """Set the fields of a message from a model value of the same field names."""
+    """Set the fields of a message from a model value of the same field names. Additions to the original's messages that
+    say nothing are left out, so that its clients get back what they sent."""
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if isinstance(item, tuple):
             _extend(getattr(message, field.name), item)
-        elif dataclasses.is_dataclass(item):
-            inner = getattr(message, field.name)
-            inner.SetInParent()
-            fill(inner, item)
-        else:
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            if not (_is_addition(message, field.name) and item == type(item)()):
+                inner = getattr(message, field.name)
+                inner.SetInParent()
+                fill(inner, item)
+        elif item is not None:
             setattr(message, field.name, item)
+
+
+def _is_addition(message: Message, name: str) -> bool:
+    return bool(message.DESCRIPTOR.fields_by_name[name].number >= _FIRST_ADDITION)
 
 
 def _extend(repeated: Any, items: tuple[Any, ...]) -> None:
@@ -112,6 +130,8 @@ def read_storage(api: str, message: Any) -> StorageConfig:
         config.global_unique_name,
         read(_SPEC_OF_FIELD[field], getattr(config, field)),
         config.check_storage_available_when_open,
+        capacity_bytes=config.capacity_bytes,
+        used_percentage=config.used_percentage,
     )
 
 
@@ -119,6 +139,8 @@ def write_storage(message: Any, config: StorageConfig) -> None:
     """Fill a StorageConfig message."""
     message.global_unique_name = config.global_unique_name
     message.check_storage_available_when_open = config.check_storage_available_when_open
+    message.capacity_bytes = config.capacity_bytes
+    message.used_percentage = config.used_percentage
     spec = getattr(message, _FIELD_OF_SPEC[type(config.spec)])
     spec.SetInParent()
     fill(spec, config.spec)

@@ -17,11 +17,12 @@ from kvcm.cache.importing import Importer
 from kvcm.index.backends.backend import Access
 from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
-from kvcm.model.groups import MetaIndexerConfig, MetaStorageBackendConfig
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.groups import GlobalQuota, MetaIndexerConfig, MetaStorageBackendConfig
+from kvcm.model.locations import BlockRecord, LocationStatus, Place
 from kvcm.model.storages import StorageType
 
 HEAD = Head("0", "c", "", 1.0)
+ONE, TWO = (Place(name, StorageType.ST_DUMMY) for name in ("one", "two"))
 
 
 @pytest.fixture
@@ -50,6 +51,9 @@ async def test_a_deployment_moves_from_store_to_store_as_it_is(
     request: pytest.FixtureRequest, source: IndexRig
 ) -> None:
     """Memory → file → RocksDB → file → Redis → file → Cluster: registry, records, access, usage and families stay."""
+    await source.registry.quotas.set(GlobalQuota("q", 1 << 40, 0.7))
+    await source.registry.quotas.set(GlobalQuota("of no group", 0))
+    await source.registry.storages.update(replace(source.registry.storages.all()[0], capacity_bytes=1 << 41))
     deleting = location("d", LocationStatus.DELETING, deadline=2000.25, session_id="s", storage="two")
     await source.put("i", chain(2500, salt="i-"))
     await source.put("j", {-5: BlockRecord(7, 3, (location("x"), deleting)), 1: record(1), -(2**63): record(9)})
@@ -65,8 +69,8 @@ async def test_a_deployment_moves_from_store_to_store_as_it_is(
             assert imported.stored == {"i": 2500, "j": 3}, kind
             assert rig.configured() == source.configured(), kind
             assert {name: await rig.blocks(name) for name in ("i", "j")} == blocks, kind
-            assert await rig.usage("i") == {StorageType.ST_DUMMY: 25_000}, kind
-            assert await rig.usage("j") == {StorageType.ST_DUMMY: 40}, kind
+            assert await rig.usage("i") == {ONE: 25_000}, kind
+            assert await rig.usage("j") == {ONE: 30, TWO: 10}, kind
             assert await rig.backend("i").children(17) == [18], kind
             assert await rig.backend("j").due(2001.0, 10) == [-5], kind
             assert (await rig.verified()).findings == [], kind
@@ -123,6 +127,14 @@ async def test_the_archive_of_an_import_is_the_archive_again(source: IndexRig, t
     archive, _ = await source.exported()
     await target.imported(archive)
     assert (await target.exported())[0] == archive
+
+
+async def test_pins_stay_behind(source: IndexRig, target: IndexRig) -> None:
+    """A mark without its pin would take no budget, and nobody could end it."""
+    pinned = location("x", deadline=7e9, priority=-3, pinned_until=8e9)
+    await source.put("i", {1: BlockRecord(None, 0, (pinned,))})
+    await target.imported((await source.exported())[0])
+    assert (await target.blocks("i"))[1][0].locations == (pinned._replace(pinned_until=0.0),)
 
 
 async def test_what_is_being_written_is_left_out(source: IndexRig) -> None:
@@ -214,6 +226,22 @@ async def test_a_different_group_refuses_the_import_before_anything_is_written(
     ):
         await target.imported(archive)
     assert target.configured() == before
+
+
+async def test_a_group_takes_its_global_quota_along_and_no_other(source: IndexRig, target: IndexRig) -> None:
+    for name in ("q", "other"):
+        await source.registry.quotas.set(GlobalQuota(name, 100))
+    await target.registry.quotas.set(GlobalQuota("other", 5))
+    everything, _ = await source.exported()
+    only, _ = await source.exported("g")
+    with pytest.raises(
+        DuplicateEntityError, match=r"global quota 'other' exists and differs: capacity_bytes is 5 here"
+    ):
+        await target.imported(everything)
+    await target.imported(only)
+    assert target.registry.quotas.all() == [GlobalQuota("other", 5), GlobalQuota("q", 100)]
+    await target.registry.quotas.remove("q")
+    assert (await target.imported(everything, "g")).created == {"global quota": ["q"], "storage": ["two"]}
 
 
 async def test_a_different_instance_is_named_with_its_difference(source: IndexRig, target: IndexRig) -> None:

@@ -10,17 +10,19 @@ from struct import pack
 
 import pytest
 import redis
-from audit_rig import KINDS, IndexRig, chain, location, opened
+from audit_rig import KINDS, IndexRig, chain, location, opened, record
 from redis_servers import Standalone
 
 from kvcm.cache.audit_report import AuditReport
 from kvcm.cache.leases import ReadLease
+from kvcm.cache.pin_values import HeldPlace, Pin
 from kvcm.cache.write_values import WriteSession
 from kvcm.index.shards import shard_of
 from kvcm.model.instances import Placement
-from kvcm.model.locations import BlockRecord, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 
+ONE, TWO = (Place(name, StorageType.ST_DUMMY) for name in ("one", "two"))
 SHARED = KINDS[2:]
 NOW = 1_000_000.0  # what the clock of the rig says
 
@@ -95,7 +97,7 @@ async def test_a_sound_store_is_clean_at_once(rig: IndexRig) -> None:
     assert (report.findings, report.unsettled, rig.pauses) == ([], [], 0)
     assert report.looked_at["records"] == 1500 + 1 + 20 + 1
     assert report.looked_at["extents"] == 2 * (1500 + 2 + 20 + 1)
-    assert (report.looked_at["instances"], report.looked_at["documents"]) == (2, 7)
+    assert (report.looked_at["instances"], report.looked_at["documents"]) == (2, 8)
 
 
 async def test_verifying_changes_nothing(rig: IndexRig) -> None:
@@ -131,16 +133,19 @@ async def test_a_block_of_a_session_that_is_gone_is_rolled_back(rig: IndexRig) -
 # ── Documents ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_sessions_and_leases_of_instances_that_are_gone_are_removed(rig: IndexRig) -> None:
+async def test_sessions_leases_and_pins_of_instances_that_are_gone_are_removed(rig: IndexRig) -> None:
     store = rig.metadata.store
     session = WriteSession("ab" * 16, 999, NOW + 30, "l", (1,))
     lease = ReadLease("cd" * 16, 998, NOW + 30, ((998, 1, "l"),))
+    pin = Pin("ef" * 8, 997, "g", "me", NOW + 30, (HeldPlace(1, "l", 1),))
     await store.table("sessions", 16).replace(session.id, None, session.encoded(), session.deadline)
     await store.table("leases", 16).replace(lease.id, None, lease.encoded(), lease.deadline)
+    await store.table("pins", 16).replace(pin.id, None, pin.encoded(), pin.deadline)
     found = await _mended(rig)
     assert [(each.check, each.where, each.what) for each in found.findings] == [
         ("session", "session ababab…", "belongs to registration 999, which is gone"),
         ("lease", "lease cdcdcd…", "belongs to registration 998, which is gone"),
+        ("pin", "pin efefef…", "belongs to registration 997, which is gone"),
     ]
 
 
@@ -183,6 +188,8 @@ async def test_keys_of_an_instance_that_is_gone_are_forgotten(request: pytest.Fi
         assert [(each.check, each.where) for each in found.findings] == [
             ("stray", f"registration {uid}"),
             ("usage", "group 'g'"),
+            ("usage", "storage 'one'"),
+            ("usage", "all groups"),
         ]
         assert len(await rig.blocks("i")) == 5
 
@@ -207,27 +214,32 @@ async def test_rows_of_an_instance_that_is_gone_are_forgotten(request: pytest.Fi
 async def test_a_wrong_usage_is_found_and_recounted(shared: IndexRig, redis_standalone: Standalone) -> None:
     """Invariant 4, per shard: the counters are the sums of the records."""
     with _admin(redis_standalone) as client:
-        client.hincrby(_name(shared, "u", "i", 1), "6", 1234)
-        client.hset(_name(shared, "u", "j", 2), "4", 5)
+        client.hincrby(_name(shared, "u", "i", 1), "6/one", 1234)
+        client.hset(_name(shared, "u", "j", 2), "4/two", 5)
     found = await _mended(shared)
     assert [(each.check, each.what.partition(": ")[2]) for each in found.findings if "instance" in each.where] == [
-        ("usage", "+1234 bytes on storage type 6"),
-        ("usage", "+5 bytes on storage type 4"),
+        ("usage", "+1234 bytes on storage 'one' (type 6)"),
+        ("usage", "+5 bytes on storage 'two' (type 4)"),
     ]
-    assert await shared.usage("i") == {StorageType.ST_DUMMY: 10 * (1500 + 2 + 1)}
-    assert await shared.usage("j") == {StorageType.ST_DUMMY: 200}
+    assert await shared.usage("i") == {ONE: 10 * (1500 + 1 + 1), TWO: 10}
+    assert await shared.usage("j") == {ONE: 200}
 
 
-async def test_wrong_counters_of_a_group_are_found_and_recounted(
+async def test_wrong_counters_that_managers_share_are_found_and_recounted(
     shared: IndexRig, redis_standalone: Standalone
 ) -> None:
-    """Invariant 4, per group: what managers share is the sum of all shards."""
+    """Invariant 4, per group, per storage and over all: what managers share is the sum of all shards."""
     assert shared.metadata.client is not None
+    prefix = shared.metadata.client.prefix
     with _admin(redis_standalone) as client:
-        client.hincrby(f"{shared.metadata.client.prefix}:q{{g.g}}", "u:b6", -70)
+        client.hincrby(f"{prefix}:q{{g.g}}", "u:b6/one", -70)
+        client.hincrby(f"{prefix}:q{{s.two}}", "u:bg", 3)
+        client.hset(f"{prefix}:q{{a.all}}", "u:bgone", 9)
     found = await _mended(shared)
     assert [(each.where, each.what.partition(": ")[2]) for each in found.findings] == [
-        ("group 'g'", "bytes on dummy -70")
+        ("group 'g'", "bytes on one (dummy) -70"),
+        ("storage 'two'", "bytes of group 'g' +3"),
+        ("all groups", "bytes of group 'gone' +9"),
     ]
 
 
@@ -275,9 +287,9 @@ async def test_an_order_entry_without_a_record_goes(shared: IndexRig, redis_stan
     with _admin(redis_standalone) as client:
         client.unlink(_name(shared, "b", "j", 20) + pack(">q", 20))
     found = await shared.verified(repair=True)
-    assert [each.check for each in found.findings] == ["block", "usage", "usage"]
+    assert [each.check for each in found.findings] == ["block", *["usage"] * 4]
     assert (await shared.verified()).is_clean
-    assert await shared.usage("j") == {StorageType.ST_DUMMY: 190}
+    assert await shared.usage("j") == {ONE: 190}
 
 
 async def test_a_record_that_cannot_be_read_goes_only_when_asked_for(
@@ -304,13 +316,13 @@ async def test_what_puts_itself_right_in_the_meantime_is_no_finding(
     name, member = _name(shared, "p", "j", 3), pack(">q", 3)
     with _admin(redis_standalone) as client:
         client.zadd(name, {member: 5.0})
-        client.hincrby(_name(shared, "u", "i", 1), "6", 1)
+        client.hincrby(_name(shared, "u", "i", 1), "6/one", 1)
         pauses = iter(range(9))
 
         async def settle() -> None:
             if next(pauses) == 0:
                 client.zrem(name, member)
-                client.hincrby(_name(shared, "u", "i", 1), "6", -1)
+                client.hincrby(_name(shared, "u", "i", 1), "6/one", -1)
 
         shared._pause = settle  # type: ignore[method-assign]
         assert (await shared.verified()).is_clean
@@ -322,7 +334,7 @@ async def test_what_an_index_in_memory_derives_is_checked_too(request: pytest.Fi
     async with opened(kind, request) as rig:
         await _fill(rig)
         backend = rig.backend("j")
-        backend._usage[StorageType.ST_DUMMY] += 5  # type: ignore[attr-defined]
+        backend._tally.change(None, record(99))  # type: ignore[attr-defined]
         backend._due.put(3, 5.0)  # type: ignore[attr-defined]
         report = await rig.verified(repair=True)
         assert [(each.check, each.is_mended) for each in report.findings] == [("block", False), ("usage", False)]

@@ -1,4 +1,4 @@
-"""Quotas that several managers share, on a real Redis: never exceeded, never forgotten (invariant 4).
+"""Quotas of a group that several managers share, on a real Redis: never exceeded, never forgotten (invariant 4).
 
 The truth is what the records say. While reports are on their way or lost, the counters may be above it, not below.
 """
@@ -15,12 +15,14 @@ from random import Random
 import pytest
 from redis_servers import Standalone
 
-from kvcm.cache.shared_usage import SharedLedger, counted
+from kvcm.cache.accounts import OVERALL, Census, counted, group_account, storage_account
+from kvcm.cache.limits import Limits
+from kvcm.cache.shared_usage import SharedLedger
 from kvcm.cache.usage import Reservation
 from kvcm.index.backends.redis import RedisBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.groups import InstanceGroup, InstanceGroupQuota, QuotaConfig
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.quota import QuotaCounters
@@ -28,7 +30,9 @@ from kvcm.store.redis.uri import parse_redis_uri
 
 UID = 1
 SIZE = 10
-NFS = StorageType.ST_NFS
+NFS = Place("s", StorageType.ST_NFS)
+NFS2 = Place("s2", StorageType.ST_NFS)
+DUMMY = Place("d", StorageType.ST_DUMMY)
 
 
 class AnyStorage:
@@ -41,12 +45,17 @@ class AnyStorage:
 
 
 def group(capacity: int = 40 * SIZE, nfs: int = 30 * SIZE) -> InstanceGroup:
-    return InstanceGroup("a group {with} braces", quota=InstanceGroupQuota(capacity, (QuotaConfig(NFS, nfs),)))
+    quota = InstanceGroupQuota(capacity, (QuotaConfig(StorageType.ST_NFS, nfs),))
+    return InstanceGroup("a group {with} braces", ("s", "s2", "d"), quota=quota)
 
 
-def block(kind: StorageType = NFS) -> BlockRecord:
-    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"dummy://s/x?size={SIZE}")])
-    return BlockRecord(None, 0, (Location("x", "s", kind, LocationStatus.SERVING, ("tp0",), chunk, SIZE, 1.0),))
+OWN = group_account(group().name)
+
+
+def block(place: Place = NFS) -> BlockRecord:
+    storage, kind = place
+    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"dummy://{storage}/x?size={SIZE}")])
+    return BlockRecord(None, 0, (Location("x", storage, kind, LocationStatus.SERVING, ("tp0",), chunk, SIZE, 1.0),))
 
 
 @dataclass
@@ -72,6 +81,7 @@ class World:
         self._keys = iter(range(1, 1 << 40))
         self._nodes = iter(range(1 << 20))
         self.truth = MetaIndex(RedisBackend(client, UID, 4), AnyStorage(), shard_count=4)
+        self.census: Census = {group().name: {UID: self.truth}}
 
     def manager(self) -> Manager:
         ledger = SharedLedger(self.counters, f"node-{next(self._nodes)}")
@@ -84,16 +94,16 @@ class World:
         )
         return Manager(ledger, index)
 
-    async def reserve(self, manager: Manager, count: int, kind: StorageType, deadline: float = math.inf) -> bool:
+    async def reserve(self, manager: Manager, count: int, place: Place, deadline: float = math.inf) -> bool:
         keys = [next(self._keys) for _ in range(count)]
-        wanted = {kind: count * SIZE}
-        reservation = Reservation(secrets.token_hex(4), group(), UID, wanted, count, deadline)
+        wanted = {place: count * SIZE}
+        reservation = Reservation(secrets.token_hex(4), Limits(group()), UID, wanted, count, deadline)
         fits = await manager.ledger.reserve(reservation, manager.index)
         if fits:
             manager.open.append((reservation, keys))
         return fits
 
-    async def store(self, manager: Manager, kind: StorageType) -> None:
+    async def store(self, manager: Manager) -> None:
         reservation, keys = manager.open.pop()
         await manager.index.put({key: block(next(iter(reservation.wanted_bytes))) for key in keys})
         manager.ledger.settle(reservation, manager.index)
@@ -103,10 +113,10 @@ class World:
 
     async def check(self) -> None:
         """Counters are at least the truth, and the truth is within the limits."""
-        counters, truth = await self.counters.read(group().name), await counted({UID: self.truth})
+        counters, truth = await self.counters.read(OWN), (await counted(self.census))[OWN]
         for name, value in truth.items():
             assert counters.used.get(name, 0) + counters.reserved.get(name, 0) >= value, name
-        assert truth.get("b4", 0) <= 30 * SIZE
+        assert sum(truth.get(name, 0) for name in ("b4/s", "b4/s2")) <= 30 * SIZE
         assert truth[f"k{UID}"] <= self._max_key_count
         assert sum(value for name, value in truth.items() if name[0] == "b") <= 40 * SIZE
 
@@ -118,16 +128,21 @@ async def client(redis_standalone: Standalone) -> AsyncIterator[RedisClient]:
     await client.close()
 
 
-KINDS = [NFS, NFS, StorageType.ST_DUMMY]
+async def recounted(manager: Manager, world: World, now: float) -> None:
+    accounts = [OWN, *map(storage_account, ("s", "s2", "d")), OVERALL]
+    assert await manager.ledger.recount(accounts, world.census, now) == dict.fromkeys(accounts, True)
+
+
+PLACES = [NFS, NFS2, DUMMY]
 
 
 async def step(world: World, managers: list[Manager], random: Random) -> None:
     manager = random.choice(managers)
     action = random.choice(["reserve", "reserve", "store", "store", "delete", "flush", "crash"])
     if action == "reserve":
-        await world.reserve(manager, random.randint(1, 8), random.choice(KINDS))
+        await world.reserve(manager, random.randint(1, 8), random.choice(PLACES))
     elif action == "store" and manager.open:
-        await world.store(manager, random.choice(KINDS))
+        await world.store(manager)
     elif action == "delete" and (keys := await world.keys()):
         await manager.index.delete(random.sample(keys, min(len(keys), random.randint(1, 10))))
     elif action == "flush":
@@ -146,19 +161,19 @@ async def test_limits_hold_whatever_managers_do_and_lose(client: RedisClient, se
     for _ in range(70):
         await step(world, managers, random)
         if begun is None and random.random() < 0.15:
-            begun = await world.counters.begin_recount(group().name, now=0.0)
-            seen = await counted({UID: world.truth})
+            begun = await world.counters.begin_recount(OWN, now=0.0)
+            seen = (await counted(world.census))[OWN]
         elif begun is not None and random.random() < 0.4:
-            assert await world.counters.end_recount(group().name, begun, seen)
+            assert await world.counters.end_recount(OWN, begun, seen)
             begun = None
         await world.check()
     for manager in managers:
         await manager.ledger.flush()
-    assert await managers[0].ledger.recount(group().name, {UID: world.truth}, now=math.inf)
-    counters = await world.counters.read(group().name)
-    truth = await counted({UID: world.truth})
-    assert {name: used for name, used in counters.used.items() if used} == {n: v for n, v in truth.items() if v}
-    assert not any(value for value in counters.reserved.values() if value < 0)
+    await recounted(managers[0], world, math.inf)
+    for account, truth in (await counted(world.census)).items():
+        counters = await world.counters.read(account)
+        assert {name: used for name, used in counters.used.items() if used} == {n: v for n, v in truth.items() if v}
+        assert not any(value for value in counters.reserved.values() if value < 0)
 
 
 async def test_writers_at_once_fill_a_group_to_its_last_byte_and_no_further(client: RedisClient) -> None:
@@ -181,22 +196,22 @@ async def test_a_report_that_is_sent_twice_counts_once(client: RedisClient) -> N
     world = World(client)
     manager = world.manager()
     assert await world.reserve(manager, 3, NFS)
-    await world.store(manager, NFS)
-    assert manager.ledger._next_report(group().name)
-    report = manager.ledger._sending[group().name]
-    await world.counters.report(group().name, report)
+    await world.store(manager)
+    assert manager.ledger._next_report(OWN)
+    report = manager.ledger._sending[OWN]
+    await world.counters.report(OWN, report)
     await manager.ledger.flush()
-    counters = await world.counters.read(group().name)
-    assert (counters.used["b4"], counters.reserved["b4"]) == (30, 0)
+    counters = await world.counters.read(OWN)
+    assert (counters.used["b4/s"], counters.reserved["b4/s"]) == (30, 0)
 
 
 async def test_a_reservation_of_a_manager_that_died_is_void_after_its_deadline(client: RedisClient) -> None:
     world = World(client)
     assert await world.reserve(world.manager(), 30, NFS, deadline=100.0)
     other = world.manager()
-    await other.ledger.recount(group().name, {UID: world.truth}, now=99.0)
+    await recounted(other, world, 99.0)
     assert not await world.reserve(other, 1, NFS)
-    await other.ledger.recount(group().name, {UID: world.truth}, now=101.0)
+    await recounted(other, world, 101.0)
     assert await world.reserve(other, 30, NFS)
 
 
@@ -205,15 +220,15 @@ async def test_what_shrank_before_a_recount_is_not_taken_off_after_it(client: Re
     world = World(client)
     manager = world.manager()
     await world.reserve(manager, 6, NFS)
-    await world.store(manager, NFS)
+    await world.store(manager)
     await manager.ledger.flush()
     note = manager.ledger.listener(group().name, UID)()
     await world.truth.delete((await world.keys())[:2])
-    assert await manager.ledger.recount(group().name, {UID: world.truth}, now=0.0)
-    await manager.ledger.refresh(group().name)
+    await recounted(manager, world, 0.0)
+    await manager.ledger.refresh([OWN])
     note({NFS: -2 * SIZE}, -2)
     await manager.ledger.flush()
-    assert (await world.counters.read(group().name)).used["b4"] == 4 * SIZE
+    assert (await world.counters.read(OWN)).used["b4/s"] == 4 * SIZE
     await world.check()
 
 
@@ -224,9 +239,9 @@ async def test_counters_of_instances_that_are_gone_go_with_a_recount(client: Red
     note({}, 5)
     note({}, -5)
     await manager.ledger.flush()
-    assert "k99" in (await world.counters.read(group().name)).used
-    assert await manager.ledger.recount(group().name, {UID: world.truth}, now=0.0)
-    counters = await world.counters.read(group().name)
+    assert "k99" in (await world.counters.read(OWN)).used
+    await recounted(manager, world, 0.0)
+    counters = await world.counters.read(OWN)
     assert ("k99" in counters.used, "k99" in counters.grown) == (False, False)
 
 

@@ -7,11 +7,11 @@ from cache_rig import TableView, group, location
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcm.cache.selection import Candidate
-from kvcm.cache.usage import Room
+from kvcm.cache.limits import Limits, StorageLimit
+from kvcm.cache.usage import Room, Taken
 from kvcm.cache.write_plan import Planner, WritePlan, missing_specs, plan_write
 from kvcm.model.instances import LocationSpecInfo
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
 from kvcm.model.storages import StorageType
 
 WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, LocationStatus.DELETING
@@ -69,6 +69,8 @@ def plan(
     capacity: int = 1 << 30,
     quotas: dict[StorageType, int] | None = None,
     used: dict[StorageType, int] | None = None,
+    storages: dict[str, int] | None = None,
+    candidates: Sequence[Place] = (),
     free_keys: int = 100,
     head: tuple[int | None, int] = (None, 0),
     wanted: Sequence[tuple[LocationSpecInfo, ...]] | None = None,
@@ -76,15 +78,21 @@ def plan(
     found = [(records or {}).get(key) for key in keys]
     asked = wanted or [INFOS] * len(keys)
     lacking = [missing_specs(record, specs, VIEW, 1) for record, specs in zip(found, asked, strict=True)]
-    room = Room(group(capacity=capacity, quotas=quotas), used or {}, free_keys)
-    planner = Planner([Candidate("a", DUMMY), Candidate("b", POOL)], room, 100)
+    limits = Limits(
+        group(capacity=capacity, quotas=quotas),
+        {name: StorageLimit(size, {}) for name, size in (storages or {}).items()},
+    )
+    places = {Place("a" if kind is DUMMY else "b", kind): size for kind, size in (used or {}).items()}
+    on_storages = {place.storage: {"group": size} for place, size in places.items()}
+    room = Room(limits, Taken(places, on_storages, {}), free_keys)
+    planner = Planner(candidates or [Place("a", DUMMY), Place("b", POOL)], room, 100)
     return plan_write(planner, keys, lacking, found, head)
 
 
 def test_new_blocks_are_written_in_order_with_parents_and_depths() -> None:
     blocks = plan([7, 8, 9]).blocks
     assert [(b.position, b.key, b.parent, b.depth) for b in blocks] == [(0, 7, None, 0), (1, 8, 7, 1), (2, 9, 8, 2)]
-    assert [(b.candidate.storage, b.size_bytes, b.specs) for b in blocks] == [("a", 20, INFOS)] * 3
+    assert [(b.place.storage, b.size_bytes, b.specs) for b in blocks] == [("a", 20, INFOS)] * 3
 
 
 def test_a_chain_goes_on_behind_its_parent() -> None:
@@ -114,7 +122,7 @@ def test_a_repeated_key_is_masked_with_another_spec_group_too() -> None:
 
 def test_missing_specs_go_to_the_type_of_the_others() -> None:
     records = {7: BlockRecord(None, 0, (location("b", TP0, storage_type=POOL),))}
-    assert [(b.key, b.candidate.storage, b.specs) for b in plan([7, 8], records).blocks] == [
+    assert [(b.key, b.place.storage, b.specs) for b in plan([7, 8], records).blocks] == [
         (7, "b", INFOS[1:]),
         (8, "a", INFOS),
     ]
@@ -123,11 +131,24 @@ def test_missing_specs_go_to_the_type_of_the_others() -> None:
 def test_missing_specs_go_elsewhere_when_that_type_is_full() -> None:
     records = {7: BlockRecord(None, 0, (location("b", TP0, storage_type=POOL),))}
     (block,) = plan([7], records, quotas={POOL: 0}).blocks
-    assert block.candidate.storage == "a"
+    assert block.place.storage == "a"
 
 
 def test_a_full_type_makes_way_for_the_next_candidate() -> None:
-    assert [b.candidate.storage for b in plan([1, 2, 3], quotas={DUMMY: 45}).blocks] == ["a", "a", "b"]
+    assert [b.place.storage for b in plan([1, 2, 3], quotas={DUMMY: 45}).blocks] == ["a", "a", "b"]
+
+
+def test_a_full_storage_makes_way_for_the_next_candidate_of_the_same_type_too() -> None:
+    places = [Place("a", DUMMY), Place("b", DUMMY), Place("c", POOL)]
+    result = plan([1, 2, 3, 4], storages={"a": 25, "b": 45}, candidates=places)
+    assert [b.place.storage for b in result.blocks] == ["a", "b", "b", "c"]
+
+
+def test_a_refusal_names_the_limit_of_every_candidate() -> None:
+    result = plan([1, 2], quotas={POOL: 5}, storages={"a": 25})
+    assert ([b.key for b in result.blocks], result.refused) == ([1], 1)
+    for text in ("storage 'a' is full", "capacity_bytes of 25", "'group' is full on pace", "quota of 5 bytes"):
+        assert text in result.refusal, result.refusal
 
 
 def test_the_suffix_of_a_refused_block_is_refused_too() -> None:
@@ -177,7 +198,7 @@ def test_a_plan_is_a_prefix_that_fits(
     assert result.refused == len(wanted) - len(planned)
     assert bool(result.refusal) == bool(result.refused)
     assert [keys.index(block.key) for block in result.blocks] == [block.position for block in result.blocks]
-    on_dummy = sum(block.size_bytes for block in result.blocks if block.candidate.storage_type is DUMMY)
+    on_dummy = sum(block.size_bytes for block in result.blocks if block.place.storage_type is DUMMY)
     total = used + sum(block.size_bytes for block in result.blocks)
     assert not planned or (total <= capacity and len(planned) <= free_keys)
     assert on_dummy == 0 or used + on_dummy <= quota

@@ -13,11 +13,12 @@ from registry_rig import GROUP, INSTANCE
 
 from kvcm.model.accounts import Account, AccountRole, PasswordHash
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.groups import CacheConfig, InstanceGroup, MetaCachePolicyConfig, TriggerStrategy
+from kvcm.model.groups import CacheConfig, GlobalQuota, InstanceGroup, MetaCachePolicyConfig, TriggerStrategy
 from kvcm.model.instances import Instance, Placement, Registration
 from kvcm.model.nodes import Endpoint
 from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageSpec
 from kvcm.registry.codec import decode_document, encode_document
+from kvcm.registry.seats import SeatsTaken
 
 PLAIN: dict[object, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
@@ -41,7 +42,10 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: values(hint) for name, hint in get_type_hints(kind).items()})
 
 
-VALUES = st.one_of(*map(values, (StorageConfig, InstanceGroup, Registration, Account, Endpoint, int, str)))
+VALUES = st.one_of(
+    *map(values, (StorageConfig, InstanceGroup, GlobalQuota, Registration, Account, Endpoint, int, str)),
+    st.builds(SeatsTaken, st.dictionaries(values(int), values(str), max_size=3), values(tuple[Registration, ...])),
+)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -69,6 +73,8 @@ def test_documents_look_as_other_releases_find_them() -> None:
             "spec": {"root_path": "/r é", "key_count_per_file": 8},
             "check_storage_available_when_open": False,
             "is_available": True,
+            "capacity_bytes": 0,
+            "used_percentage": 0.0,
         },
     }
     account = Account("ann", AccountRole.ROLE_ADMIN, PasswordHash(b"\x00\xff", b"\x01"))
@@ -83,6 +89,13 @@ def test_documents_look_as_other_releases_find_them() -> None:
 
 
 def test_what_an_older_release_did_not_write_has_its_default() -> None:
+    storage = (
+        b'{"version":1,"value":{"global_unique_name":"s","spec_type":"NfsStorageSpec","spec":{"root_path":"/r"},'
+        b'"check_storage_available_when_open":true,"is_available":false}}'
+    )
+    assert decode_document(StorageConfig, storage) == StorageConfig(
+        "s", NfsStorageSpec("/r"), check_storage_available_when_open=True, is_available=False
+    )
     assert decode_document(InstanceGroup, b'{"version":1,"value":{"name":"g"}}') == InstanceGroup("g")
 
 

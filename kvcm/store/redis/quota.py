@@ -1,8 +1,9 @@
-"""Counters of what a group uses, shared by all managers (design.md decision 2).
+"""Counters of what is used, shared by all managers (design.md decision 2).
 
-Per group two hashes under one tag: the counters, and the open reservations by owner; beside them the number of the last
-report of every manager, for a day, so that one that is sent twice counts once. Fields of the counters, where a
-*field* is `b<storage type>` (bytes) or `k<uid>` (blocks of an instance):
+Counters stand in *accounts*: one per group, one per storage, one over all groups (`kvcm.cache.accounts` says which
+change counts where). Per account two hashes under one tag: the counters, and the open reservations by owner; beside
+them the number of the last report of every manager, for a day, so that one that is sent twice counts once. Every
+account counts some *fields* (bytes in a place, blocks of an instance, bytes of a group):
 
 * `u:<field>` used: the sum of all differences that managers reported.
 * `r:<field>` reserved: the sum of the open reservations.
@@ -10,9 +11,10 @@ report of every manager, for a day, so that one that is sent twice counts once. 
 * `epoch`, `dropped`: see below.
 
 A write reserves before it stores and reports what it stored in the same call that ends its reservation, so used plus
-reserved is never below the truth, and a limit is never exceeded however many managers write. The truth is in the
-counters that change with the records, shard by shard. A manager that dies loses reports; the leader's recount puts the
-sum of those counters in place of `used`:
+reserved is never below the truth, and a limit is never exceeded however many managers write. A write that is under the
+limits of several accounts reserves in one after the other, always in the same order, and releases what it has where a
+later one refuses. The truth is in the counters that change with the records, shard by shard. A manager that dies loses
+reports; the leader's recount puts the sum of those counters in place of `used`:
 
 1. `begin`: a new epoch, and a copy of grown. 2. The counters of all shards are read. 3. `end`: used becomes what was
 read plus what grew since 1, and the epoch changes again.
@@ -30,31 +32,38 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvcm.model.names import path_component
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.script import Script, ScriptCall
 
-__all__ = ["Counters", "Demand", "QuotaCounters", "Recount", "Report"]
+__all__ = ["Counters", "Demand", "QuotaCounters", "Recount", "Report", "TotalLimit"]
 
 _encode = msgspec.msgpack.encode
 
 _RESERVE = Script("""
 local counters, rows = KEYS[1], KEYS[2]
 local want = cmsgpack.unpack(ARGV[3])
-local function number(field) return tonumber(redis.call('HGET', counters, field) or 0) end
-local function taken(field) return number('u:' .. field) + number('r:' .. field) end
-local total, more = 0, 0
-for _, field in ipairs(cmsgpack.unpack(ARGV[4])) do total = total + taken(field) end
-local fits = true
-for _, each in ipairs(want) do
-  if string.sub(each[1], 1, 1) == 'b' then more = more + each[2] end
-  if each[3] >= 0 and taken(each[1]) + each[2] > each[3] then fits = false end
+local taken, flat = {}, redis.call('HGETALL', counters)
+for i = 1, #flat, 2 do
+  local kind, field = string.match(flat[i], '^([ur]):(.*)$')
+  if kind then taken[field] = (taken[field] or 0) + tonumber(flat[i + 1]) end
 end
-if total + more > tonumber(ARGV[5]) then fits = false end
+local function total(prefix, floors)
+  local sum = 0
+  for field, value in pairs(taken) do
+    if prefix ~= '' and string.sub(field, 1, #prefix) == prefix and not floors[field] then sum = sum + value end
+  end
+  for field, floor in pairs(floors) do sum = sum + math.max(floor, taken[field] or 0) end
+  return sum
+end
+local fits = true
+for _, each in ipairs(cmsgpack.unpack(ARGV[4])) do
+  if total(each[1], each[2]) + each[3] > each[4] then fits = false end
+end
 if fits and redis.call('HSETNX', rows, ARGV[1], cmsgpack.pack({ARGV[2], want})) == 1 then
   for _, each in ipairs(want) do redis.call('HINCRBY', counters, 'r:' .. each[1], each[2]) end
+  flat = redis.call('HGETALL', counters)
 end
-return {fits and 1 or 0, redis.call('HGETALL', counters)}
+return {fits and 1 or 0, flat}
 """)
 
 _RELEASE = """
@@ -65,6 +74,11 @@ local function release(owner)
   redis.call('HDEL', rows, owner)
 end
 """
+
+_GIVE_BACK = Script(
+    "local counters, rows = KEYS[1], KEYS[2]\n" + _RELEASE + "release(ARGV[1])\nreturn 1\n",
+    allow_oom=True,
+)
 
 _REPORT = Script(
     "local counters, rows = KEYS[1], KEYS[2]\n"
@@ -118,7 +132,7 @@ for _, each in ipairs(cmsgpack.unpack(ARGV[2])) do
 end
 for _, kept in ipairs(cmsgpack.unpack(ARGV[3])) do known[kept] = true end
 for _, name in ipairs(redis.call('HKEYS', counters)) do
-  local field = string.match(name, '^[ugr]:(k.*)$')
+  local field = string.match(name, '^[ugr]:(.*)$')
   if field and not known[field] and number('u:' .. field) == 0 and number('r:' .. field) == 0 then
     redis.call('HDEL', counters, name)
   end
@@ -131,21 +145,30 @@ return 1
 
 
 class Demand(NamedTuple):
-    """What a reservation takes of one field.
-
-    Attributes:
-        field: `b<storage type>` or `k<uid>`.
-        amount: bytes or blocks.
-        limit: most that may be used and reserved, -1 for no limit.
-    """
+    """What a reservation takes of one field: bytes or blocks."""
 
     field: str
+    amount: int
+
+
+class TotalLimit(NamedTuple):
+    """What several fields together may come to, used and reserved.
+
+    Attributes:
+        prefix: of the names of fields that count, "" for none.
+        floors: by field what it counts at least; these fields count whatever they are called.
+        amount: what is to be taken of them.
+        limit: most that they may come to with that.
+    """
+
+    prefix: str
+    floors: Mapping[str, int]
     amount: int
     limit: int
 
 
 class Report(NamedTuple):
-    """What a manager reports of one group.
+    """What a manager reports to one account.
 
     Attributes:
         node: id of the manager.
@@ -166,7 +189,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The counters of a group at one moment.
+    """The counters of an account at one moment.
 
     Attributes:
         used: by field.
@@ -210,7 +233,7 @@ class Recount(NamedTuple):
 
 
 class QuotaCounters:
-    """The shared counters of all groups.
+    """The shared counters of all accounts.
 
     Args:
         client: where they are kept.
@@ -219,52 +242,60 @@ class QuotaCounters:
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
-    async def read(self, group: str) -> Counters:
-        """Return the counters of a group."""
-        (answer,) = await self._client.execute([("HGETALL", self._keys(group)[0])])
-        return Counters.of(answer)
+    async def read(self, account: str) -> Counters:
+        """Return the counters of an account."""
+        (counters,) = await self.read_many([account])
+        return counters
+
+    async def read_many(self, accounts: Sequence[str]) -> list[Counters]:
+        """Return the counters of accounts, in order; each at one moment, different ones at different moments."""
+        answers = await self._client.execute([("HGETALL", self._keys(account)[0]) for account in accounts])
+        return [Counters.of(answer) for answer in answers]
 
     async def reserve(
-        self, group: str, owner: str, deadline: float, demands: Sequence[Demand], capacity: int, fields: Sequence[str]
+        self, account: str, owner: str, deadline: float, demands: Sequence[Demand], limits: Sequence[TotalLimit]
     ) -> tuple[bool, Counters]:
         """Reserve all demands or none.
 
         Args:
-            group: name of the group.
+            account: where to.
             owner: who reserves; one that already does is not counted twice.
             deadline: unix seconds after which a recount voids the reservation.
             demands: what is wanted.
-            capacity: most bytes that the group may use and reserve in all.
-            fields: the fields that count towards that.
+            limits: what has to hold.
 
         Returns:
             Whether it fits, and the counters afterwards.
         """
-        arguments = (owner, repr(deadline), _encode(demands), _encode(fields), capacity)
-        (answer,) = await self._client.run([ScriptCall(_RESERVE, self._keys(group), arguments)])
+        arguments = (owner, repr(deadline), _encode(demands), _encode(limits))
+        (answer,) = await self._client.run([ScriptCall(_RESERVE, self._keys(account), arguments)])
         return bool(answer[0]), Counters.of(answer[1])
 
-    async def report(self, group: str, report: Report) -> Counters:
+    async def release(self, account: str, owner: str) -> None:
+        """End a reservation under which nothing was stored; doing so twice is fine."""
+        await self._client.run([ScriptCall(_GIVE_BACK, self._keys(account), (owner,))])
+
+    async def report(self, account: str, report: Report) -> Counters:
         """Add differences and end reservations; a report of a number that was heard already changes nothing."""
         fields = {*report.grown, *report.shrunk}
         changes = [(field, report.grown.get(field, 0), report.shrunk.get(field, 0)) for field in sorted(fields)]
         arguments = (report.node, report.number, str(report.epoch), _encode(changes), _encode(list(report.done)))
-        counters, rows = self._keys(group)
+        counters, rows = self._keys(account)
         heard = counters.replace(b":q{", b":s{", 1) + report.node.encode()
         (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, heard), arguments)])
         return Counters.of(answer)
 
-    async def begin_recount(self, group: str, now: float) -> Recount:
+    async def begin_recount(self, account: str, now: float) -> Recount:
         """Begin a recount, and void the reservations whose deadline has passed."""
-        (answer,) = await self._client.run([ScriptCall(_BEGIN, self._keys(group), (repr(now),))])
+        (answer,) = await self._client.run([ScriptCall(_BEGIN, self._keys(account), (repr(now),))])
         counters = Counters.of(answer)
         return Recount(counters.epoch, {**dict.fromkeys(counters.used, 0), **counters.grown})
 
-    async def end_recount(self, group: str, recount: Recount, counted: Mapping[str, int]) -> bool:
+    async def end_recount(self, account: str, recount: Recount, counted: Mapping[str, int]) -> bool:
         """Put what was counted in the place of what is used.
 
         Args:
-            group: name of the group.
+            account: which.
             recount: as begun.
             counted: sums over all shards by field; a field that is used and not named here counts as 0.
 
@@ -274,10 +305,9 @@ class QuotaCounters:
         fields = {*counted, *recount.grown}
         values = [(field, counted.get(field, 0), recount.grown.get(field, 0)) for field in sorted(fields)]
         arguments = (str(recount.epoch), _encode(values), _encode(sorted(counted)))
-        call = ScriptCall(_END, self._keys(group), arguments)
+        call = ScriptCall(_END, self._keys(account), arguments)
         (answer,) = await self._client.run([call])
         return bool(answer)
 
-    def _keys(self, group: str) -> tuple[bytes, bytes]:
-        tag = f"{{g.{path_component(group)}}}"
-        return f"{self._client.prefix}:q{tag}".encode(), f"{self._client.prefix}:r{tag}".encode()
+    def _keys(self, account: str) -> tuple[bytes, bytes]:
+        return f"{self._client.prefix}:q{{{account}}}".encode(), f"{self._client.prefix}:r{{{account}}}".encode()
