@@ -12,8 +12,18 @@ from connectors.calls import AnswerT, Call
 from connectors.channels import CHANNEL_OPTIONS, failed, read_addresses
 from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
 from connectors.policy import Conversation, Pause, Reply
-from connectors.results import CallCounters, ClusterInfo, MatchMode, MatchResult, Registration, WriteGrant
+from connectors.results import (
+    CallCounters,
+    ClusterInfo,
+    MatchMode,
+    MatchResult,
+    MissingReport,
+    Pin,
+    Registration,
+    WriteGrant,
+)
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.uri import LocationUri
 
 __all__ = ["AsyncManagerClient"]
 
@@ -101,10 +111,18 @@ class AsyncManagerClient:
         return started.grant
 
     async def finish_write(
-        self, session_id: str, succeeded: Sequence[bool], *, timeout_seconds: float | None = None
+        self,
+        session_id: str,
+        succeeded: Sequence[bool],
+        *,
+        priority: int = 0,
+        ttl_seconds: int = 0,
+        timeout_seconds: float | None = None,
     ) -> bool:
         """See `ManagerClient.finish_write`."""
-        return await self._run(self._exchanges.finish_write(session_id, succeeded, timeout_seconds))
+        return await self._run(
+            self._exchanges.finish_write(session_id, succeeded, priority, ttl_seconds, timeout_seconds)
+        )
 
     async def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
         """See `ManagerClient.abort_write`."""
@@ -121,6 +139,26 @@ class AsyncManagerClient:
     async def remove(self, keys: Sequence[int], *, timeout_seconds: float | None = None) -> bool:
         """See `ManagerClient.remove`."""
         return await self._run(self._exchanges.remove(keys, timeout_seconds))
+
+    async def pin_prefix(
+        self, keys: Sequence[int], owner: str, ttl_seconds: int, *, timeout_seconds: float | None = None
+    ) -> Pin | None:
+        """See `ManagerClient.pin_prefix`."""
+        return await self._run(self._exchanges.pin_prefix(keys, owner, ttl_seconds, timeout_seconds))
+
+    async def unpin(self, pin_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """See `ManagerClient.unpin`."""
+        return await self._run(self._exchanges.unpin(pin_id, timeout_seconds))
+
+    async def list_pins(self, *, timeout_seconds: float | None = None) -> tuple[Pin, ...] | None:
+        """See `ManagerClient.list_pins`."""
+        return await self._run(self._exchanges.list_pins(timeout_seconds))
+
+    async def report_missing(
+        self, parts: Sequence[tuple[int, LocationUri | str]], *, timeout_seconds: float | None = None
+    ) -> MissingReport | None:
+        """See `ManagerClient.report_missing`."""
+        return await self._run(self._exchanges.report_missing(parts, timeout_seconds))
 
     async def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
         """See `ManagerClient.cluster_info`."""

@@ -19,8 +19,18 @@ from connectors.calls import AnswerT, Call
 from connectors.channels import CHANNEL_OPTIONS, failed, read_addresses
 from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
 from connectors.policy import Conversation, Pause, Reply
-from connectors.results import CallCounters, ClusterInfo, MatchMode, MatchResult, Registration, WriteGrant
+from connectors.results import (
+    CallCounters,
+    ClusterInfo,
+    MatchMode,
+    MatchResult,
+    MissingReport,
+    Pin,
+    Registration,
+    WriteGrant,
+)
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.uri import LocationUri
 
 __all__ = ["AsyncManagerClient", "ManagerClient"]
 
@@ -150,18 +160,28 @@ class ManagerClient:
             self.abort_write(started.orphan_session_id, timeout_seconds=timeout_seconds)
         return started.grant
 
-    def finish_write(self, session_id: str, succeeded: Sequence[bool], *, timeout_seconds: float | None = None) -> bool:
+    def finish_write(
+        self,
+        session_id: str,
+        succeeded: Sequence[bool],
+        *,
+        priority: int = 0,
+        ttl_seconds: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> bool:
         """Publish the blocks that were written.
 
         Args:
             session_id: of the grant.
             succeeded: one flag per location of the grant.
+            priority: from -100 to 100; blocks of a lower one are evicted first, those of other writers have 0.
+            ttl_seconds: the blocks go after this time, whatever room there is; 0 = no limit.
             timeout_seconds: see the class.
 
         Returns:
             Whether the manager confirmed it. False can also mean that the confirmation was lost.
         """
-        return self._run(self._exchanges.finish_write(session_id, succeeded, timeout_seconds))
+        return self._run(self._exchanges.finish_write(session_id, succeeded, priority, ttl_seconds, timeout_seconds))
 
     def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
         """Give a session back with nothing written. Without it, its blocks cannot be written until the session ends."""
@@ -178,6 +198,44 @@ class ManagerClient:
     def remove(self, keys: Sequence[int], *, timeout_seconds: float | None = None) -> bool:
         """Remove blocks; unknown keys are fine."""
         return self._run(self._exchanges.remove(keys, timeout_seconds))
+
+    def pin_prefix(
+        self, keys: Sequence[int], owner: str, ttl_seconds: int, *, timeout_seconds: float | None = None
+    ) -> Pin | None:
+        """Keep the longest prefix that can be read from eviction.
+
+        Args:
+            keys: block keys of the prefix, in order.
+            owner: who wants it, shown in lists.
+            ttl_seconds: for how long, from 1 to 30 days.
+            timeout_seconds: see the class.
+
+        Returns:
+            What is pinned, nothing if its id is ""; None on error, also when the group's budget is used up.
+        """
+        return self._run(self._exchanges.pin_prefix(keys, owner, ttl_seconds, timeout_seconds))
+
+    def unpin(self, pin_id: str, *, timeout_seconds: float | None = None) -> bool:
+        """End a pin early; one that has ended is fine."""
+        return self._run(self._exchanges.unpin(pin_id, timeout_seconds))
+
+    def list_pins(self, *, timeout_seconds: float | None = None) -> tuple[Pin, ...] | None:
+        """Return the instance's pins, those that end first first; None on error."""
+        return self._run(self._exchanges.list_pins(timeout_seconds))
+
+    def report_missing(
+        self, parts: Sequence[tuple[int, LocationUri | str]], *, timeout_seconds: float | None = None
+    ) -> MissingReport | None:
+        """Tell that bytes were not where a location says. The manager looks for itself, and forgets what is not there.
+
+        Args:
+            parts: block key and uri of each.
+            timeout_seconds: see the class.
+
+        Returns:
+            What became of it; None on error.
+        """
+        return self._run(self._exchanges.report_missing(parts, timeout_seconds))
 
     def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
         """Return who answers and who leads; None on error."""

@@ -26,7 +26,9 @@ from connectors.results import (
     Location,
     MatchMode,
     MatchResult,
+    MissingReport,
     Outcome,
+    Pin,
     Registration,
     RegistrationState,
     WriteGrant,
@@ -34,8 +36,10 @@ from connectors.results import (
 from connectors.storages import read_storage_configs
 from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 
 __all__ = ["ClientSettings", "Exchange", "Exchanges", "StartedWrite"]
 
@@ -209,10 +213,15 @@ class Exchanges:
         return self._exchange(calls.START_WRITE, request, timeout_seconds, conclude, miss)
 
     def finish_write(
-        self, session_id: str, succeeded: Sequence[bool], timeout_seconds: float | None
+        self,
+        session_id: str,
+        succeeded: Sequence[bool],
+        priority: int,
+        ttl_seconds: int,
+        timeout_seconds: float | None,
     ) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.finish_write`."""
-        request = self._requests.finish_write(self._new_trace_id(), session_id, succeeded)
+        request = self._requests.finish_write(self._new_trace_id(), session_id, succeeded, priority, ttl_seconds)
         return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _yes, _no)
 
     def abort_write(self, session_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
@@ -236,6 +245,47 @@ class Exchanges:
         """See `ManagerClient.remove`."""
         request = self._requests.remove(self._new_trace_id(), keys)
         return self._exchange(calls.REMOVE, request, timeout_seconds, _yes, _no)
+
+    def pin_prefix(
+        self, keys: Sequence[int], owner: str, ttl_seconds: int, timeout_seconds: float | None
+    ) -> Exchange[pins.PinPrefixResponse, Pin | None]:
+        """See `ManagerClient.pin_prefix`."""
+
+        def conclude(verdict: Verdict[pins.PinPrefixResponse]) -> Pin | None:
+            answer = _answer(verdict)
+            return Pin(answer.pin_id, answer.pinned_blocks, answer.pinned_bytes, answer.deadline_ms, owner)
+
+        request = self._requests.pin_prefix(self._new_trace_id(), keys, owner, ttl_seconds)
+        return self._exchange(calls.PIN_PREFIX, request, timeout_seconds, conclude, lambda _: None)
+
+    def unpin(self, pin_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
+        """See `ManagerClient.unpin`."""
+        request = self._requests.unpin(self._new_trace_id(), pin_id)
+        return self._exchange(calls.UNPIN_PREFIX, request, timeout_seconds, _yes, _no)
+
+    def list_pins(self, timeout_seconds: float | None) -> Exchange[pins.ListPinsResponse, tuple[Pin, ...] | None]:
+        """See `ManagerClient.list_pins`."""
+
+        def conclude(verdict: Verdict[pins.ListPinsResponse]) -> tuple[Pin, ...] | None:
+            return tuple(
+                Pin(pin.pin_id, pin.blocks, pin.bytes, pin.deadline_ms, pin.owner, pin.last_block_key)
+                for pin in _answer(verdict).pins
+            )
+
+        request = self._requests.list_pins(self._new_trace_id())
+        return self._exchange(calls.LIST_PINS, request, timeout_seconds, conclude, lambda _: None)
+
+    def report_missing(
+        self, parts: Sequence[tuple[int, LocationUri | str]], timeout_seconds: float | None
+    ) -> Exchange[pins.ReportMissingResponse, MissingReport | None]:
+        """See `ManagerClient.report_missing`."""
+
+        def conclude(verdict: Verdict[pins.ReportMissingResponse]) -> MissingReport | None:
+            answer = _answer(verdict)
+            return MissingReport(answer.removed_locations, answer.unconfirmed_parts)
+
+        request = self._requests.report_missing(self._new_trace_id(), parts)
+        return self._exchange(calls.REPORT_MISSING, request, timeout_seconds, conclude, lambda _: None)
 
     def cluster_info(self, timeout_seconds: float | None) -> Exchange[meta.GetClusterInfoResponse, ClusterInfo | None]:
         """See `ManagerClient.cluster_info`."""

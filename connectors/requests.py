@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from connectors.results import MatchMode
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 
 __all__ = ["Requests"]
 
@@ -20,6 +22,7 @@ _QUERY_TYPES = {
 }
 _INT64 = range(-(1 << 63), 1 << 63)
 _INT32 = range(1 << 31)
+_PRIORITIES = range(-100, 101)
 
 
 class Requests:
@@ -121,14 +124,22 @@ class Requests:
             parent_block_key=None if parent_block_key is None else _keys([parent_block_key], "parent_block_key")[0],
         )
 
-    def finish_write(self, trace_id: str, session_id: str, succeeded: Sequence[bool]) -> meta.FinishWriteCacheRequest:
+    def finish_write(
+        self, trace_id: str, session_id: str, succeeded: Sequence[bool], priority: int, ttl_seconds: int
+    ) -> meta.FinishWriteCacheRequest:
         """See `ManagerClient.finish_write`."""
-        return meta.FinishWriteCacheRequest(
+        if priority not in _PRIORITIES:
+            raise InvalidArgumentError(f"priority is {priority}, must be -100 to 100")
+        request = meta.FinishWriteCacheRequest(
             trace_id=trace_id,
             instance_id=self.instance_id,
             write_session_id=session_id,
             success_blocks=meta.BlockMask(bool_masks=meta.BoolMasksType(values=succeeded)),
         )
+        if priority or ttl_seconds:
+            request.retention.priority = priority
+            request.retention.ttl_seconds = _number("ttl_seconds", ttl_seconds)
+        return request
 
     def abort_write(self, trace_id: str, session_id: str) -> meta.FinishWriteCacheRequest:
         """Finish with the first 0 blocks: says "none" without knowing how many blocks the session has."""
@@ -155,6 +166,35 @@ class Requests:
     def remove(self, trace_id: str, keys: Sequence[int]) -> meta.RemoveCacheRequest:
         """See `ManagerClient.remove`."""
         return meta.RemoveCacheRequest(trace_id=trace_id, instance_id=self.instance_id, block_keys=_keys(keys))
+
+    def pin_prefix(self, trace_id: str, keys: Sequence[int], owner: str, ttl_seconds: int) -> pins.PinPrefixRequest:
+        """See `ManagerClient.pin_prefix`."""
+        return pins.PinPrefixRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            block_keys=_keys(keys),
+            owner=owner,
+            ttl_seconds=_number("ttl_seconds", ttl_seconds),
+        )
+
+    def unpin(self, trace_id: str, pin_id: str) -> pins.UnpinPrefixRequest:
+        """See `ManagerClient.unpin`."""
+        return pins.UnpinPrefixRequest(trace_id=trace_id, instance_id=self.instance_id, pin_id=pin_id)
+
+    def list_pins(self, trace_id: str) -> pins.ListPinsRequest:
+        """See `ManagerClient.list_pins`."""
+        return pins.ListPinsRequest(trace_id=trace_id, instance_id=self.instance_id)
+
+    def report_missing(
+        self, trace_id: str, parts: Sequence[tuple[int, LocationUri | str]]
+    ) -> pins.ReportMissingRequest:
+        """See `ManagerClient.report_missing`."""
+        keys = _keys([key for key, _ in parts])
+        return pins.ReportMissingRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            parts=[pins.MissingPart(block_key=key, uri=str(uri)) for key, (_, uri) in zip(keys, parts, strict=True)],
+        )
 
     def cluster_info(self, trace_id: str) -> meta.GetClusterInfoRequest:
         """See `ManagerClient.cluster_info`."""

@@ -17,7 +17,9 @@ __all__ = [
     "Location",
     "MatchMode",
     "MatchResult",
+    "MissingReport",
     "Outcome",
+    "Pin",
     "Registration",
     "RegistrationState",
     "WriteGrant",
@@ -105,6 +107,40 @@ class WriteGrant:
     session_id: str
     mask: tuple[bool, ...]
     locations: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that is not evicted for a while.
+
+    Attributes:
+        id: to end it early with; "" when nothing of the prefix could be read, so nothing is pinned.
+        blocks: how many of the keys are pinned, from the first on.
+        size_bytes: what they take of the group's budget.
+        deadline_ms: when it ends, unix time in ms.
+        owner: who pinned.
+        last_key: the last block of the prefix; 0 in the answer to `pin_prefix`.
+    """
+
+    id: str
+    blocks: int
+    size_bytes: int
+    deadline_ms: int
+    owner: str
+    last_key: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MissingReport:
+    """What became of a report of missing bytes.
+
+    Attributes:
+        removed_locations: locations that the manager removed.
+        unconfirmed_parts: parts that it can see, or that are no longer where they were.
+    """
+
+    removed_locations: int
+    unconfirmed_parts: int
 
 
 class RegistrationState(StrEnum):

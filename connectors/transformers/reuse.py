@@ -255,7 +255,7 @@ class KVReuse:
         locations = [location for location in match.locations if location is not None]
         load_seconds = min(self._settings.load_seconds, lease_ends - self._clock())
         loaded = self._load_blocks(engine, layers, locations, load_seconds)
-        self._after_load(match, loaded, keys)
+        self._after_load(match, loaded, keys, locations)
         return _Prefix(keys, len(locations), loaded, engine, loaded.reason)
 
     def _load_blocks(
@@ -274,15 +274,21 @@ class KVReuse:
         self._connection.forget()  # the manager lost its state: begin anew, and this prompt can be the first
         return self._connection.engine(self._settings.call_seconds)
 
-    def _after_load(self, match: MatchResult, loaded: LoadedPrefix, keys: Sequence[BlockKey]) -> None:
+    def _after_load(
+        self,
+        match: MatchResult,
+        loaded: LoadedPrefix,
+        keys: Sequence[BlockKey],
+        locations: Sequence[Location],
+    ) -> None:
         """Tell the manager what was found out, in the background: the first token does not wait for it."""
         client = self._connection.client
         if match.lease_id:
             self._background.submit(PRIORITY_SAVE, partial(_call, client.release_lease, match.lease_id))
-        if loaded.lost and self._publish:
+        if loaded.lost:
             # Otherwise the manager would promise these blocks forever. They are computed now and published again.
-            lost_keys = [keys[index] for index in loaded.lost]
-            self._background.submit(PRIORITY_SAVE, partial(_call, client.remove, lost_keys))
+            lost = [(keys[index], locations[index].uris[SPEC]) for index in loaded.lost]
+            self._background.submit(PRIORITY_SAVE, partial(_call, client.report_missing, lost))
         if loaded.refused:
             self._connection.forget()  # perhaps a storage was added since
 

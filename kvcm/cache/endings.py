@@ -25,12 +25,14 @@ import structlog
 from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
-from kvcm.cache.write_values import FinishedWrite, WriteSession
+from kvcm.cache.write_values import NO_HINT, FinishedWrite, Retention, WriteSession
+from kvcm.index.change_events import ChangeEvents
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.masks import BlockMask
 from kvcm.store.store import Table
+from kvcm.telemetry.events import EventLog
 
 __all__ = ["SessionEndings", "timeout_seconds"]
 
@@ -39,6 +41,7 @@ _MAX_TIMEOUT_SECONDS = 3600
 _CARRY_OUT_SECONDS = 5.0  # then whoever looks for due sessions takes a decision over
 _MOST_ATTEMPTS = 16
 _MOST_DUE = 1024
+_MOST_COUNTED = 1 << 20
 
 _log = structlog.get_logger("kvcm.cache")
 
@@ -59,12 +62,20 @@ class SessionEndings:
         find: from the number of an instance to what is kept for it; None when it is gone for good, which the store
             was asked about.
         clock: time source.
+        events: told of what expired.
     """
 
-    def __init__(self, table: Table, find: Callable[[int], Awaitable[InstanceCache | None]], clock: Clock) -> None:
+    def __init__(
+        self,
+        table: Table,
+        find: Callable[[int], Awaitable[InstanceCache | None]],
+        clock: Clock,
+        events: EventLog | None = None,
+    ) -> None:
         self._table = table
         self._find_cache = find
         self._clock = clock
+        self._events = ChangeEvents(events if events is not None else EventLog())
         self._opened: DeadlineTable[_Opened] = DeadlineTable()
 
     @property
@@ -107,26 +118,33 @@ class SessionEndings:
         if document is not None:
             await self._forget(failed)
 
-    async def finish(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
+    async def finish(
+        self, cache: InstanceCache, session_id: str, success: BlockMask, retention: Retention = NO_HINT
+    ) -> FinishedWrite:
         """End a session: successful blocks become serving, the others are dropped.
 
         Args:
             cache: the instance of the caller, which must be the session's.
             session_id: the session.
             success: masked positions succeeded; positions index the locations that the start returned.
+            retention: how long the blocks are worth keeping; of several finishes the one that decided counts.
 
         Raises:
-            InvalidArgumentError: no such session is open for the instance, or the mask does not fit it; the session
-                stays open then.
+            InvalidArgumentError: no such session is open for the instance, the mask does not fit it, or the retention
+                is out of range; the session stays open then.
             StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
         """
+        retention.check()
         for _ in range(_MOST_ATTEMPTS):
             session, document = await self._find(cache, session_id)
             decision = tuple(_success_flags(success, len(session.keys)))
             if session.decision not in {None, decision}:
                 raise InvalidArgumentError("write_session_id is being finished with other success_blocks")
-            decided = replace(session, decision=decision)
-            if session.decision is not None or await self._decide(document, decided):
+            if session.decision is not None:
+                return await self._carry_out(cache, session)
+            keep_until = retention.keep_until(self._clock.now())
+            decided = replace(session, decision=decision, priority=retention.priority, keep_until=keep_until)
+            if await self._decide(document, decided):
                 return await self._carry_out(cache, decided)
         raise NotReadyError("the write session keeps changing: finish it again")
 
@@ -156,6 +174,10 @@ class SessionEndings:
                 _log.warning("session_not_ended", session=session_id[:8], reason=str(error))
                 await self._put_off(session_id)
         return ended
+
+    async def due_count(self) -> int:
+        """Return how many sessions `expire` would look at now, all in all."""
+        return len(await self._table.due(self._clock.now(), _MOST_COUNTED))
 
     async def _put_off(self, session_id: str) -> None:
         """Come back to a session later, so that what cannot be ended now does not hide what is due behind it."""
@@ -190,7 +212,7 @@ class SessionEndings:
         document = await self._table.get(session_id)
         if document is None:
             orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys), (False,) * len(keys))
-            await self._settle(cache, orphaned)
+            await self._settle(cache, orphaned, has_expired=True)
             return
         session = WriteSession.decoded(session_id, document)
         if session.decision is None:
@@ -225,7 +247,8 @@ class SessionEndings:
         if document is None:
             return False
         session = WriteSession.decoded(session_id, document)
-        if session.decision is None:
+        has_expired = session.decision is None
+        if has_expired:
             if session.deadline > self._clock.now():
                 return False  # renewed
             session = replace(session, decision=(False,) * len(session.keys))
@@ -235,11 +258,13 @@ class SessionEndings:
         if cache is None:  # its instance is gone, and all its blocks with it
             await self._forget(session)
         else:
-            await self._carry_out(cache, session)
+            await self._carry_out(cache, session, has_expired=has_expired)
         return True
 
-    async def _carry_out(self, cache: InstanceCache, decided: WriteSession) -> FinishedWrite:
-        finished = await self._settle(cache, decided)
+    async def _carry_out(
+        self, cache: InstanceCache, decided: WriteSession, *, has_expired: bool = False
+    ) -> FinishedWrite:
+        finished = await self._settle(cache, decided, has_expired=has_expired)
         await self._forget(decided)
         return finished
 
@@ -247,18 +272,20 @@ class SessionEndings:
         await self._table.replace(decided.id, decided.encoded(), None)
         self._opened.take(decided.id)
 
-    async def _settle(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
+    async def _settle(self, cache: InstanceCache, session: WriteSession, *, has_expired: bool = False) -> FinishedWrite:
         assert session.decision is not None
         succeeded = {key for key, ok in zip(session.keys, session.decision, strict=True) if ok}
         now = self._clock.now()
 
         def settle(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return _settled(old, session.id, now, to_serving=key in succeeded)
+            return _settled(old, session, now, to_serving=key in succeeded)
 
         served = 0
         for page in pages(session.keys):
             changes = await cache.index.read_modify_write(page, settle)
             served += sum(change.key in succeeded and _serves(change.new, session) for change in changes)
+            if has_expired:
+                self._events.expired(cache.instance, changes, "session")
             await asyncio.sleep(0)
         return FinishedWrite(served, len(session.keys) - len(succeeded), len(succeeded) - served)
 
@@ -311,12 +338,17 @@ def _changed(old: BlockRecord | None, change: Callable[[Location], Location]) ->
     return old if locations == old.locations else old._replace(locations=locations)
 
 
-def _settled(old: BlockRecord | None, session_id: str, now: float, *, to_serving: bool) -> BlockRecord | None:
+def _settled(old: BlockRecord | None, session: WriteSession, now: float, *, to_serving: bool) -> BlockRecord | None:
     def settle(location: Location) -> Location:
-        if location.session_id != session_id or location.status is LocationStatus.SERVING:
+        if location.session_id != session.id or location.status is LocationStatus.SERVING:
             return location
         if to_serving and location.status is LocationStatus.WRITING:
-            return location._replace(status=LocationStatus.SERVING, session_id="", deadline=0.0)
+            return location._replace(
+                status=LocationStatus.SERVING,
+                session_id="",
+                deadline=session.keep_until,
+                priority=session.priority,
+            )
         # Nobody was ever given it to read, and its writer is done: its bytes can go at once.
         return location._replace(status=LocationStatus.DELETING, session_id="", deadline=now)
 

@@ -175,6 +175,8 @@ class ReadLeases:
         if self._is_shared:
             await self.load()
             await self._follow({lease_id for item in items for lease_id in self._holders.get(_pin(item), ())})
+        if not self._holders:
+            return [0.0] * len(items)
         return [self._held_until(_pin(item)) for item in items]
 
     def _held_until(self, pin: Pin) -> float:

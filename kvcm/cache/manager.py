@@ -10,14 +10,20 @@ from kvcm.cache.access import AccessRecorder
 from kvcm.cache.endings import SessionEndings
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.leases import ReadLease, ReadLeases
+from kvcm.cache.limits import LimitBook
 from kvcm.cache.match import Match, MatchQuery, match
 from kvcm.cache.meta import BlockMeta, block_metas
+from kvcm.cache.missing import MissingPart, MissingParts, MissingReport
 from kvcm.cache.open_caches import OpenCaches
+from kvcm.cache.pin_budget import PinBudgets
+from kvcm.cache.pins import Pin, PinRequest, Pins
+from kvcm.cache.read_modes import ReadModes
 from kvcm.cache.removal import Remover
 from kvcm.cache.removals import InstanceRemovals
 from kvcm.cache.selection import Storages
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession, WriteSessions
 from kvcm.cache.usage import Ledger, UsageLedger
+from kvcm.cache.write_values import NO_HINT, Retention
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -26,12 +32,14 @@ from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, UnknownInstanceError
+from kvcm.model.groups import EvictionPolicy, InstanceGroup
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.locations import Place
 from kvcm.model.masks import BlockMask
-from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryStore
 from kvcm.store.store import Store
+from kvcm.telemetry.events import EventLog
 
 __all__ = ["CacheManager", "IndexInCustody"]
 
@@ -46,9 +54,14 @@ def random_id(length: int) -> str:
 class IndexInCustody(NamedTuple):
     """An index and whose it is."""
 
-    instance_id: str
+    instance: Instance
     uid: int
     meta_index: MetaIndex
+
+    @property
+    def instance_id(self) -> str:
+        """Id of the instance."""
+        return self.instance.instance_id
 
 
 class CacheManager:
@@ -63,6 +76,9 @@ class CacheManager:
         store: where sessions and leases are kept; in memory by default.
         usage: keeps count of groups; for this process alone by default.
         budget: bytes of the search caches.
+        events: told of what becomes of blocks.
+        crossed: as of `WriteSessions`.
+        on_pressure: as of `WriteSessions`.
     """
 
     def __init__(
@@ -76,6 +92,9 @@ class CacheManager:
         store: Store | None = None,
         usage: Ledger | None = None,
         budget: CacheBudget | None = None,
+        events: EventLog | None = None,
+        crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
+        on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._registry = registry
         self._storages = storages
@@ -86,12 +105,20 @@ class CacheManager:
         is_shared = self._store.is_shared
         leases = self._store.table("leases", _SESSION_SHARDS)
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
-        self._remover = Remover(clock, registry.groups.find)
+        self._remover = Remover(clock, registry.groups.find, events)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
-        self.endings = SessionEndings(sessions, self._find, clock)
-        self._sessions = WriteSessions(self.endings, storages, self.usage, clock, new_id)
+        self.endings = SessionEndings(sessions, self._find, clock, events)
+        limits_of = LimitBook(registry).of
+        self._sessions = WriteSessions(
+            self.endings, storages, self.usage, clock, new_id, limits_of, crossed, on_pressure
+        )
+        budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
+        pins = self._store.table("pins", _SESSION_SHARDS)
+        self.pins = Pins(pins, budgets, self._find, storages, clock, lambda: new_id(16))
+        self._missing = MissingParts(storages, self._remover)
         self._removals = InstanceRemovals(registry, self._caches, self._remover, clock, is_shared=is_shared)
-        self.accesses = AccessRecorder(clock)
+        self.accesses = AccessRecorder(clock, self._policy_of)
+        self.read_modes = ReadModes(self._store.table("modes"))
 
     async def load(self) -> None:
         """Open every index and hear of the open read leases, before the manager serves."""
@@ -138,6 +165,9 @@ class CacheManager:
 
     async def purge_removed(self) -> None:
         """Go on with the removal of instances: mark what is left, and forget those that have no blocks any more."""
+        for removal in self._registry.instances.removals():
+            await self.pins.forget(self._caches.of_removal(removal.instance, removal.placement))
+            await self.read_modes.forget(removal.placement.uid)
         await self._removals.go_on()
 
     async def match(self, instance_id: str, query: MatchQuery, *, peek: bool = False) -> Match:
@@ -157,6 +187,8 @@ class CacheManager:
         group = self._registry.groups.find(cache.instance.instance_group_name)
         if group is not None and not any(self._storages.rank(name) is not None for name in group.storage_candidates):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
+        if self.read_modes.is_new(cache.placement.uid, query.mode):
+            await self.read_modes.note(cache.placement.uid)
         found = await match(cache, query)
         if not peek:
             self.accesses.record(cache, found.keys)
@@ -206,17 +238,15 @@ class CacheManager:
             KvcmError: as `WriteSessions.start`.
         """
         cache = self.cache(instance_id)
-        group = self._registry.groups.find(cache.instance.instance_group_name)
-        if group is None:
-            raise UnknownInstanceError(
-                f"instance group {cache.instance.instance_group_name!r} of instance {instance_id!r} was removed"
-            )
+        group = self._group_of(cache)
         await self._expire_if_alone()
         started = await self._sessions.start(cache, group, request)
         await self._store.flush()
         return started
 
-    async def finish_write(self, instance_id: str, session_id: str, success: BlockMask) -> FinishedWrite:
+    async def finish_write(
+        self, instance_id: str, session_id: str, success: BlockMask, retention: Retention = NO_HINT
+    ) -> FinishedWrite:
         """End a write session.
 
         Raises:
@@ -224,7 +254,7 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         await self._expire_if_alone()
-        finished = await self.endings.finish(cache, session_id, success)
+        finished = await self.endings.finish(cache, session_id, success, retention)
         await self._store.flush()
         return finished
 
@@ -239,6 +269,38 @@ class CacheManager:
         session = await self.endings.renew(cache, session_id, timeout_seconds)
         await self._store.flush()
         return session
+
+    async def pin(self, instance_id: str, request: PinRequest) -> Pin | None:
+        """Keep the longest readable prefix of some keys from eviction; None when nothing can be read.
+
+        Raises:
+            UnknownInstanceError: the instance is not registered, or its group was removed.
+            KvcmError: as `Pins.pin`.
+        """
+        cache = self.cache(instance_id)
+        pin = await self.pins.pin(cache, self._group_of(cache), request)
+        await self._store.flush()
+        return pin
+
+    async def unpin(self, instance_id: str, pin_id: str) -> None:
+        """End a pin.
+
+        Raises:
+            KvcmError: as `Pins.unpin`.
+        """
+        await self.pins.unpin(self.cache(instance_id), pin_id)
+        await self._store.flush()
+
+    async def report_missing(self, instance_id: str, parts: Sequence[MissingPart]) -> MissingReport:
+        """Check parts that somebody could not read, and remove the locations whose bytes are missing.
+
+        Raises:
+            UnknownInstanceError: the instance is not registered.
+            StorageIOError: a storage cannot be asked; nothing is removed.
+        """
+        report = await self._missing.report(self.cache(instance_id), parts)
+        await self._store.flush()
+        return report
 
     async def remove(self, instance_id: str, keys: Sequence[int], mask: BlockMask) -> int:
         """Remove the unmasked keys; unknown ones are fine. Returns the number of locations removed.
@@ -268,15 +330,29 @@ class CacheManager:
         cache = self.cache(instance_id)
         return await self._durably(self._remover.remove_all(cache, lambda location: begin <= location.written_at < end))
 
-    def group_usage_bytes(self, group_name: str) -> Mapping[StorageType, int]:
-        """Return the bytes that a group uses, by storage type; of a shared store as last heard."""
+    def group_usage_bytes(self, group_name: str) -> Mapping[Place, int]:
+        """Return the bytes that a group uses, by place; of a shared store as last heard."""
         return self.usage.used(group_name)
 
     async def expire(self) -> None:
-        """End write sessions and read leases that are due, giving way to other requests in between."""
+        """End write sessions, read leases and pins that are due, giving way to other requests in between."""
         while await self.endings.expire(most=16):
             pass
         await self.leases.expire()
+        await self.pins.expire()
+
+    def _group_of(self, cache: InstanceCache) -> InstanceGroup:
+        name = cache.instance.instance_group_name
+        group = self._registry.groups.find(name)
+        if group is None:
+            raise UnknownInstanceError(
+                f"instance group {name!r} of instance {cache.instance.instance_id!r} was removed"
+            )
+        return group
+
+    def _policy_of(self, cache: InstanceCache) -> EvictionPolicy:
+        group = self._registry.groups.find(cache.instance.instance_group_name)
+        return group.policy_of(cache.instance.instance_id) if group is not None else EvictionPolicy()
 
     async def _find(self, uid: int) -> InstanceCache | None:
         cache = self._caches.by_uid(uid)
@@ -297,7 +373,11 @@ class CacheManager:
     def indexes(self) -> Iterator[IndexInCustody]:
         """Return the index of every instance, also of those that are being removed."""
         for cache in self._caches.all():
-            yield IndexInCustody(cache.instance.instance_id, cache.placement.uid, cache.index)
+            yield IndexInCustody(cache.instance, cache.placement.uid, cache.index)
+
+    def delay_seconds(self, instance: Instance) -> float:
+        """Return how long what served stays readable for those who were given it."""
+        return self._remover.delay_seconds(instance)
 
     async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
         """End write sessions that left these blocks writing past their deadline."""
@@ -313,4 +393,6 @@ class CacheManager:
         await self._store.sync()
         writers = await self.endings.deadlines_of(item.session_id for item in items if item.session_id)
         readers = await self.leases.held_until(items)
+        if not writers:
+            return readers
         return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.limits import MOST_KEYS
 from kvcm.cache.pages import PAGE_KEYS
 from kvcm.cache.usage import Ledger
 from kvcm.index.answers import StorageView
@@ -17,7 +18,6 @@ from kvcm.registry.registry import Registry
 
 __all__ = ["OpenCaches"]
 
-_MOST_KEYS = 1 << 62
 _BATCH_KEYS = 256
 
 
@@ -56,6 +56,10 @@ class OpenCaches:
         placement = self._registry.instances.placement(instance_id)
         cache = self._caches.get(placement.uid)
         return cache if cache is not None else self._open(self._registry.instances.get(instance_id), placement)
+
+    def of_group(self, group_name: str) -> list[InstanceCache]:
+        """Return what is open of a group."""
+        return [cache for cache in self._caches.values() if cache.instance.instance_group_name == group_name]
 
     def by_uid(self, uid: int) -> InstanceCache | None:
         """Return what is kept for a registration, None when it is gone for good."""
@@ -106,7 +110,7 @@ class OpenCaches:
             self._storages,
             shard_count=placement.shard_count,
             batch_key_size=batch_key_size,
-            max_key_count=config.max_key_count or _MOST_KEYS,
+            max_key_count=config.max_key_count or MOST_KEYS,
             on_usage=listener,
             budget=self._budget,
         )

@@ -17,6 +17,7 @@ from kvcm.registry.registry import Registry
 __all__ = ["InstanceRemovals"]
 
 _PAGES_AT_ONCE = 64
+_REASON = "RemoveInstance"
 _GRACE_SECONDS = 60.0  # other managers hear of a removal within a second; a write takes seconds at most
 _RARELY_SECONDS = 600.0
 
@@ -45,7 +46,7 @@ class InstanceRemovals:
 
     async def begin(self, cache: InstanceCache) -> None:
         """Mark the first blocks of an instance that was just removed: all of them, unless it is large."""
-        await self._remover.remove_all(cache, most_pages=_PAGES_AT_ONCE)
+        await self._remover.remove_all(cache, most_pages=_PAGES_AT_ONCE, reason=_REASON)
 
     async def go_on(self) -> None:
         """Mark what is left of every removed instance, and forget those that have no blocks any more."""
@@ -58,7 +59,7 @@ class InstanceRemovals:
         if cache.index.key_count:
             self._empty_since.pop(uid, None)
             if now >= self._next_scan.get(uid, 0.0):
-                await self._remover.remove_all(cache)
+                await self._remover.remove_all(cache, reason=_REASON)
                 pause = _RARELY_SECONDS if uid in self._next_scan else _GRACE_SECONDS
                 self._next_scan[uid] = self._clock.now() + pause
         elif now >= self._empty_since.setdefault(uid, now) + self._grace_seconds:

@@ -8,12 +8,45 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvcm.model.errors import StorageIOError
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.masks import BlockMask
 
-__all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession"]
+__all__ = ["NO_HINT", "FinishedWrite", "Retention", "StartedWrite", "WriteRequest", "WriteSession"]
 
 _FORMAT = 1
+_PRIORITIES = range(-100, 101)
+_LONGEST_SECONDS = 1_000_000_000  # of a stored time; some thirty years, so that it fits wherever it is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A writer's hint how long blocks are worth keeping.
+
+    Attributes:
+        priority: what has a lower one is evicted first; others have 0.
+        ttl_seconds: they go after this time, whatever room there is; 0 is no limit.
+    """
+
+    priority: int = 0
+    ttl_seconds: int = 0
+
+    def check(self) -> None:
+        """Refuse what is out of range.
+
+        Raises:
+            InvalidArgumentError: naming the field and what is allowed.
+        """
+        if self.priority not in _PRIORITIES:
+            raise InvalidArgumentError(f"retention.priority is {self.priority}, must be from -100 to 100")
+        if self.ttl_seconds < 0:
+            raise InvalidArgumentError(f"retention.ttl_seconds is {self.ttl_seconds}, must be >= 0 (0 is no limit)")
+
+    def keep_until(self, now: float) -> float:
+        """Return the unix time at which blocks of a session that ends now have to go, 0 for never."""
+        return now + min(self.ttl_seconds, _LONGEST_SECONDS) if self.ttl_seconds else 0.0
+
+
+NO_HINT = Retention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +82,15 @@ class _Document(msgspec.Struct, array_like=True, frozen=True):
     decision: bytes | None
 
 
+class _HintedDocument(_Document, array_like=True, frozen=True):
+    """With a writer's hint. A session without one is stored as ever: its document is compared byte by byte."""
+
+    priority: int = 0
+    keep_until: float = 0.0
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Document)
+_decoder = msgspec.msgpack.Decoder(_HintedDocument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +105,8 @@ class WriteSession:
         keys: blocks to be written, in the order of the answer.
         decision: None while it is open. Then how it ends, per key whether it succeeded: whoever finds the session with
             a decision carries it out, since the one who made it may have died on the way.
+        priority: what its blocks have once they serve.
+        keep_until: unix seconds when its blocks have to go, 0 for never; both are part of the decision.
     """
 
     id: str
@@ -73,12 +115,16 @@ class WriteSession:
     location_id: str
     keys: tuple[int, ...]
     decision: tuple[bool, ...] | None = None
+    priority: int = 0
+    keep_until: float = 0.0
 
     def encoded(self) -> bytes:
         """Return the session's document; its id is the document's name."""
         decision = bytes(self.decision) if self.decision is not None else None
-        keys = array("q", self.keys).tobytes()
-        return _encoder.encode(_Document(_FORMAT, self.uid, self.deadline, self.location_id, keys, decision))
+        fields = (_FORMAT, self.uid, self.deadline, self.location_id, array("q", self.keys).tobytes(), decision)
+        if self.priority or self.keep_until:
+            return _encoder.encode(_HintedDocument(*fields, self.priority, self.keep_until))
+        return _encoder.encode(_Document(*fields))
 
     @classmethod
     def decoded(cls, session_id: str, document: bytes) -> WriteSession:
@@ -97,7 +143,8 @@ class WriteSession:
                 f"a stored write session has format {stored.version}, this release knows {_FORMAT}: upgrade it first"
             )
         decision = tuple(map(bool, stored.decision)) if stored.decision is not None else None
-        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision)
+        hint = (stored.priority, stored.keep_until)
+        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision, *hint)
 
 
 @dataclass(frozen=True, slots=True)

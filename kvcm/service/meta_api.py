@@ -9,6 +9,7 @@ from kvcm.cache.leases import MAX_LEASE_MS
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.write_values import Retention
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.locations import retag
 from kvcm.protocol import meta_service_pb2 as pb
@@ -20,7 +21,9 @@ from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.limits import RequestLimits
+from kvcm.service.request_events import RequestEvents
 from kvcm.service.translate import fill, instance_of, mask_of, write_mask
+from kvcm.telemetry.events import EventLog
 
 __all__ = ["MetaApi"]
 
@@ -38,6 +41,7 @@ class MetaApi:
         registry: groups and storages.
         leadership: who leads.
         limits: sizes of requests.
+        events: told of what engines ask for.
     """
 
     def __init__(
@@ -46,10 +50,12 @@ class MetaApi:
         registry: Registry,
         leadership: Leadership,
         limits: RequestLimits,
+        events: EventLog | None = None,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
+        self._events = RequestEvents(events if events is not None else EventLog())
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -129,6 +135,7 @@ class MetaApi:
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
             await self._pin(message, request, found)
+        self._events.read(request, query)
         return Reply(message, found.chunks)
 
     async def _pin(self, message: Any, request: Any, found: Match) -> None:
@@ -159,6 +166,7 @@ class MetaApi:
             request.parent_block_key if request.HasField("parent_block_key") else None,
         )
         started = await self._cache.start_write(request.instance_id, write)
+        self._events.write_started(request, write.keys, started)
         message = pb.StartWriteCacheResponse(write_session_id=started.session.id)
         write_mask(message.block_mask, started.mask)
         if started.refused:
@@ -171,7 +179,9 @@ class MetaApi:
         require(request.write_session_id, "FinishWriteCache.write_session_id")
         require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
         success = mask_of(request, "success_blocks")
-        finished = await self._cache.finish_write(request.instance_id, request.write_session_id, success)
+        retention = Retention(request.retention.priority, request.retention.ttl_seconds)
+        finished = await self._cache.finish_write(request.instance_id, request.write_session_id, success, retention)
+        self._events.write_finished(request, success)
         message = pb.CommonResponse()
         if finished.vanished:
             message.header.status.message = f"{finished.vanished} blocks were removed while they were being written"

@@ -28,7 +28,7 @@ from kvcm.index_tools import audited_store
 from kvcm.metadata import Metadata, open_metadata
 from kvcm.model.groups import CacheConfig, InstanceGroup, InstanceGroupQuota, MetaIndexerConfig
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.registry.closed import ClosedStorages
 from kvcm.registry.registry import Registry
@@ -123,15 +123,21 @@ class IndexRig:
         rows = zip(keys, await backend.get_many(keys), await backend.accesses(keys), strict=True)
         return {key: (found, access) for key, found, access in rows if found is not None and access is not None}
 
-    async def usage(self, instance_id: str) -> dict[StorageType, int]:
+    async def usage(self, instance_id: str) -> dict[Place, int]:
         backend = self.backend(instance_id)
         await backend.refresh()
-        return {kind: size for kind, size in backend.usage_bytes.items() if size}
+        return {place: size for place, size in backend.usage_bytes.items() if size}
 
     def configured(self) -> list[object]:
         """The registry, as exports hold it."""
         registry = self.registry
-        return [*registry.storages.all(), *registry.groups.all(), *registry.instances.all(), *registry.accounts.all()]
+        return [
+            *registry.storages.all(),
+            *registry.quotas.all(),
+            *registry.groups.all(),
+            *registry.instances.all(),
+            *registry.accounts.all(),
+        ]
 
     async def exported(self, group: str = "", *, with_accounts: bool = False) -> tuple[bytes, Exported]:
         file = BytesIO()

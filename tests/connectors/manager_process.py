@@ -45,6 +45,17 @@ class ManagerProcess:
         """Where it serves engines."""
         return f"127.0.0.1:{self.ports['rpc_port']}"
 
+    def allow_pins(self, group: str, budget_bytes: int) -> None:
+        """Set the pin budget of a group."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.ports['admin_rpc_port']}") as channel:
+            stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+            found = stub.GetInstanceGroup(admin_service_pb2.GetInstanceGroupRequest(name=group)).instance_group
+            version = found.version
+            found.version, found.pin_budget_bytes = version + 1, budget_bytes
+            update = admin_service_pb2.UpdateInstanceGroupRequest(instance_group=found, current_version=version)
+            status = stub.UpdateInstanceGroup(update).header.status
+            assert status.code == admin_service_pb2.OK, status.message
+
     @property
     def files(self) -> list[Path]:
         """Files of KV in its storage."""

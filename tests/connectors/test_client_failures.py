@@ -33,6 +33,10 @@ CALLS: dict[str, Callable[[ManagerClient], object]] = {
     "renew_write": lambda c: c.renew_write("session", 30),
     "release_lease": lambda c: c.release_lease("lease"),
     "remove": lambda c: c.remove([1]),
+    "pin_prefix": lambda c: c.pin_prefix([1, 2], "me", 60),
+    "unpin": lambda c: c.unpin("pin"),
+    "list_pins": lambda c: c.list_pins(),
+    "report_missing": lambda c: c.report_missing([(1, "file://s/p?size=1")]),
     "cluster_info": lambda c: c.cluster_info(),
 }
 
@@ -107,6 +111,10 @@ async def test_the_async_client_behaves_alike(closed_port: int, black_hole: int)
             client.renew_write("s", 1),
             client.release_lease("l"),
             client.remove([1]),
+            client.pin_prefix([1], "me", 60),
+            client.unpin("p"),
+            client.list_pins(),
+            client.report_missing([(1, "file://s/p?size=1")]),
         ):
             assert not await call
         assert all(counters.ok == 0 for counters in client.counters().values())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,8 @@ from manager_process import ManagerProcess
 
 from connectors.client import AsyncManagerClient, ManagerClient
 from connectors.exchanges import ClientSettings
-from connectors.results import MatchMode, MatchResult, Outcome, RegistrationState, WriteGrant
-from kvcm.model.errors import ErrorCode
+from connectors.results import MatchMode, MatchResult, MissingReport, Outcome, RegistrationState, WriteGrant
+from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 
 MODEL = ModelDeployment(model_name="model", dtype="float32", tp_size=2, pp_size=1, dp_size=1, extra="x")
@@ -201,6 +204,63 @@ def test_removed_blocks_are_gone(client: ManagerClient) -> None:
     write(client, KEYS)
     assert client.remove([KEYS[1], 99])
     assert found(client.match(KEYS, MatchMode.BATCH)) == [True, False, True, True, True]
+
+
+def test_a_hint_goes_with_the_finish(client: ManagerClient) -> None:
+    grant = client.start_write(KEYS)
+    assert grant is not None
+    assert client.finish_write(grant.session_id, [True] * 5, priority=-100, ttl_seconds=1)
+    deadline = time.monotonic() + 10
+    while client.match_length(KEYS):  # they go although there is room
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_pins_are_given_listed_and_ended(client: ManagerClient, manager: ManagerProcess) -> None:
+    manager.allow_pins("default", 10 << 20)
+    write(client, KEYS[:3])
+    pin = client.pin_prefix(KEYS, "me", 60)
+    assert pin is not None
+    assert (pin.blocks, pin.size_bytes, pin.owner) == (3, 3 * 128, "me")
+    assert client.list_pins() == (replace(pin, last_key=KEYS[2]),)
+    assert client.unpin(pin.id)
+    assert client.list_pins() == ()
+    nothing = client.pin_prefix([99], "me", 60)
+    assert nothing is not None
+    assert (nothing.id, nothing.blocks) == ("", 0)
+
+
+def test_a_pin_that_exceeds_the_budget_is_a_miss(client: ManagerClient, manager: ManagerProcess) -> None:
+    manager.allow_pins("default", 0)
+    write(client, KEYS)
+    assert client.pin_prefix(KEYS, "me", 60) is None
+    assert client.counters()["pin_prefix"].miss_on_error == 1
+
+
+def test_missing_parts_are_reported(client: ManagerClient) -> None:
+    grant = client.start_write(KEYS[:2])
+    assert grant is not None
+    first, second = sorted((location.uris["tp0"], key) for location, key in zip(grant.locations, KEYS, strict=False))
+    assert first[0].path == second[0].path  # slots of one file, which ends before the second
+    path = Path(first[0].path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(second[0].offset))
+    assert client.finish_write(grant.session_id, [True, True])
+    report = client.report_missing([(first[1], first[0]), (second[1], str(second[0]))])
+    assert report == MissingReport(removed_locations=1, unconfirmed_parts=1)
+    assert found(client.match(KEYS[:2], MatchMode.BATCH)) == [key == first[1] for key in KEYS[:2]]
+    assert client.report_missing([]) is None  # the manager refuses an empty report
+
+
+def test_wrong_arguments_of_hints_and_pins_raise(client: ManagerClient) -> None:
+    with pytest.raises(InvalidArgumentError, match="priority is 101"):
+        client.finish_write("s", [True], priority=101)
+    with pytest.raises(InvalidArgumentError, match="ttl_seconds is -1"):
+        client.finish_write("s", [True], ttl_seconds=-1)
+    with pytest.raises(InvalidArgumentError, match="ttl_seconds is -1"):
+        client.pin_prefix([1], "me", -1)
+    with pytest.raises(InvalidArgumentError, match="keys"):
+        client.report_missing([(1 << 63, "x")])
 
 
 def test_cluster_info(client: ManagerClient) -> None:

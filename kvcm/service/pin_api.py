@@ -1,0 +1,99 @@
+"""The calls of kvcm.v1.PinService: pins, and reports of missing bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.missing import MissingPart
+from kvcm.cache.pin_values import Pin, PinRequest
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pb
+from kvcm.registry.validation import require
+from kvcm.service.block_calls import BlockCalls
+from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.limits import RequestLimits
+
+__all__ = ["PinApi"]
+
+_SERVICE = "kvcm.v1.PinService"
+
+
+class PinApi:
+    """Handlers of PinService.
+
+    Args:
+        cache: blocks.
+        limits: sizes of requests.
+    """
+
+    def __init__(self, cache: CacheManager, limits: RequestLimits) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._blocks = BlockCalls(cache, limits, meta.GetCacheMetaResponse, meta.CommonResponse)
+
+    def calls(self) -> list[Call]:
+        """Return every call of the service."""
+
+        def call(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
+            return Call(_SERVICE, name, Plane.DATA, request, response, handler, per_instance=True)
+
+        return [
+            call("PinPrefix", pb.PinPrefixRequest, pb.PinPrefixResponse, self.pin_prefix),
+            call("UnpinPrefix", pb.UnpinPrefixRequest, meta.CommonResponse, self.unpin_prefix),
+            call("ListPins", pb.ListPinsRequest, pb.ListPinsResponse, self.list_pins),
+            call("ReportMissing", pb.ReportMissingRequest, pb.ReportMissingResponse, self.report_missing),
+        ]
+
+    async def pin_prefix(self, request: Any) -> Reply:
+        """Answer PinPrefix; without a pin when nothing of the prefix can be read."""
+        self._cache.cache(request.instance_id)
+        require(request.owner, "PinPrefix.owner")
+        wanted = PinRequest(await self._blocks.keys("PinPrefix", request), request.owner, request.ttl_seconds)
+        pin = await self._cache.pin(request.instance_id, wanted)
+        if pin is None:
+            return Reply(pb.PinPrefixResponse())
+        return Reply(
+            pb.PinPrefixResponse(
+                pin_id=pin.id,
+                pinned_blocks=pin.block_count,
+                pinned_bytes=pin.size_bytes,
+                deadline_ms=int(pin.deadline * 1000),
+            )
+        )
+
+    async def unpin_prefix(self, request: Any) -> Reply:
+        """Answer UnpinPrefix."""
+        self._cache.cache(request.instance_id)
+        require(request.pin_id, "UnpinPrefix.pin_id")
+        await self._cache.unpin(request.instance_id, request.pin_id)
+        return Reply(meta.CommonResponse())
+
+    async def list_pins(self, request: Any) -> Reply:
+        """Answer ListPins."""
+        pins = await self._cache.pins.of_instance(self._cache.cache(request.instance_id))
+        return Reply(pb.ListPinsResponse(pins=map(_message, pins)))
+
+    async def report_missing(self, request: Any) -> Reply:
+        """Answer ReportMissing."""
+        self._cache.cache(request.instance_id)
+        require(request.parts, "ReportMissing.parts")
+        if len(request.parts) > self._limits.max_keys:
+            raise InvalidArgumentError(
+                f"parts has {len(request.parts)} entries, at most {self._limits.max_keys} are allowed"
+            )
+        parts = [MissingPart(part.block_key, part.uri) for part in request.parts]
+        report = await self._cache.report_missing(request.instance_id, parts)
+        return Reply(pb.ReportMissingResponse(**report._asdict()))
+
+
+def _message(pin: Pin) -> Any:
+    return pb.Pin(
+        pin_id=pin.id,
+        owner=pin.owner,
+        blocks=pin.block_count,
+        bytes=pin.size_bytes,
+        deadline_ms=int(pin.deadline * 1000),
+        last_block_key=pin.last_key,
+    )

@@ -1,0 +1,323 @@
+"""Pins: what eviction leaves alone, for how long, and what that takes of the group's budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cache_rig import Rig, group, opened
+
+from kvcm.cache.pin_budget import PinBudgets
+from kvcm.cache.pin_values import MAX_PIN_SECONDS, Pin, PinRequest
+from kvcm.cache.write_values import Retention
+from kvcm.model.errors import CapacityError, InvalidArgumentError, StorageIOError, UnknownInstanceError
+from kvcm.model.masks import NO_MASK, BlockMask
+
+BLOCK = 20
+BUDGETED = replace(group(delay_ms=0), pin_budget_bytes=10 * BLOCK)
+
+
+async def pin(rig: Rig, keys: list[int], ttl_seconds: int = 100, owner: str = "me") -> Pin:
+    pinned = await rig.manager.pin("i", PinRequest(keys, owner, ttl_seconds))
+    assert pinned is not None
+    return pinned
+
+
+async def marks(rig: Rig, keys: list[int]) -> list[float]:
+    """For how many seconds each block is still pinned, 0 for not at all."""
+    now = rig.clock.now()
+    records = await rig.manager.cache("i").index.get(keys)
+    return [
+        max(0.0, *(place.pinned_until - now for place in record.locations)) if record is not None else 0.0
+        for record in records
+    ]
+
+
+async def pinned_bytes(rig: Rig) -> int:
+    return await rig.manager.pins.pinned_bytes("group")
+
+
+async def documents(rig: Rig) -> int:
+    """Documents of pins and budgets that are stored."""
+    return sum([len(await rig.tables.table(name).all()) for name in ("pins", "pinbudgets")])
+
+
+async def test_the_longest_readable_prefix_is_pinned() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2, 3, 5])
+        await rig.start([4])
+        pinned = await pin(rig, [1, 2, 3, 4, 5])
+        assert (pinned.block_count, pinned.size_bytes, pinned.last_key) == (3, 3 * BLOCK, 3)
+        assert pinned.deadline == rig.clock.now() + 100
+        assert await marks(rig, [1, 2, 3, 4, 5]) == [100, 100, 100, 0, 0]
+        assert await pinned_bytes(rig) == 3 * BLOCK
+        assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == [pinned]
+
+
+async def test_nothing_readable_is_no_pin() -> None:
+    with opened(replace(BUDGETED, pin_budget_bytes=0)) as rig:
+        await rig.store([1])
+        assert await rig.manager.pin("i", PinRequest([9, 1], "me", 100)) is None
+        rig.enable("slow", enabled=False)
+        rig.enable("slow2", enabled=False)
+        assert await rig.manager.pin("i", PinRequest([1], "me", 100)) is None
+        assert await documents(rig) == 0
+
+
+async def test_a_repeated_key_counts_once() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2])
+        assert (await pin(rig, [1, 1, 2, 1])).block_count == 2
+
+
+async def test_the_budget_names_itself_and_what_is_pinned() -> None:
+    with opened(replace(BUDGETED, pin_budget_bytes=3 * BLOCK)) as rig:
+        await rig.store([1, 2])
+        await pin(rig, [1, 2])
+        with pytest.raises(
+            CapacityError, match=r"pin_budget_bytes of group 'group' is 60, 40 bytes are pinned: 40 more"
+        ):
+            await pin(rig, [1, 2])
+        assert await pinned_bytes(rig) == 2 * BLOCK
+        await pin(rig, [1])
+        assert await pinned_bytes(rig) == 3 * BLOCK
+
+
+async def test_without_a_budget_nothing_can_be_pinned() -> None:
+    with opened(group()) as rig:
+        await rig.store([1])
+        with pytest.raises(CapacityError, match="pin_budget_bytes of group 'group' is 0"):
+            await pin(rig, [1])
+        assert await marks(rig, [1]) == [0]
+        assert await documents(rig) == 0
+
+
+async def test_a_pin_ends_at_its_deadline_without_anybody_doing_anything() -> None:
+    with opened(replace(BUDGETED, pin_budget_bytes=BLOCK)) as rig:
+        await rig.store([1])
+        await pin(rig, [1], 10)
+        rig.wait(9.5)
+        assert await marks(rig, [1]) == [0.5]
+        with pytest.raises(CapacityError):
+            await pin(rig, [1], 10)
+        rig.wait(0.5)
+        assert (await marks(rig, [1]), await pinned_bytes(rig)) == ([0], 0)
+        assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == []
+        await pin(rig, [1], 10)
+
+
+async def test_what_is_due_leaves_the_store() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        await pin(rig, [1], 10)
+        await pin(rig, [1], 20)
+        rig.wait(10)
+        await rig.manager.expire()
+        assert (await documents(rig), await pinned_bytes(rig)) == (2, BLOCK)
+        rig.wait(10)
+        await rig.manager.expire()
+        assert await documents(rig) == 0
+
+
+async def test_unpinning_leaves_the_latest_of_the_other_pins() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2, 3])
+        longest, middle, short = await pin(rig, [1, 2, 3], 100), await pin(rig, [1, 2], 50), await pin(rig, [1], 10)
+        assert await marks(rig, [1, 2, 3]) == [100, 100, 100]
+        await rig.manager.unpin("i", longest.id)
+        assert await marks(rig, [1, 2, 3]) == [50, 50, 0]
+        assert await pinned_bytes(rig) == 3 * BLOCK
+        await rig.manager.unpin("i", short.id)
+        assert await marks(rig, [1, 2, 3]) == [50, 50, 0]
+        await rig.manager.unpin("i", middle.id)
+        assert await marks(rig, [1, 2, 3]) == [0, 0, 0]
+        assert await documents(rig) == 0
+
+
+async def test_unpinning_again_is_fine() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        pinned = await pin(rig, [1])
+        await rig.manager.unpin("i", pinned.id)
+        await rig.manager.unpin("i", pinned.id)
+        await rig.manager.unpin("i", "never there")
+
+
+async def test_only_the_own_instance_unpins() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        pinned = await pin(rig, [1])
+        await rig.manager.register_instance(replace(rig.manager.cache("i").instance, instance_id="other"))
+        with pytest.raises(InvalidArgumentError, match="another instance"):
+            await rig.manager.unpin("other", pinned.id)
+        assert await rig.manager.pins.of_instance(rig.manager.cache("other")) == []
+        assert await marks(rig, [1]) == [100]
+
+
+async def test_pins_are_listed_by_their_end() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2])
+        late, early = await pin(rig, [1], 100, "late"), await pin(rig, [1, 2], 10, "early")
+        assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == [early, late]
+
+
+async def test_removal_takes_pinned_blocks_too() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2])
+        await pin(rig, [1, 2])
+        assert await rig.manager.remove("i", [1], NO_MASK) == 1
+        assert await rig.manager.trim("i") == 1
+        await rig.executor.run_due()
+        assert await rig.statuses([1, 2]) == [[], []]
+
+
+async def test_a_block_whose_time_is_up_stays_until_its_pin_ends() -> None:
+    with opened(BUDGETED) as rig:
+        for key in (1, 2):
+            started = await rig.start([key])
+            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), Retention(0, 10))
+        early, late = await pin(rig, [1], 100), await pin(rig, [2], 50)
+        for _ in range(2):
+            rig.wait(20)
+            await rig.executor.run_due()
+            assert await rig.statuses([1, 2]) == [["SERVING"], ["SERVING"]]
+        longer = await pin(rig, [2], 100)
+        await rig.manager.unpin("i", early.id)
+        await rig.manager.unpin("i", late.id)
+        await rig.executor.run_due()
+        assert await rig.statuses([1, 2]) == [[], ["SERVING"]]
+        rig.wait(longer.deadline - rig.clock.now())
+        await rig.executor.run_due()
+        assert await rig.statuses([2]) == [[]]
+
+
+async def test_a_block_that_is_written_anew_is_not_held_by_the_old_pin() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        await pin(rig, [1], 50)
+        await rig.manager.remove("i", [1], NO_MASK)
+        await rig.executor.run_due()
+        await rig.store([1])
+        assert await marks(rig, [1]) == [0]
+        newer = await pin(rig, [1], 100)
+        await rig.manager.unpin("i", newer.id)
+        assert await marks(rig, [1]) == [0]  # the older pin has no budget for these bytes
+
+
+async def test_the_pins_of_a_removed_instance_give_their_budget_back() -> None:
+    with opened(replace(BUDGETED, pin_budget_bytes=BLOCK)) as rig:
+        await rig.store([1])
+        instance = rig.manager.cache("i").instance
+        await pin(rig, [1])
+        await rig.manager.remove_instance("i")
+        await rig.manager.purge_removed()
+        assert (await pinned_bytes(rig), await documents(rig)) == (0, 0)
+        await rig.manager.register_instance(instance)
+        await rig.store([1])
+        await pin(rig, [1])
+
+
+@pytest.mark.parametrize(
+    ("owner", "seconds", "text"),
+    [
+        ("", 10, "owner"),
+        ("x" * 257, 10, "owner has 257 bytes"),
+        ("a\nb", 10, "control characters"),
+        ("me", 0, "ttl_seconds is 0, must be from 1 to 2592000"),
+        ("me", -1, "ttl_seconds is -1"),
+        ("me", MAX_PIN_SECONDS + 1, "ttl_seconds is 2592001"),
+    ],
+)
+async def test_owner_and_time_are_checked(owner: str, seconds: int, text: str) -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        with pytest.raises(InvalidArgumentError, match=text):
+            await pin(rig, [1], seconds, owner)
+        assert await documents(rig) == 0
+
+
+async def test_an_unknown_instance_has_no_pins() -> None:
+    with opened(BUDGETED) as rig:
+        with pytest.raises(UnknownInstanceError):
+            await rig.manager.pin("other", PinRequest([1], "me", 10))
+        with pytest.raises(UnknownInstanceError):
+            await rig.manager.unpin("other", "x")
+
+
+async def test_a_lower_budget_ends_no_pin() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2])
+        await pin(rig, [1, 2])
+        await rig.registry.groups.update(replace(BUDGETED, pin_budget_bytes=BLOCK, version=1), 0)
+        assert await marks(rig, [1, 2]) == [100, 100]
+        with pytest.raises(CapacityError, match="is 20, 40 bytes are pinned"):
+            await pin(rig, [1])
+
+
+async def test_an_unpin_that_was_cut_off_is_carried_out() -> None:
+    """The document says that the pin ends, and whoever looks for due pins goes on."""
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        pinned = await pin(rig, [1])
+        ended = replace(pinned, is_ended=True)
+        table = rig.tables.table("pins")
+        assert await table.replace(pinned.id, pinned.encoded(), ended.encoded(), rig.clock.now() + 5)
+        rig.wait(5)
+        await rig.manager.expire()
+        assert (await marks(rig, [1]), await documents(rig)) == ([0], 0)
+
+
+async def test_a_pin_that_was_cut_off_before_its_document_costs_budget_until_its_deadline() -> None:
+    with opened(replace(BUDGETED, pin_budget_bytes=BLOCK)) as rig:
+        await rig.store([1])
+        pinned = await pin(rig, [1], 10)
+        assert await rig.tables.table("pins").replace(pinned.id, pinned.encoded(), None)
+        with pytest.raises(CapacityError):
+            await pin(rig, [1])
+        rig.wait(10)
+        await pin(rig, [1])
+
+
+async def test_a_damaged_pin_holds_up_nobody() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2])
+        damaged, good = await pin(rig, [1], 10), await pin(rig, [1, 2], 50)
+        table = rig.tables.table("pins")
+        assert await table.replace(damaged.id, damaged.encoded(), b"\xff", rig.clock.now() + 10)
+        assert await rig.manager.pins.of_instance(rig.manager.cache("i")) == [good]
+        await rig.manager.unpin("i", good.id)
+        assert await marks(rig, [1, 2]) == [0, 0]
+        rig.wait(10)
+        await rig.manager.expire()
+        assert await documents(rig) == 0
+
+
+@pytest.mark.parametrize("document", [b"\xff", b"\x92\x02\x80"], ids=["damaged", "of another release"])
+async def test_a_budget_that_cannot_be_read_refuses_pins(document: bytes) -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        assert await rig.tables.table("pinbudgets").replace("group", None, document, rig.clock.now())
+        with pytest.raises(StorageIOError, match="pin budget"):
+            await pin(rig, [1])
+        await rig.manager.expire()  # says so in the log, and goes on
+        assert await rig.tables.table("pinbudgets").due(rig.clock.now(), 9) == []
+
+
+async def test_a_pin_is_stored_and_read_back() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([-(2**63), 2**63 - 1])
+        pinned = await pin(rig, [-(2**63), 2**63 - 1])
+        document = await rig.tables.table("pins").get(pinned.id)
+        assert document is not None
+        assert Pin.decoded(pinned.id, document) == pinned
+        for bad in (b"", b"\x90", document[:-1], b"\x99\x02" + document[2:]):
+            with pytest.raises(StorageIOError, match="stored pin"):
+                Pin.decoded(pinned.id, bad)
+
+
+async def test_budgets_outlive_the_manager() -> None:
+    with opened(BUDGETED) as rig:
+        await rig.store([1])
+        await pin(rig, [1])
+        another = PinBudgets(rig.tables.table("pinbudgets"), rig.clock)
+        assert [entry.size_bytes for entry in (await another.entries("group")).values()] == [BLOCK]
