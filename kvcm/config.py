@@ -18,7 +18,15 @@ from typing import Any
 
 __all__ = ["ConfigError", "Settings", "load_settings"]
 
-_OWN_SECTIONS = ("kvcm.auth.", "kvcm.storage.", "kvcm.store.", "kvcm.limits.", "kvcm.cluster_id", "kvcm.data_dir")
+_OWN_SECTIONS = (
+    "kvcm.auth.",
+    "kvcm.storage.",
+    "kvcm.store.",
+    "kvcm.limits.",
+    "kvcm.reclaim.",
+    "kvcm.cluster_id",
+    "kvcm.data_dir",
+)
 _WITHOUT_EFFECT = {
     "io_thread_num",
     "enable_debug_service",
@@ -78,6 +86,12 @@ def _paths(value: str) -> tuple[Path, ...]:
     return paths
 
 
+def _file(value: str) -> str:
+    if value and not Path(value).parent.is_dir():
+        raise ValueError("a file in a directory that exists, or empty")
+    return value
+
+
 def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text) -> Any:
     return field(default=default, metadata={"key": key, "parse": parse})
 
@@ -114,7 +128,11 @@ class Settings:
     reporter_config: str = _setting("kvcm.metrics.reporter_config", "")
     report_interval_ms: int = _setting("kvcm.metrics.report_interval_ms", 20000, _COUNT)
     event_publishers_configs: str = _setting("kvcm.event.event_publishers_configs", "")
+    event_log_file: str = _setting("kvcm.event.log_file", "", _file)
+    event_max_bytes: int = _setting("kvcm.event.max_bytes", 64 << 20, _number(1 << 10, 1 << 40))
     auth_mode: str = _setting("kvcm.auth.mode", "off", _one_of("off"))
+    deletion_workers: int = _setting("kvcm.reclaim.deletion_workers_per_storage", 4, _number(1, 32))
+    garbage_blocks_per_second: int = _setting("kvcm.reclaim.garbage_blocks_per_second", 2000, _number(0, 1 << 20))
     cluster_id: str = _setting("kvcm.cluster_id", "")
     data_dir: str = _setting("kvcm.data_dir", "")
     fsync: str = _setting("kvcm.store.fsync", "everysec", _one_of("always", "everysec", "never"))

@@ -1,4 +1,4 @@
-"""The calls on HTTP: POST /api/<call> with JSON bodies (wire.md 2.2), as a bare ASGI application.
+"""The calls on HTTP: POST /api/<call> with JSON bodies (wire.md 2.2), as a bare ASGI application; and streams of lines.
 
 What cannot be parsed is answered with 400 and `{}` as clients of the original expect; the header `x-kvcm-error` says
 what is wrong with it.
@@ -6,8 +6,9 @@ what is wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Protocol
 
 from kvcm.service.calls import Call, Caller
 from kvcm.service.json_codec import MalformedBody, parse_request, print_response
@@ -19,6 +20,18 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _JSON: Headers = [(b"content-type", b"application/json")]
+_LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+
+
+class LineStream(Protocol):
+    """Lines as they come, to be closed by whoever reads them."""
+
+    def __aiter__(self) -> LineStream: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    def close(self) -> None:
+        """Want no more."""
 
 
 class _BodyTooLargeError(Exception):
@@ -32,9 +45,17 @@ class HttpApp:
         calls: what it serves.
         caller: runs them.
         max_body_bytes: largest body.
+        streams: what GET of a path begins to listen to.
     """
 
-    def __init__(self, calls: Iterable[Call], caller: Caller, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        calls: Iterable[Call],
+        caller: Caller,
+        max_body_bytes: int,
+        streams: Mapping[str, Callable[[], LineStream]] | None = None,
+    ) -> None:
+        self._streams = streams if streams is not None else {}
         self._calls = {call.path: call for call in calls}
         self._caller = caller
         self._max_body_bytes = max_body_bytes
@@ -43,15 +64,22 @@ class HttpApp:
         if scope["type"] != "http":
             return
         call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
-        if call is None:
+        stream = self._streams.get(scope["path"]) if scope["method"] == "GET" else None
+        if call is None and stream is None:
             await _respond(send, 404, b"404 Not Found", [])
             return
         headers = dict(scope["headers"])
-        if b"origin" in headers:
-            # Only browsers send it. Nobody is authenticated: a page that somebody on this host looks at must not act
-            # here.
+        if b"origin" in headers or (stream is not None and b"accept-language" in headers):
+            # Only browsers send these, the first with everything but a GET of what they take for the page's own site.
+            # Nobody is authenticated: a page that somebody on this host looks at must neither act nor listen here.
             await _respond(send, 403, b"{}", _reason("requests from web pages are not served"))
             return
+        if stream is not None:
+            await _stream(stream(), receive, send)
+        elif call is not None:
+            await self._answer(call, headers, receive, send)
+
+    async def _answer(self, call: Call, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         try:
             body = await self._read(headers, receive)
         except _BodyTooLargeError:
@@ -90,3 +118,23 @@ async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> No
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(lines: LineStream, receive: Receive, send: Send) -> None:
+    """Send lines until they end or the client goes away."""
+    gone = asyncio.create_task(_disconnected(receive))
+    gone.add_done_callback(lambda _task: lines.close())
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": _LINES})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        async for line in lines:
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        lines.close()
+        gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -8,11 +8,13 @@ from typing import NamedTuple
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.deletion import DeletionItem
+from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.storage.backend import Allocation, Part, StorageBackend
 from kvcm.storage.directory import StorageDirectory
+from kvcm.telemetry.events import EventLog
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Faulty:
         deleted: uris in the order in which deletions reached the storage.
         outage: raised by every deletion while set.
         stubborn: uris that cannot be deleted.
+        under_way: uris that are being deleted.
+        twice: uris whose deletion was begun while it was under way.
         open_gate: while unset, deletions hang.
     """
 
@@ -40,6 +44,8 @@ class Faulty:
     attempts: int = 0
     outage: Exception | None = None
     stubborn: set[str] = field(default_factory=set)
+    under_way: set[str] = field(default_factory=set)
+    twice: set[str] = field(default_factory=set)
     open_gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -47,9 +53,14 @@ class Faulty:
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
         self.attempts += 1
-        await self.open_gate.wait()
-        if self.outage is not None:
-            raise self.outage
+        self.twice |= self.under_way.intersection(uris)
+        self.under_way.update(uris)
+        try:
+            await self.open_gate.wait()
+            if self.outage is not None:
+                raise self.outage
+        finally:
+            self.under_way.difference_update(uris)
         self.deleted.extend(uri for uri in uris if uri not in self.stubborn)
         results = await self.inner.delete([uri for uri in uris if uri not in self.stubborn])
         assert set(results) <= {None}
@@ -81,12 +92,19 @@ class OwnedIndex(NamedTuple):
     uid: int
     meta_index: MetaIndex
 
+    @property
+    def instance(self) -> Instance:
+        specs = (LocationSpecInfo("tp0", 8), LocationSpecInfo("tp1", 8))
+        return Instance("group", "group", self.instance_id, 16, specs, ModelDeployment())
+
 
 class Rig:
     """Blocks that are marked as deleting, the executor that deletes them, and who tells it what is due.
 
     Attributes:
         held: until when the bytes of a block must stay, by key.
+        delay: seconds for which what expired stays readable.
+        events: what the executor tells.
         overdue: what the executor asked to be ended: (uid, blocks by session) each.
     """
 
@@ -97,6 +115,8 @@ class Rig:
             self.directory.open(StorageConfig(name, DummyStorageSpec()))
         self.storages = FaultyDirectory(self.directory, names)
         self.held: dict[int, float] = {}
+        self.delay = 0.0
+        self.events = EventLog(now=self.clock.now)
         self.overdue: list[tuple[int, Mapping[str, Sequence[int]]]] = []
         self.executor = self.new_executor()
         self.backend = MemoryBackend()
@@ -104,9 +124,12 @@ class Rig:
         self.owned = [OwnedIndex("i", 1, self.index)]
 
     def new_executor(self) -> DeletionExecutor:
-        executor = DeletionExecutor(self.storages, self.clock)  # type: ignore[arg-type]
+        executor = DeletionExecutor(self.storages, self.clock, events=self.events)  # type: ignore[arg-type]
         executor.serve(self)
         return executor
+
+    def delay_seconds(self, instance: Instance) -> float:
+        return self.delay
 
     def indexes(self) -> Iterator[OwnedIndex]:
         yield from self.owned
@@ -137,10 +160,11 @@ class Rig:
         location_id: str = "l",
         *,
         after_seconds: float = 0.0,
+        pinned_seconds: float = 0.0,
         specs: Sequence[str] = ("tp0", "tp1"),
         owned: int = 0,
     ) -> tuple[str, ...]:
-        """Add a location to a block and return its uris."""
+        """Add a location to a block and return its uris; one that is serving has no deadline without seconds."""
         backend = self.directory.backend(storage)
         parts = [Part(name, key, 8) for name in specs]
         uris = (
@@ -160,7 +184,8 @@ class Rig:
             8 * len(parts),
             0.0,
             session_id="session" if status is LocationStatus.WRITING else "",
-            deadline=self.clock.now() + after_seconds,
+            deadline=self.clock.now() + after_seconds if after_seconds or status is not LocationStatus.SERVING else 0.0,
+            pinned_until=self.clock.now() + pinned_seconds,
         )
 
         def add(_key: int, old: BlockRecord | None) -> BlockRecord:

@@ -13,7 +13,6 @@ from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import LocationStatus
-from kvcm.model.storages import StorageType
 
 
 async def test_bytes_go_before_metadata_and_usage() -> None:
@@ -21,11 +20,11 @@ async def test_bytes_go_before_metadata_and_usage() -> None:
     uris = await rig.block(1)
     rig.storages.faults["a"].outage = OSError("down")
     await rig.executor.run_due()
-    assert (await rig.left(), rig.index.usage_bytes[StorageType.ST_DUMMY]) == ([1], 16)
+    assert (await rig.left(), sum(rig.index.usage_bytes.values())) == ([1], 16)
     rig.storages.faults["a"].outage = None
     rig.clock.time += 1
     await rig.executor.run_due()
-    assert (await rig.left(), rig.index.usage_bytes[StorageType.ST_DUMMY]) == ([], 0)
+    assert (await rig.left(), sum(rig.index.usage_bytes.values())) == ([], 0)
     assert rig.storages.faults["a"].deleted == list(uris)
 
 

@@ -1,0 +1,300 @@
+"""What happened to blocks, as JSON lines: one queue, written to a file and streamed to whoever listens.
+
+Publishing costs a request one append, waits for nobody and cannot fail; nothing is built while nobody listens. Whoever
+is too slow loses events, never memory or time of the manager, and is told how many it lost. The file is a listener like
+any other, so a disk that hangs holds up nobody else.
+
+The format is that of the original (wire.md 10.3): an envelope of `id`, `source`, `component`, `type` and
+`trigger_time_us`, and the event's own fields beside it. Keys are JSON numbers, as there.
+
+Rejected: a call of each listener where an event happens, which would put its cost and its failures into requests; a
+queue bounded by the number of events alone, since one may hold 65,536 keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from io import BufferedWriter
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+__all__ = ["CACHE_MANAGER", "CACHE_RECLAIMER", "Event", "EventLog", "Subscription"]
+
+CACHE_MANAGER = "cache_manager"
+CACHE_RECLAIMER = "cache_reclaimer"
+
+_MOST_WEIGHT = 1 << 20  # waiting keys: some 32 MiB
+_EVENT_WEIGHT = 16
+_HEAVY = 4096  # some 100 µs of encoding: done beside the loop
+_MOST_BYTES = 16 << 20  # per listener
+_AT_ONCE = 64
+_CLOSE_SECONDS = 5.0
+
+_encode = msgspec.json.Encoder().encode
+_log = structlog.get_logger("kvcm.telemetry")
+
+
+class Event(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        at: unix seconds.
+        source: the instance.
+        component: who tells it.
+        type: what happened.
+        fields: what the type has beside the envelope; JSON values.
+    """
+
+    at: float
+    source: str
+    component: str
+    type: str
+    fields: Mapping[str, Any]
+
+    @property
+    def weight(self) -> int:
+        """How much room it takes, in keys."""
+        return _EVENT_WEIGHT + sum(len(value) for value in self.fields.values() if isinstance(value, Sequence))
+
+
+class Subscription:
+    """Lines for one listener, from when it was made on. Closed by its owner, or at its end by the log."""
+
+    def __init__(self, forget: Callable[[Subscription], None]) -> None:
+        self._forget = forget
+        self._lines: deque[bytes] = deque()
+        self._bytes = 0
+        self._missed = 0
+        self._changed = asyncio.Event()
+        self._is_over = False
+        self.lost = 0
+
+    def put(self, line: bytes, lost_line: Callable[[int], bytes]) -> None:
+        """Add a line if there is room; the first one after a loss comes behind a line that tells of the loss."""
+        if self._lines and self._bytes + len(line) > _MOST_BYTES:
+            self._missed += 1
+            self.lost += 1
+            return
+        if self._missed:
+            self._add(lost_line(self._missed))
+            self._missed = 0
+        self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        self._lines.append(line)
+        self._bytes += len(line)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Get no more lines; those that wait can still be taken."""
+        self._is_over = True
+        self._changed.set()
+        self._forget(self)
+
+    def waiting(self) -> list[bytes]:
+        """Take the lines that wait."""
+        lines = list(self._lines)
+        self._lines.clear()
+        self._bytes = 0
+        return lines
+
+    def __aiter__(self) -> Subscription:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Return the lines that wait, one at least, as soon as there is one."""
+        lines = await self.take()
+        if not lines:
+            raise StopAsyncIteration
+        return b"".join(lines)
+
+    async def take(self) -> list[bytes]:
+        """Take the lines that wait, as soon as there is one; none at the end."""
+        while not self._lines and not self._is_over:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.waiting()
+
+
+class EventLog:
+    """Events of this manager.
+
+    Args:
+        path: file that they are written to, one JSON object per line; "" for none.
+        max_bytes: size at which the file becomes `<path>.1`, in place of an earlier one.
+        now: time in unix seconds.
+        new_id: makes ids of 32 characters.
+    """
+
+    def __init__(
+        self,
+        path: str = "",
+        max_bytes: int = 64 << 20,
+        now: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        self._now = now
+        self._new_id = new_id
+        self._queue: deque[tuple[Event, int]] = deque()
+        self._weight = 0
+        self._arrived = asyncio.Event()
+        self._listeners: list[Subscription] = []
+        self._file = _EventFile(Path(path), max_bytes) if path else None
+        self._for_file = self.subscribe() if path else None
+        self.published = 0
+        self.dropped = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anybody wants events; nothing needs to be built otherwise."""
+        return bool(self._listeners)
+
+    @property
+    def unwritten(self) -> int:
+        """Events that are missing in the file: it was too slow, or could not be written."""
+        lost = self._for_file.lost if self._for_file is not None else 0
+        return lost + (self._file.lost if self._file is not None else 0)
+
+    def publish(self, source: str, component: str, event_type: str, fields: Mapping[str, Any]) -> None:
+        """Tell of something that happened just now. Never waits and never fails: what does not fit is dropped.
+
+        Args:
+            source: the instance.
+            component: who tells it.
+            event_type: what happened.
+            fields: JSON values that nobody changes afterwards.
+        """
+        if not self._listeners:
+            return
+        event = Event(self._now(), source, component, event_type, fields)
+        weight = event.weight
+        if self._queue and self._weight + weight > _MOST_WEIGHT:
+            self.dropped += 1
+            return
+        self.published += 1
+        self._weight += weight
+        self._queue.append((event, weight))
+        self._arrived.set()
+
+    def subscribe(self) -> Subscription:
+        """Return the lines of what happens from now on, until the manager stops.
+
+        Whoever takes them too slowly loses some, and finds a line of type `dropped` with their `count` instead.
+        """
+        subscription = Subscription(self._forget)
+        self._listeners.append(subscription)
+        return subscription
+
+    def _forget(self, subscription: Subscription) -> None:
+        with suppress(ValueError):  # closed twice
+            self._listeners.remove(subscription)
+
+    async def run(self) -> None:
+        """Hand out events until cancelled; then listeners come to their end."""
+        writing = asyncio.create_task(self._write_file())
+        try:
+            while True:
+                await self._arrived.wait()
+                self._arrived.clear()
+                await self._hand_out()
+        except asyncio.CancelledError:
+            self._end()
+            raise
+        finally:
+            writing.cancel()
+
+    async def close(self) -> None:
+        """Write down what is left, for some seconds at most, when `run` has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._hand_out()
+                if self._file is not None and self._for_file is not None:
+                    await asyncio.to_thread(self._file.append, self._for_file.waiting())
+        self._end()
+
+    def _end(self) -> None:
+        """End everybody but the file, which still gets what happens while the manager stops."""
+        for listener in list(self._listeners):
+            if listener is not self._for_file:
+                listener.close()
+
+    async def _hand_out(self) -> None:
+        while self._queue:
+            for _ in range(min(_AT_ONCE, len(self._queue))):
+                event, weight = self._queue.popleft()
+                self._weight -= weight
+                line = self._line(event) if weight < _HEAVY else await asyncio.to_thread(self._line, event)
+                for listener in self._listeners:
+                    listener.put(line, self._lost_line)
+            await asyncio.sleep(0)
+
+    def _line(self, event: Event) -> bytes:
+        envelope = {
+            "id": self._new_id(),
+            "source": event.source,
+            "component": event.component,
+            "type": event.type,
+            "trigger_time_us": int(event.at * 1e6),
+        }
+        return _encode(envelope | dict(event.fields)) + b"\n"
+
+    def _lost_line(self, count: int) -> bytes:
+        return self._line(Event(self._now(), "", "event_log", "dropped", {"count": count}))
+
+    async def _write_file(self) -> None:
+        if self._file is not None and self._for_file is not None:
+            while lines := await self._for_file.take():
+                await asyncio.to_thread(self._file.append, lines)
+
+
+class _EventFile:
+    """A file of lines that is put aside when it is full."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._is_failing = False
+        self.lost = 0
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Write lines. What cannot be written is lost; the log says so once."""
+        with self._lock:
+            try:
+                self._append(lines)
+            except OSError as error:
+                self.lost += len(lines)
+                if not self._is_failing:
+                    _log.warning("events_not_written", file=str(self._path), reason=str(error))
+                self._is_failing = True
+            else:
+                self._is_failing = False
+
+    def _append(self, lines: Sequence[bytes]) -> None:
+        file = self._open()
+        try:
+            size = file.tell()
+            for line in lines:
+                if size and size + len(line) > self._max_bytes:
+                    file.close()
+                    self._path.replace(f"{self._path}.1")
+                    file, size = self._open(), 0
+                file.write(line)
+                size += len(line)
+        finally:
+            file.close()
+
+    def _open(self) -> BufferedWriter:
+        # Ids of write sessions are the right to finish them: not for everybody's eyes.
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "ab")

@@ -1,0 +1,235 @@
+"""The event log: what is told reaches the file and every listener; who is too slow loses events and learns how many."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcm.telemetry.events import EventLog, Subscription
+
+MOST_KEYS = 1 << 20
+MOST_BYTES = 16 << 20
+
+
+def new_log(path: Path | None = None, max_bytes: int = 1 << 20) -> EventLog:
+    ids = count()
+    return EventLog(str(path or ""), max_bytes, now=lambda: 1234.5678901, new_id=lambda: f"{next(ids):032x}")
+
+
+def tell(log: EventLog, number: int = 0, **fields: Any) -> None:
+    log.publish("i", "cache_manager", "removed", {"number": number, **fields})
+
+
+def parsed(data: bytes) -> list[dict[str, Any]]:
+    assert data == b"" or data.endswith(b"\n")
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def numbers(data: bytes) -> list[int]:
+    return [event["number"] for event in parsed(data)]
+
+
+@asynccontextmanager
+async def running(log: EventLog) -> AsyncIterator[None]:
+    task = asyncio.create_task(log.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await log.close()
+
+
+async def test_an_event_is_one_line_with_the_envelope_of_the_original() -> None:
+    log = new_log()
+    listener = log.subscribe()
+    async with running(log):
+        log.publish("inst", "cache_reclaimer", "CacheReclaimSubmit", {"block_keys": [-(2**63), 2**63 - 1]})
+        (event,) = parsed(await anext(listener))
+    assert event == {
+        "id": "0" * 32,
+        "source": "inst",
+        "component": "cache_reclaimer",
+        "type": "CacheReclaimSubmit",
+        "trigger_time_us": 1234567890,
+        "block_keys": [-(2**63), 2**63 - 1],
+    }
+
+
+async def test_nothing_is_kept_while_nobody_listens() -> None:
+    log = new_log()
+    tell(log)
+    assert (log.is_active, log.published, log.dropped) == (False, 0, 0)
+    listener = log.subscribe()
+    assert log.is_active
+    await log.close()
+    assert (listener.waiting(), log.is_active) == ([], False)
+
+
+async def test_every_listener_gets_what_happens_while_it_listens() -> None:
+    log = new_log()
+    async with running(log):
+        first = log.subscribe()
+        tell(log, 1)
+        assert numbers(await anext(first)) == [1]
+        second = log.subscribe()
+        tell(log, 2)
+        assert (numbers(await anext(first)), numbers(await anext(second))) == ([2], [2])
+        first.close()
+        tell(log, 3)
+        assert numbers(await anext(second)) == [3]
+    with pytest.raises(StopAsyncIteration):
+        await anext(first)
+
+
+async def test_listeners_end_when_the_log_stops_and_keep_what_they_have_not_taken() -> None:
+    log = new_log()
+    listener = log.subscribe()
+    async with running(log):
+        tell(log, 7)
+        while log._queue:
+            await asyncio.to_thread(int)
+    assert [numbers(lines) async for lines in listener] == [[7]]
+
+
+async def test_what_does_not_fit_is_dropped_and_counted_and_never_refused() -> None:
+    """Nobody hands events out here: the queue is bounded by the keys in it."""
+    log = new_log()
+    listener = log.subscribe()
+    for number in range(20):
+        tell(log, number, keys=list(range(MOST_KEYS // 10)))
+    assert (log.published, log.dropped) == (9, 11)
+    await log.close()
+    assert numbers(b"".join(listener.waiting())) == list(range(9))
+
+
+async def test_one_event_is_kept_however_large_it_is() -> None:
+    log = new_log()
+    listener = log.subscribe()
+    tell(log, keys=list(range(MOST_KEYS + 1)))
+    tell(log)
+    await log.close()
+    assert (log.published, log.dropped, len(listener.waiting())) == (1, 1, 1)
+
+
+async def test_a_slow_listener_loses_events_is_told_how_many_and_holds_up_no_other() -> None:
+    log = new_log()
+    slow, swift = log.subscribe(), log.subscribe()
+    taken: list[int] = []
+    text = "x" * (MOST_BYTES // 8)
+    async with running(log):
+        for number in range(20):
+            tell(log, number, text=text)
+            taken += numbers(await anext(swift))
+        assert taken == list(range(20))
+        kept = numbers(await anext(slow))
+        assert (kept, slow.lost, swift.lost) == (list(range(7)), 13, 0)
+        tell(log, 20)
+        told, last = parsed(await anext(slow))
+    assert (told["component"], told["type"], told["count"], last["number"]) == ("event_log", "dropped", 13, 20)
+
+
+async def test_the_file_has_every_line_and_is_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    path.write_bytes(b'{"number":-1}\n')
+    path.chmod(0o600)
+    log = new_log(path)
+    async with running(log):
+        for number in range(300):
+            tell(log, number)
+    assert numbers(path.read_bytes()) == list(range(-1, 300))
+    assert (log.unwritten, log.dropped, path.stat().st_mode & 0o777) == (0, 0, 0o600)
+    fresh = new_log(tmp_path / "new")
+    tell(fresh)
+    await fresh.close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_full_file_is_put_aside_between_two_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    log = new_log(path, max_bytes=2048)
+    async with running(log):
+        for number in range(40):
+            tell(log, number)
+    old, new = (tmp_path / "events.log.1").read_bytes(), path.read_bytes()
+    assert 0 < len(new) <= 2048
+    assert 1024 < len(old) <= 2048
+    kept = numbers(old) + numbers(new)
+    assert kept == list(range(40 - len(kept), 40)), "the latest, without a gap"
+    assert not (tmp_path / "events.log.2").exists()
+
+
+async def test_what_happens_while_the_manager_stops_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "events.log"
+    log = new_log(path)
+    task = asyncio.create_task(log.run())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    tell(log, 1)
+    await log.close()
+    assert numbers(path.read_bytes()) == [1]
+
+
+async def test_a_file_that_cannot_be_written_costs_events_and_nothing_else(tmp_path: Path) -> None:
+    log = new_log(tmp_path / "gone" / "events.log")
+    listener = log.subscribe()
+    async with running(log):
+        tell(log, 1)
+        assert numbers(await anext(listener)) == [1]
+        async with asyncio.timeout(10):
+            while not log.unwritten:
+                await asyncio.to_thread(int)
+        (tmp_path / "gone").mkdir()
+        tell(log, 2)
+    assert (numbers((tmp_path / "gone" / "events.log").read_bytes()), log.unwritten) == ([2], 1)
+
+
+async def test_publishing_never_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    """Opening a fifo that nobody reads blocks for ever, as a dead mount does."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    log = new_log(path)
+    listener = log.subscribe()
+    async with running(log):
+        for number in range(50):
+            tell(log, number)
+            assert numbers(await anext(listener)) == [number]
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # lets the writer go on, so that the test can end
+    os.close(reader)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(steps=st.lists(st.one_of(st.integers(1, MOST_BYTES), st.none()), max_size=30))
+def test_a_subscription_is_a_bounded_queue_that_accounts_for_every_line(steps: list[int | None]) -> None:
+    """Against a plain model: lines of so many bytes are put, or everything is taken."""
+    subscription = Subscription(lambda _subscription: None)
+    model: list[str] = []
+    room, missed, sizes = MOST_BYTES, 0, 0
+    for number, size in enumerate(steps):
+        if size is None:
+            assert [line.split(b" ")[0].decode() for line in subscription.waiting()] == model
+            model, room = [], MOST_BYTES
+            continue
+        line = f"{number} ".encode().ljust(size, b"x")
+        subscription.put(line, lambda count: f"lost-{count} ".encode())
+        if model and len(line) > room:
+            missed += 1
+            sizes += 1
+            continue
+        if missed:
+            model.append(f"lost-{missed}")
+            room -= len(f"lost-{missed} ")
+            missed = 0
+        model.append(line.split(b" ")[0].decode())
+        room -= len(line)
+    assert [line.split(b" ")[0].decode() for line in subscription.waiting()] == model
+    assert subscription.lost == sizes
