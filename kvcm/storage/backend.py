@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Allocation", "Part", "StorageBackend", "StorageSpace"]
+__all__ = ["Allocation", "ObjectPage", "Part", "StorageBackend", "StorageSpace", "StoredObject"]
 
 
 class Part(NamedTuple):
@@ -37,6 +37,27 @@ class StorageSpace(NamedTuple):
     free_bytes: int
 
 
+class StoredObject(NamedTuple):
+    """Bytes that lie in a storage under one name.
+
+    Attributes:
+        name: below the directory of its deployment; the uri of every part in it ends in it (`packing.object_name`).
+        size_bytes: what it takes up.
+        modified_at: unix seconds of its last change, by the storage's clock.
+    """
+
+    name: str
+    size_bytes: int
+    modified_at: float
+
+
+class ObjectPage(NamedTuple):
+    """Some objects of a storage, and how many beside them could not be looked at."""
+
+    objects: Sequence[StoredObject]
+    failed: int = 0
+
+
 class StorageBackend(Protocol):
     """An open storage. Deletions and queries may block the caller's task, never the event loop."""
 
@@ -63,7 +84,31 @@ class StorageBackend(Protocol):
         """
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
-        """Return per uri whether all its bytes are there."""
+        """Return per uri whether all its bytes are there.
+
+        Raises:
+            StorageIOError: the storage cannot be asked, so what is not found may be there nevertheless.
+        """
+
+    def objects(self, cluster_id: str) -> AsyncIterator[ObjectPage]:
+        """Yield all objects of a deployment, whether anybody knows them or not, in pages.
+
+        What is added or removed meanwhile may be missing. Of a deployment that the storage never saw there are none.
+
+        Raises:
+            StorageIOError: the storage cannot be asked.
+        """
+
+    async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
+        """Remove whole objects of a deployment as they were listed.
+
+        Returns:
+            Per object None, or the reason why it is still there: one that changed since it was listed stays. What is
+            gone already counts as removed.
+
+        Raises:
+            StorageIOError: the storage cannot be asked.
+        """
 
     async def space(self) -> StorageSpace:
         """Return the space of the medium."""

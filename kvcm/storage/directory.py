@@ -47,7 +47,7 @@ class StorageDirectory:
         allowed_roots: Sequence[Path] | None = None,
         openers: Mapping[StorageType, Opener] = OPENERS,
     ) -> None:
-        self._cluster_id = cluster_id
+        self.cluster_id = cluster_id
         self._allowed_roots = allowed_roots
         self._openers = openers
         self._backends: dict[str, StorageBackend] = {}
@@ -75,7 +75,7 @@ class StorageDirectory:
             known = ", ".join(sorted(storage_type.kind for storage_type in self._openers))
             raise UnsupportedError(f"storage type {config.storage_type.kind} is not available, available are: {known}")
         self._check_root(config)
-        return opener(config, self._cluster_id)
+        return opener(config, self.cluster_id)
 
     def install(self, config: StorageConfig, backend: StorageBackend) -> None:
         """Put what was prepared in place; it takes over what an earlier storage of that name remembers."""

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvcm.model.names import path_component
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, StorageBackend, StorageSpace
-from kvcm.storage.packing import pack
+from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
+from kvcm.storage.packing import object_name, pack
 
 __all__ = ["DummyStorage"]
 
+_PAGE_OBJECTS = 1000
+
 
 class DummyStorage:
-    """Names like those of a `file` storage, with nothing behind them."""
+    """Names like those of a `file` storage, with nothing behind them.
 
-    def __init__(self, name: str, directory: str, keys_per_object: int) -> None:
+    Args:
+        name: of the storage.
+        directory: of the deployment, with a slash at its end.
+        keys_per_object: parts per object.
+        now: time in unix seconds, as a file system would note it.
+    """
+
+    def __init__(self, name: str, directory: str, keys_per_object: int, now: Callable[[], float] = time.time) -> None:
         self._name = name
         self._directory = directory
         self._keys_per_object = keys_per_object
-        self._live: set[str] = set()
+        self._now = now
+        self._live: dict[str, float] = {}
 
     @classmethod
     def open(cls, config: StorageConfig, cluster_id: str) -> DummyStorage:
@@ -35,11 +47,12 @@ class DummyStorage:
             for index, name, slot in slots:
                 size = allocation.parts[index].size_bytes
                 uris[index] = str(LocationUri("dummy", self._name, self._directory + name, size, slot))
-        self._live.update(uris)
+        self._live |= dict.fromkeys(uris, self._now())
         return uris
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
-        self._live.difference_update(uris)
+        for uri in uris:
+            self._live.pop(uri, None)
         return [None] * len(uris)
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
@@ -47,6 +60,28 @@ class DummyStorage:
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return [uri in self._live for uri in uris]
+
+    async def objects(self, cluster_id: str) -> AsyncIterator[ObjectPage]:
+        found = list(self._objects(cluster_id).values())
+        for start in range(0, len(found), _PAGE_OBJECTS):
+            yield ObjectPage(found[start : start + _PAGE_OBJECTS])
+
+    async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
+        there = self._objects(cluster_id)
+        changed = {each.name for each in objects if there.get(each.name, each) != each}
+        gone = {each.name for each in objects} - changed
+        self._live = {uri: at for uri, at in self._live.items() if object_name(uri) not in gone}
+        return ["it changed since it was listed" if each.name in changed else None for each in objects]
+
+    def _objects(self, cluster_id: str) -> dict[str, StoredObject]:
+        if f"/{path_component(cluster_id)}/" != self._directory[self._directory[:-1].rindex("/") :]:
+            return {}  # of others nothing is known: it lives in this process only
+        sizes, times = defaultdict[str, int](int), defaultdict[str, float](float)
+        for uri, at in self._live.items():
+            name = object_name(uri)
+            sizes[name] += LocationUri.parse(uri).size
+            times[name] = max(times[name], at)
+        return {name: StoredObject(name, size, times[name]) for name, size in sizes.items()}
 
     async def space(self) -> StorageSpace:
         return StorageSpace(1 << 62, 1 << 62)

@@ -17,26 +17,30 @@ to it; a marker file per slot, to be counted by listing folders that hold millio
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.names import path_component
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, StorageBackend, StorageSpace
+from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
+from kvcm.storage.file_listing import BESIDE_SUFFIX, object_pages, remove_objects
 from kvcm.storage.packing import pack, slot_count
+from kvcm.storage.threads import StorageThreads
 
 __all__ = ["FileStorage"]
 
+Answer = TypeVar("Answer")
+
 _PUNCH_HOLE_KEEP_SIZE = 0x03  # fallocate(2): FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _CANNOT_PUNCH = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_MOST_THREADS = 64  # more than ever delete at the same time
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -53,8 +57,9 @@ class FileStorage:
     def __init__(self, name: str, root: Path, cluster_id: str, keys_per_file: int) -> None:
         self._name = name
         self._root = root
-        self._directory = f"{str(root).rstrip('/')}/{path_component(cluster_id)}/"
+        self._directory = self._directory_of(cluster_id)
         self._keys_per_file = keys_per_file
+        self._threads = StorageThreads(f"storage-{name}", _MOST_THREADS)
 
     @classmethod
     def open(cls, config: StorageConfig, cluster_id: str) -> FileStorage:
@@ -97,32 +102,44 @@ class FileStorage:
 
     async def _for_each_file(self, uris: Sequence[str], work: Callable[[_Deletion], None]) -> list[str | None]:
         """Do the work in a thread, file by file; return per uri why it failed, None where it did not."""
-        parsed = [LocationUri.parse(uri) for uri in uris]
-        deletions: dict[str, _Deletion] = {}
-        for uri in parsed:
-            slots = deletions.setdefault(uri.path, _Deletion(uri.path, {})).slots
-            if uri.blkid is not None:
-                slots[uri.blkid] = (uri.offset, uri.size)
-
-        def reason(deletion: _Deletion) -> str | None:
-            try:
-                work(deletion)
-            except OSError as error:
-                return f"{deletion.path}: {error.strerror}"
-            return None
-
-        reasons = await asyncio.to_thread(lambda: {path: reason(each) for path, each in deletions.items()})
-        return [reasons[uri.path] for uri in parsed]
+        return await self._threads.run(lambda: _file_by_file([LocationUri.parse(uri) for uri in uris], work))
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
-        parsed = [LocationUri.parse(uri) for uri in uris]
-        return await asyncio.to_thread(lambda: list(map(_is_complete, parsed)))
+        return await self._ask(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))
 
-    async def space(self) -> StorageSpace:
+    def _exist(self, uris: Sequence[LocationUri]) -> list[bool]:
+        found = list(map(_is_complete, uris))
+        if not all(found):
+            self._check_mounted()
+        return found
+
+    async def objects(self, cluster_id: str) -> AsyncIterator[ObjectPage]:
+        directory = self._directory_of(cluster_id)
+        pages = object_pages(directory)
+        while (page := await self._ask(lambda: next(pages, None))) is not None:
+            yield page
+        if directory == self._directory:
+            await self._ask(self._check_mounted)
+
+    async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
+        return await self._ask(lambda: remove_objects(self._directory_of(cluster_id), objects))
+
+    def _directory_of(self, cluster_id: str) -> str:
+        return f"{str(self._root).rstrip('/')}/{path_component(cluster_id)}/"
+
+    def _check_mounted(self) -> None:
+        """Refuse to take what is not mounted here for what is not there."""
+        if not Path(self._directory).is_dir():
+            raise StorageIOError(f"storage {self._name}: {self._directory} is not there, is it mounted on this host?")
+
+    async def _ask(self, question: Callable[[], Answer]) -> Answer:
         try:
-            status = await asyncio.to_thread(os.statvfs, self._root)
+            return await self._threads.run(question)
         except OSError as error:
             raise StorageIOError(f"storage {self._name}: {error.strerror}") from error
+
+    async def space(self) -> StorageSpace:
+        status = await self._ask(lambda: os.statvfs(self._root))
         return StorageSpace(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
     def inherit(self, previous: StorageBackend) -> None:
@@ -130,6 +147,25 @@ class FileStorage:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _file_by_file(uris: Sequence[LocationUri], work: Callable[[_Deletion], None]) -> list[str | None]:
+    deletions: dict[str, _Deletion] = {}
+    for uri in uris:
+        slots = deletions.setdefault(uri.path, _Deletion(uri.path, {})).slots
+        if uri.blkid is not None:
+            slots[uri.blkid] = (uri.offset, uri.size)
+    reasons = {path: _reason(deletion, work) for path, deletion in deletions.items()}
+    return [reasons[uri.path] for uri in uris]
+
+
+def _reason(deletion: _Deletion, work: Callable[[_Deletion], None]) -> str | None:
+    """Do the work and return why it failed, None when it did not."""
+    try:
+        work(deletion)
+    except OSError as error:
+        return f"{deletion.path}: {error.strerror}"
+    return None
 
 
 def _delete(deletion: _Deletion) -> None:
@@ -161,7 +197,7 @@ def _unlink(path: str) -> None:
 
 
 def _beside(path: str) -> str:
-    return f"{path}.deleted"
+    return path + BESIDE_SUFFIX
 
 
 def _deleted_slots(path: str) -> set[int]:
@@ -191,7 +227,7 @@ def _is_complete(uri: LocationUri) -> bool:
     try:
         if Path(uri.path).lstat().st_size < uri.offset + uri.size:
             return False
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     # A slot that was punched out still lies inside its file.
     return uri.blkid is None or uri.blkid not in _deleted_slots(uri.path)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
 
 from kvcm.model.keys import key_hex
 from kvcm.model.names import path_component
+from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
 
-__all__ = ["pack", "slot_count"]
+__all__ = ["object_name", "owner_of", "pack", "slot_count"]
+
+_LAST_COMPONENT = re.compile(r"([0-9a-f]{1,16})(?:_[0-9]+x[0-9a-f]{16})?\.[0-9A-Za-z]+")
 
 Slot = tuple[int, str, int | None]
 """Index of the part in the allocation, object name below the cluster's directory, slot in the object (None = whole)."""
@@ -47,6 +51,26 @@ def _object_name(allocation: Allocation, parts: Sequence[Part]) -> str:
         names = "|".join(f"{instance}/{path_component(part.spec_name)}/{key_hex(part.key)}" for part in parts)
         first = f"{first}_{len(parts)}x{blake2b(names.encode(), digest_size=8).hexdigest()}"
     return f"{first}.{allocation.location_id}"
+
+
+def object_name(uri: str) -> str:
+    """Return the name below its deployment's directory of the object that a part lies in.
+
+    Raises:
+        InvalidArgumentError: the uri cannot be read.
+    """
+    parsed = LocationUri.parse(uri)
+    return parsed.key or "/".join(parsed.path.rsplit("/", 3)[1:])
+
+
+def owner_of(name: str) -> tuple[str, int] | None:
+    """Return the instance, as a path component, and the first block of an object; None if no object is named so."""
+    instance, _, rest = name.partition("/")
+    found = _LAST_COMPONENT.fullmatch(rest.rpartition("/")[2])
+    if found is None:
+        return None
+    key = int(found[1], 16)
+    return instance, key - (1 << 64) if key >> 63 else key
 
 
 def slot_count(object_name: str) -> int:

@@ -1,0 +1,267 @@
+"""Scrub: bytes without metadata.
+
+Managers that die between two steps, writers that come too late and metadata that was dropped leave objects on a storage
+that no location names. A scrub lists the objects of a deployment and strikes out what some location names, in whatever
+status. Names are compared below the deployment's directory, where a location's id makes each of them unique, so it does
+not matter at which path, or as which storage, a directory is mounted.
+
+What is deleted is old enough that no writer can be at it, was unknown twice, the second time right before, and did not
+change since it was listed. Whatever cannot be read, asked or understood ends the scrub before it deletes anything more.
+
+The name of an object tells its instance and its first block, so nearly all are found by asking for that block. A packed
+object may be known by its other blocks alone: those that are left are gathered, and looked for in a scan of their
+instances, together. Memory: `_MOST_SUSPECTS` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.clock import Clock
+from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.locations import BlockRecord, decode_chunk
+from kvcm.model.names import path_component
+from kvcm.reclaim.custody import IndexInCustody, StorageFinder
+from kvcm.storage.backend import ObjectPage, StorageBackend, StoredObject
+from kvcm.storage.packing import object_name, owner_of, slot_count
+
+__all__ = ["ScrubCustodian", "ScrubReport", "StorageScrubber"]
+
+WITHOUT_METADATA: Final = "without_metadata"
+
+_DEFAULT_AGE_SECONDS: Final = 3600
+_MOST_SUSPECTS: Final = 100_000
+_AT_ONCE: Final = 256  # objects between the second look and their deletion
+_SLICE: Final = 32  # blocks read without a pause
+
+_log = structlog.get_logger("kvcm.reclaim")
+
+
+class ScrubCustodian(Protocol):
+    """Knows the indexes."""
+
+    def indexes(self) -> Iterable[IndexInCustody]:
+        """Return the index of every instance, also of those that are being removed."""
+
+    async def unreadable_instances(self) -> Sequence[str]:
+        """Look for changes of other managers, and return what is stored of instances that cannot be read: their
+        indexes are missing in `indexes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub found.
+
+    Attributes:
+        objects: objects that were looked at.
+        bytes: what they take up.
+        orphans: those that no metadata knows, without those that are too young.
+        orphan_bytes: what they take up.
+        too_young: unknown objects that changed so short a time ago that a writer may be at them.
+        deleted: orphans that were deleted.
+        failed: objects that could not be looked at or deleted.
+    """
+
+    objects: int = 0
+    bytes: int = 0
+    orphans: int = 0
+    orphan_bytes: int = 0
+    too_young: int = 0
+    deleted: int = 0
+    failed: int = 0
+
+
+class StorageScrubber:
+    """Scrubs storages.
+
+    Args:
+        custodian: knows the indexes.
+        storages: the open storages.
+        clock: time source.
+        cluster_id: of this deployment.
+    """
+
+    def __init__(self, custodian: ScrubCustodian, storages: StorageFinder, clock: Clock, cluster_id: str) -> None:
+        self._custodian = custodian
+        self._storages = storages
+        self._clock = clock
+        self._cluster_id = cluster_id
+        self._running: set[str] = set()
+        self.found: Counter[str] = Counter({WITHOUT_METADATA: 0})
+        """Orphans that were deleted since the manager started."""
+
+    async def scrub(
+        self, storage: str, *, cluster_id: str = "", dry_run: bool, min_age_seconds: int = 0
+    ) -> ScrubReport:
+        """Look for bytes that no metadata knows, and delete them.
+
+        Args:
+            storage: name of an open storage.
+            cluster_id: of a deployment that is gone for good: all its objects are orphans, but for those that locations
+                of this deployment name; "" for this deployment.
+            dry_run: whether to count only.
+            min_age_seconds: objects that changed within this time are left alone; 0 is an hour.
+
+        Raises:
+            InvalidArgumentError: there is no such storage, the cluster id is this deployment's, or the age is negative.
+            NotReadyError: the storage is being scrubbed already.
+            StorageIOError: the storage or the store cannot be asked, or holds what cannot be read.
+        """
+        backend = self._checked(storage, cluster_id, min_age_seconds)
+        if storage in self._running:
+            raise NotReadyError(f"storage {storage!r} is being scrubbed: ask again when that has ended")
+        self._running.add(storage)
+        try:
+            oldest = self._clock.now() - (min_age_seconds or _DEFAULT_AGE_SECONDS)
+            scrub = _Scrub(self._custodian, backend, cluster_id or self._cluster_id, oldest, dry_run=dry_run)
+            report = await scrub.run()
+        finally:
+            self._running.discard(storage)
+        self.found[WITHOUT_METADATA] += report.deleted
+        _log.info("storage_scrubbed", storage=storage, dry_run=dry_run, orphans=report.orphans, deleted=report.deleted)
+        return report
+
+    def _checked(self, storage: str, cluster_id: str, min_age_seconds: int) -> StorageBackend:
+        if min_age_seconds < 0:
+            raise InvalidArgumentError(f"min_age_seconds is {min_age_seconds}, must be 0 or more")
+        if cluster_id and path_component(cluster_id) == path_component(self._cluster_id):
+            raise InvalidArgumentError(
+                f"cluster_id {cluster_id!r} is this deployment's own: leave it empty to scrub what nobody knows of it"
+            )
+        backend = self._storages.backend(storage)
+        if backend is None:
+            raise InvalidArgumentError(f"storage_unique_name {storage!r} is not an open storage")
+        return backend
+
+
+class _Scrub:
+    """One scrub.
+
+    Args:
+        custodian: knows the indexes.
+        backend: the storage.
+        cluster_id: whose objects.
+        oldest: unix seconds; what changed later is too young.
+        dry_run: whether to count only.
+    """
+
+    def __init__(
+        self, custodian: ScrubCustodian, backend: StorageBackend, cluster_id: str, oldest: float, *, dry_run: bool
+    ) -> None:
+        self._custodian = custodian
+        self._backend = backend
+        self._cluster_id = cluster_id
+        self._oldest = oldest
+        self._dry_run = dry_run
+        self._suspects: list[StoredObject] = []
+        self._counts: Counter[str] = Counter()
+
+    async def run(self) -> ScrubReport:
+        await self._check_instances()
+        async for page in self._backend.objects(self._cluster_id):
+            await self._take(page)
+        await self._judge_suspects()
+        return ScrubReport(**self._counts)
+
+    async def _check_instances(self) -> None:
+        unreadable = await self._custodian.unreadable_instances()
+        if unreadable:
+            raise StorageIOError(
+                f"{len(unreadable)} stored instances cannot be read, {unreadable[0]!r} for one, so their objects would "
+                "look like orphans: run `kvcm index verify` first"
+            )
+
+    async def _take(self, page: ObjectPage) -> None:
+        self._counts["objects"] += len(page.objects)
+        self._counts["bytes"] += sum(each.size_bytes for each in page.objects)
+        self._counts["failed"] += page.failed
+        unknown = await self._not_by_first_block(page.objects)
+        self._suspects += [each for each in unknown if slot_count(each.name) > 1]
+        await self._judge([each for each in unknown if slot_count(each.name) <= 1])
+        if len(self._suspects) >= _MOST_SUSPECTS:
+            await self._judge_suspects()
+
+    async def _judge_suspects(self) -> None:
+        suspects, self._suspects = self._suspects, []
+        orphans = await self._not_in_any_block(suspects)
+        if not self._dry_run:
+            orphans = await self._not_in_any_block(orphans)
+        await self._judge(orphans)
+
+    async def _judge(self, unknown: Sequence[StoredObject]) -> None:
+        old = [each for each in unknown if each.modified_at <= self._oldest]
+        self._counts["too_young"] += len(unknown) - len(old)
+        for start in range(0, len(old), _AT_ONCE):
+            await self._delete(old[start : start + _AT_ONCE])
+
+    async def _delete(self, orphans: Sequence[StoredObject]) -> None:
+        if not self._dry_run:
+            await self._check_instances()
+            orphans = await self._not_by_first_block(orphans)
+        self._counts["orphans"] += len(orphans)
+        self._counts["orphan_bytes"] += sum(each.size_bytes for each in orphans)
+        if not self._dry_run:
+            reasons = await self._backend.remove_objects(self._cluster_id, orphans)
+            self._counts["deleted"] += reasons.count(None)
+            self._counts["failed"] += len(reasons) - reasons.count(None)
+
+    async def _not_by_first_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
+        """Return the objects that are not named by the block that their own name tells."""
+        by_key: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for each in objects:
+            owner = owner_of(each.name)
+            if owner is not None:
+                by_key[owner[0]][owner[1]].add(each.name)
+        known: set[str] = set()
+        for custody in self._custodian.indexes():
+            wanted = by_key.get(path_component(custody.instance_id))
+            if wanted:
+                async for key, record in _records(custody.meta_index, list(wanted)):
+                    known |= wanted[key].intersection(_objects_of(key, record))
+        return [each for each in objects if each.name not in known]
+
+    async def _not_in_any_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
+        """Return the objects that no block of their instance names."""
+        names: defaultdict[str, set[str]] = defaultdict(set)
+        for each in objects:
+            names[each.name.partition("/")[0]].add(each.name)
+        for custody in list(self._custodian.indexes()) if objects else ():
+            unknown = names.get(path_component(custody.instance_id))
+            if unknown:
+                await _strike_out(custody.meta_index, unknown)
+        return [each for each in objects if each.name in names[each.name.partition("/")[0]]]
+
+
+async def _strike_out(index: MetaIndex, names: set[str]) -> None:
+    async for page in index.scan():
+        async for key, record in _records(index, page):
+            names.difference_update(_objects_of(key, record))
+        if not names:
+            return
+
+
+async def _records(index: MetaIndex, keys: Sequence[int]) -> AsyncIterator[tuple[int, BlockRecord]]:
+    """Yield the records of blocks, giving way to other requests in between."""
+    for start in range(0, len(keys), _SLICE):
+        page = keys[start : start + _SLICE]
+        for key, record in zip(page, await index.get(page), strict=True):
+            if record is not None:
+                yield key, record
+        await asyncio.sleep(0)
+
+
+def _objects_of(key: int, record: BlockRecord) -> Iterator[str]:
+    for location in record.locations:
+        for spec in decode_chunk(location.chunk).specs:
+            if spec.uri:
+                try:
+                    yield object_name(spec.uri)
+                except InvalidArgumentError as error:
+                    raise StorageIOError(f"block {key} cannot be read: {error}: run `kvcm index verify`") from error
