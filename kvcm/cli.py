@@ -18,6 +18,7 @@ try:
     import uvloop
 
     from kvcm.app import Manager
+    from kvcm.capacity_commands import capacity_apps
     from kvcm.config import ConfigError, Settings, load_settings
     from kvcm.index_commands import index_app
     from kvcm.model.errors import KvcmError
@@ -35,6 +36,8 @@ _app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _app.add_typer(index_app)
+for _commands in capacity_apps:
+    _app.add_typer(_commands)
 
 
 def _print_version(wanted: bool) -> None:

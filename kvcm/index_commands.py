@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NoReturn
+from typing import Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
@@ -20,10 +20,11 @@ from rich.table import Table
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.cache.export import Exported
 from kvcm.cache.importing import Imported
-from kvcm.config import ConfigError, Settings, load_settings
+from kvcm.config import Settings, load_settings
 from kvcm.index_tools import IndexTools
 from kvcm.model.clock import SystemClock
-from kvcm.model.errors import InvalidArgumentError, KvcmError
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.refusals import CANNOT_RUN, FAILED, FINDINGS, refusals
 from kvcm.telemetry.logs import LEVELS, configure_logs
 
 __all__ = ["index_app"]
@@ -35,7 +36,6 @@ index_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_FAILED, _FINDINGS, _CANNOT_RUN = 1, 1, 2
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 ConfigFile = Annotated[
@@ -64,7 +64,7 @@ def export_index(
 
     On Redis the managers may go on; a manager on a data directory has to be stopped.
     """
-    with _refusals(_FAILED):
+    with refusals(FAILED):
         if group and with_accounts:
             raise InvalidArgumentError("accounts belong to no group: leave --group or --with-accounts out")
         with _output(file, force=force) as output, _progress() as progress:
@@ -87,7 +87,7 @@ def import_index(
     An import that was cut off is run again. On Redis the managers may go on; a manager on a data directory has to be
     stopped.
     """
-    with _refusals(_FAILED):
+    with refusals(FAILED):
         settings = _settings(config_file, env, data_dir)
         with _input(file) as (source, is_file), _progress() as progress:
             if not is_file:
@@ -116,7 +116,7 @@ def verify_index(
 
     On Redis the managers may go on; a manager on a data directory has to be stopped.
     """
-    with _refusals(_CANNOT_RUN):
+    with refusals(CANNOT_RUN):
         if drop_unreadable and not repair:
             raise InvalidArgumentError("--drop-unreadable changes nothing without --repair")
         with _progress() as progress:
@@ -127,9 +127,9 @@ def verify_index(
     else:
         _print_report(report)
     if not report.is_mended:
-        raise typer.Exit(_FINDINGS)
+        raise typer.Exit(FINDINGS)
     if report.unsettled:
-        raise typer.Exit(_CANNOT_RUN)
+        raise typer.Exit(CANNOT_RUN)
 
 
 def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | None) -> Settings:
@@ -139,21 +139,6 @@ def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | 
     # An address to serve at is not needed here, so what would be refused of it is not looked at.
     options.append("kvcm.service.insecure=true")
     return load_settings(config_file, [*options, *(env or ())], os.environ, lambda _text: None)
-
-
-@contextlib.contextmanager
-def _refusals(exit_code: int) -> Iterator[None]:
-    try:
-        yield
-    except (ConfigError, KvcmError) as error:
-        _refuse(str(error), exit_code)
-    except OSError as error:
-        _refuse(f"{error.filename or 'the file'}: {error.strerror or error}", exit_code)
-
-
-def _refuse(reason: str, exit_code: int) -> NoReturn:
-    typer.echo(f"kvcm: {reason}", err=True)
-    raise typer.Exit(exit_code) from None
 
 
 # ── files ──

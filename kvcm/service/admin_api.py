@@ -18,6 +18,7 @@ from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.capacity_series import CapacitySeries
 from kvcm.service.limits import RequestLimits
 from kvcm.service.state_series import state_series
 from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
@@ -64,6 +65,7 @@ class AdminApi:
         leadership: who leads.
         metrics: counters of the calls.
         limits: sizes of requests.
+        capacity: series of quotas, eviction and deletion, where there are such things.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class AdminApi:
         leadership: Leadership,
         metrics: ApiMetrics,
         limits: RequestLimits,
+        capacity: CapacitySeries | None = None,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
         self._metrics = metrics
+        self._capacity = capacity
         self._said_uri_is_ignored = False
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
@@ -260,7 +264,7 @@ class AdminApi:
     async def get_metrics(self, _request: Any) -> Reply:
         """Return all counters and gauges."""
         message = pb.GetMetricsResponse(timestamp=time.time_ns() // 1_000_000)
-        for series in (*self._metrics.series(), *await state_series(self._cache, self._registry)):
+        for series in (*self._metrics.series(), *await state_series(self._cache, self._registry, self._capacity)):
             data = message.metrics.add(metric_name=series.name)
             if isinstance(series.value, int):
                 data.metric_value.int_value = series.value

@@ -8,20 +8,20 @@ from contextlib import suppress
 from kvcm.cache.manager import CacheManager
 from kvcm.model.errors import KvcmError
 from kvcm.registry.registry import Registry
+from kvcm.service.capacity_series import CapacitySeries
 from kvcm.telemetry.metrics import Series
 
 __all__ = ["state_series"]
 
 
-async def state_series(cache: CacheManager, registry: Registry) -> list[Series]:
-    """Return gauges and counters of the index, the groups and the instances: as the store has them now, or as last
-    heard while it does not answer."""
+async def state_series(cache: CacheManager, registry: Registry, capacity: CapacitySeries | None) -> list[Series]:
+    """Return gauges and counters of the index, the groups and the instances, of quotas and evictions: as the store has
+    them now, or as last heard while it does not answer."""
     with suppress(KvcmError):
         for group in registry.groups.all():
             await cache.usage.hear(group.name)
-        for kept in cache.open_caches.all():
-            await kept.index.refresh()
-    return [*_search_cache(cache), *_groups(cache, registry), *_instances(cache)]
+    of_capacity = await capacity.series() if capacity is not None else []  # hears the indexes, too
+    return [*_search_cache(cache), *_groups(cache, registry), *_instances(cache), *of_capacity]
 
 
 def _search_cache(cache: CacheManager) -> Iterator[Series]:

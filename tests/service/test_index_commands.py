@@ -284,7 +284,7 @@ def test_damage_in_redis_is_found_and_mended_while_a_manager_serves(
         name = redis_uri.partition("cluster_name=")[2]
         with redis_standalone.server.admin() as client:
             (usage, *_) = sorted(client.keys(f"{name}:u*"))
-            client.hincrby(usage, "6", 111)
+            client.hincrby(usage, "6/x", 111)
             client.zadd(usage.replace(b":u{", b":p{"), {b"12345678": 9e9})
         code, report = _verified(tmp_path, *_on(redis_uri))
         assert code == 1
@@ -307,7 +307,7 @@ def test_sums_that_never_stand_still_are_neither_clean_nor_wrong(
         with redis_standalone.server.admin() as client:
             (usage, *_) = sorted(client.keys(f"{redis_uri.partition('cluster_name=')[2]}:u*"))
             while not is_over.is_set():
-                client.hincrby(usage, "6", 1)
+                client.hincrby(usage, "6/x", 1)
 
     disturber = threading.Thread(target=disturb)
     disturber.start()

@@ -17,9 +17,10 @@ from kvcm.protocol import kv_meta_service_pb2 as kv_meta
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
 from kvcm.service.json_codec import MalformedBody, parse_request, print_response
 
-MODULES = [meta, admin, debug, kv_meta, lease, group]
+MODULES = [meta, admin, debug, kv_meta, lease, group, pin]
 ALL_MESSAGES = [message for module in MODULES for message in module.DESCRIPTOR.message_types_by_name.values()]
 
 SCALARS: dict[int, st.SearchStrategy[Any]] = {

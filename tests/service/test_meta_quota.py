@@ -88,13 +88,39 @@ def test_max_key_count_is_per_instance(site: Site) -> None:
         assert len(site.write(site.instance(group), [1])) == 1
 
 
-def test_a_changed_key_limit_does_not_reach_existing_instances(site: Site) -> None:
+def test_a_changed_key_limit_holds_for_the_next_write(site: Site) -> None:
     storage = site.storage()
     group = site.group(storage, max_keys=2)
     instance = site.instance(group)
-    site.update_group(group, storage, max_keys=1)
-    assert len(site.write(instance, [1, 2])) == 2
-    assert len(site.write(site.instance(group), [1, 2])) == 1
+    assert len(site.write(instance, [1, 2, 3])) == 2
+    site.update_group(group, storage, max_keys=3)
+    assert len(site.write(instance, [1, 2, 3, 4])) == 1
+
+
+def test_a_capacity_that_a_storage_is_given_holds_for_the_next_write_of_any_group(site: Site) -> None:
+    storage = site.storage()
+    first, second = (site.instance(site.group(storage)) for _ in range(2))
+    site.write(first, [1, 2])
+    limited = site.limit_storage(storage, 3 * BLOCK)
+    assert len(site.write(second, [1, 2])) == 1
+    code, message = site.api.refused("StartWriteCache", instance_id=first, block_keys=[3])
+    assert code == "REACH_MAX_ENTITY_CAPACITY"
+    assert f"storage {storage!r} is full" in message
+    assert "capacity_bytes of 192" in message
+    assert limited in site.api.ok("AdminService.ListStorage").storage
+
+
+def test_what_a_group_is_guaranteed_no_other_group_can_take(site: Site) -> None:
+    storage = site.storage()
+    kept = site.instance(
+        site.group(storage, storage_guarantees=[{"storage_unique_name": storage, "guaranteed_bytes": 2 * BLOCK}])
+    )
+    other = site.instance(site.group(storage))
+    site.limit_storage(storage, 3 * BLOCK)
+    started = site.start(other, [1, 2])
+    assert masked(started) == [False, True]
+    assert "guaranteed to other groups" in started.header.status.message
+    assert len(site.write(kept, [1, 2])) == 2
 
 
 def test_failed_blocks_give_their_space_back_invariant_4(site: Site) -> None:

@@ -65,7 +65,7 @@ def startup_document(directory: Path) -> Path:
         ' "key_count_per_file": 8}}, "instance_group": {"name": "default", "storage_candidates": ["nfs"],'
         ' "global_quota_group_name": "all", "max_instance_count": 10, "quota": {"capacity": 4000, "quota_config": []},'
         ' "cache_config": {"reclaim_strategy": {"reclaim_policy": 1, "delay_before_delete_ms": 50,'
-        ' "trigger_strategy": {"used_percentage": 0.8}}, "cache_prefer_strategy": 2, "meta_indexer_config":'
+        ' "trigger_strategy": {"used_percentage": 2.0}}, "cache_prefer_strategy": 2, "meta_indexer_config":'
         ' {"max_key_count": 1000, "mutex_shard_num": 4}}, "version": 1}}' % (directory / "bytes")
     )
     return path

@@ -21,10 +21,14 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import admin_service_pb2_grpc as admin_grpc
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol import meta_service_pb2_grpc as meta_grpc
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2_grpc as capacity_grpc
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
 from kvcm.protocol.kvcm.v1 import group_service_pb2_grpc as group_grpc
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import lease_service_pb2_grpc as lease_grpc
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
+from kvcm.protocol.kvcm.v1 import pin_service_pb2_grpc as pin_grpc
 
 __all__ = [
     "SERVICES",
@@ -43,17 +47,21 @@ DEADLINE_SECONDS = 10.0
 SERVICES = {
     "MetaService": meta.DESCRIPTOR.services_by_name["MetaService"],
     "LeaseService": lease.DESCRIPTOR.services_by_name["LeaseService"],
+    "PinService": pin.DESCRIPTOR.services_by_name["PinService"],
     "AdminService": admin.DESCRIPTOR.services_by_name["AdminService"],
     "GroupService": group.DESCRIPTOR.services_by_name["GroupService"],
+    "CapacityService": capacity.DESCRIPTOR.services_by_name["CapacityService"],
 }
 """Every service that a manager serves."""
 
-_ON_ADMIN_PORT = {"AdminService", "GroupService"}
+_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService"}
 _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "MetaService": meta_grpc.MetaServiceStub,
     "LeaseService": lease_grpc.LeaseServiceStub,
+    "PinService": pin_grpc.PinServiceStub,
     "AdminService": admin_grpc.AdminServiceStub,
     "GroupService": group_grpc.GroupServiceStub,
+    "CapacityService": capacity_grpc.CapacityServiceStub,
 }
 _CODES = admin.ErrorCode  # numbers agree in all packages
 

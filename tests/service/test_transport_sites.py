@@ -26,14 +26,14 @@ def group_spec(name: str, *candidates: str, **changes: Any) -> dict[str, Any]:
     Args:
         name: the group.
         candidates: its storages.
-        changes: capacity, types (bytes by storage type), delay_ms, strategy, max_keys, shards, ratio; anything else is
-            a field of the group itself.
+        changes: capacity, types (bytes by storage type), delay_ms, strategy, max_keys, shards, ratio (by default there
+            is no eviction); anything else is a field of the group itself.
     """
     types = changes.pop("types", {})
     reclaim = {
         "storage_unique_name": candidates[0] if candidates else "none",
         "reclaim_policy": "POLICY_LRU",
-        "trigger_strategy": {"used_percentage": changes.pop("ratio", 0.8)},
+        "trigger_strategy": {"used_percentage": changes.pop("ratio", 2.0)},
         "delay_before_delete_ms": changes.pop("delay_ms", 0),
     }
     indexer = {
@@ -100,6 +100,13 @@ class Site:
         spec = spec or {"dummy": {"root_path": name, "key_count_per_file": 1}}
         self.api.ok("AdminService.AddStorage", storage={"global_unique_name": name, **spec})
         return name
+
+    def limit_storage(self, name: str, capacity_bytes: int) -> Any:
+        """Give a storage a capacity, without eviction; returns it as it is listed."""
+        (listed,) = [s for s in self.api.ok("AdminService.ListStorage").storage if s.global_unique_name == name]
+        listed.capacity_bytes, listed.used_percentage = capacity_bytes, 2.0
+        self.api.ok("AdminService.UpdateStorage", storage=listed)
+        return listed
 
     def group(self, *candidates: str, **changes: Any) -> str:
         """Create a group on these storages, on a new one when none are given. Returns its name."""

@@ -1,0 +1,156 @@
+"""What `kvcm group usage` shows a person: three tables, and a sentence for whatever asks for something to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvcm.service.usage_values import GroupUsage, StorageUsage, Usage, UsageReport
+from kvcm.sizes import shown_size
+
+__all__ = ["print_usage"]
+
+_LIMITS = ("used", "deleting", "limit", "evict above", "down to", "%")
+_BAD, _WARN, _QUIET = "bold red", "yellow", "dim"
+
+
+def print_usage(report: UsageReport, console: Console) -> None:
+    """Show usage and limits."""
+    console.print(_groups(report))
+    if report.storages:
+        console.print(_storages(report))
+    if report.global_quotas:
+        console.print(_quotas(report))
+    for sentence in _sentences(report):
+        console.print(sentence)
+
+
+def _groups(report: UsageReport) -> Table:
+    table = _table("group", "", *_LIMITS, "blocks", "policy")
+    for group in report.groups:
+        table.add_section()
+        table.add_row(_name(group.name), "total", *_limits(group.total))
+        for kind in group.types:
+            table.add_row("", f"type {kind.storage_type.kind}", *_limits(kind.usage))
+        for storage in group.storages:
+            name = _name(f"storage {storage.storage_unique_name}")
+            if storage.guaranteed_bytes:
+                name.append(f", {shown_size(storage.guaranteed_bytes)} guaranteed", _QUIET)
+            table.add_row("", name, shown_size(storage.used_bytes))
+        for instance in group.instances:
+            blocks = _of(f"{instance.key_count:,}", instance.max_key_count, f"{instance.max_key_count:,}")
+            name, used = _name(f"instance {instance.instance_id}"), shown_size(instance.used_bytes)
+            table.add_row("", name, used, "", "", "", "", "", blocks, instance.policy)
+        if group.pinned_bytes or group.pin_budget_bytes:
+            share = _percent(group.pinned_bytes, group.pin_budget_bytes)
+            pinned, budget = shown_size(group.pinned_bytes), shown_size(group.pin_budget_bytes)
+            table.add_row("", "pinned", pinned, "", budget, "", "", share)
+    return table
+
+
+def _storages(report: UsageReport) -> Table:
+    table = _table("storage", *_LIMITS, "guaranteed", "quotas", "to delete", "failures")
+    for storage in report.storages:
+        table.add_row(
+            _name(storage.storage_unique_name),
+            *_limits(storage.usage),
+            shown_size(storage.guaranteed_bytes) if storage.guaranteed_bytes else "",
+            _oversubscription(storage),
+            f"{storage.deletion_backlog:,}",
+            Text(f"{storage.deletion_failures:,}", _WARN if storage.deletion_failures else ""),
+        )
+    return table
+
+
+def _quotas(report: UsageReport) -> Table:
+    table = _table("global quota", *_LIMITS, "groups")
+    for quota in report.global_quotas:
+        table.add_row(_name(quota.name), *_limits(quota.usage), _name(", ".join(quota.groups)))
+    return table
+
+
+def _limits(usage: Usage) -> Iterator[RenderableType]:
+    yield shown_size(usage.used_bytes)
+    yield shown_size(usage.deleting_bytes) if usage.deleting_bytes else ""
+    for limit in (usage.capacity_bytes, usage.high_mark_bytes, usage.low_mark_bytes):
+        yield shown_size(limit) if limit >= 0 else Text("none", _QUIET)
+    style = _BAD if _is_full(usage) else _WARN if _is_above_mark(usage) else ""
+    yield Text(_percent(usage.used_bytes, usage.capacity_bytes), style)
+
+
+def _percent(used_bytes: int, capacity_bytes: int) -> str:
+    if capacity_bytes < 0:
+        return ""
+    if not capacity_bytes:
+        return "over" if used_bytes else "0"
+    return f"{100 * used_bytes / capacity_bytes:.1f}"
+
+
+def _of(value: str, limit: int, shown_limit: str) -> str:
+    return f"{value} of {shown_limit}" if limit >= 0 else value
+
+
+def _oversubscription(storage: StorageUsage) -> RenderableType:
+    ratio = storage.oversubscription
+    return Text(f"× {ratio:.2f}", _WARN if ratio > 1 else "") if ratio else ""
+
+
+def _is_full(usage: Usage) -> bool:
+    return 0 <= usage.capacity_bytes <= usage.used_bytes and usage.used_bytes > 0
+
+
+def _is_above_mark(usage: Usage) -> bool:
+    """Whether eviction has something to do; what is being deleted counts as gone then."""
+    return 0 <= usage.high_mark_bytes < usage.used_bytes - usage.deleting_bytes
+
+
+def _sentences(report: UsageReport) -> Iterator[Text]:
+    for group in report.groups:
+        yield from _about_group(group)
+    for storage in report.storages:
+        yield from _about_storage(storage)
+    for quota in report.global_quotas:
+        if _is_full(quota.usage):
+            yield Text(f"global quota {quota.name} is full: no group of it can write", _BAD)
+
+
+def _about_group(group: GroupUsage) -> Iterator[Text]:
+    if not group.total.capacity_bytes and group.total.used_bytes:
+        yield Text(f"group {group.name} may use nothing, but its instances do: it was removed, or its quota is 0", _BAD)
+    elif _is_full(group.total):
+        yield Text(f"group {group.name} is full: writes are refused until something is evicted or removed", _BAD)
+    elif group.total.high_mark_bytes < 0:
+        yield Text(f"group {group.name} has no mark of its own: it fills up, and then writes are refused", _WARN)
+    for kind in group.types:
+        if _is_full(kind.usage):
+            yield Text(f"group {group.name} is full on type {kind.storage_type.kind}", _BAD)
+    if group.refused_writes:
+        times = "once" if group.refused_writes == 1 else f"{group.refused_writes:,} times"
+        yield Text(f"group {group.name} was refused room {times} since the manager started", _WARN)
+
+
+def _about_storage(storage: StorageUsage) -> Iterator[Text]:
+    name, ratio = storage.storage_unique_name, storage.oversubscription
+    if _is_full(storage.usage):
+        yield Text(f"storage {name} is full: writes go to the next candidate, or are refused", _BAD)
+    if ratio > 1:
+        yield Text(f"storage {name} is oversubscribed: its groups may use {ratio:.2f} times its capacity", _WARN)
+    if storage.guaranteed_bytes > storage.usage.capacity_bytes >= 0:
+        yield Text(f"storage {name} cannot keep its guarantees: they are more than its capacity", _BAD)
+    if storage.deletion_failures and storage.deletion_backlog:
+        yield Text(f"storage {name} fails to delete: {storage.deletion_backlog:,} locations wait", _WARN)
+
+
+def _name(text: str) -> Text:
+    return Text(text, overflow="fold")
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    words = {"", "policy", "groups"}
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number and column not in words else "left")
+    return table

@@ -1,0 +1,119 @@
+"""What GetMetrics tells of capacity: under the original's names where it has them (wire.md 10.1), else under ours.
+
+Every series exists from the start, with 0 where its labels are known. `type` is a kind of storage, or `total`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.garbage import GarbageCollector
+from kvcm.reclaim.needs import Reason
+from kvcm.reclaim.reclaimer import Reclaimer
+from kvcm.reclaim.scrub import StorageScrubber
+from kvcm.registry.registry import Registry
+from kvcm.service.capacity_view import CapacityView
+from kvcm.service.usage_values import GroupUsage, StorageUsage, Usage, UsageReport
+from kvcm.telemetry.metrics import Series
+
+__all__ = ["CapacitySeries"]
+
+
+class CapacitySeries:
+    """Gauges and counters of quotas, eviction and deletion.
+
+    Args:
+        view: what is used.
+        registry: which groups and storages there are.
+        reclaimer: counts what it evicts.
+        deletions: counts what it deletes.
+        garbage: counts what it finds.
+        scrubber: counts what it finds.
+    """
+
+    def __init__(
+        self,
+        view: CapacityView,
+        registry: Registry,
+        reclaimer: Reclaimer,
+        deletions: DeletionExecutor,
+        garbage: GarbageCollector,
+        scrubber: StorageScrubber,
+    ) -> None:
+        self._view = view
+        self._registry = registry
+        self._reclaimer = reclaimer
+        self._deletions = deletions
+        self._garbage = garbage
+        self._scrubber = scrubber
+
+    async def series(self) -> list[Series]:
+        """Return all of them as they are now. Every index hears its usage from the store for that."""
+        report = await self._view.last_heard()
+        return [
+            *self._of_groups(report),
+            *self._of_storages(report),
+            *self._of_evictions(),
+            *self._of_deletions(),
+            *self._of_orphans(),
+        ]
+
+    def _of_groups(self, report: UsageReport) -> Iterator[Series]:
+        for group in report.groups:
+            tags = (("group", group.name),)
+            for kind, usage in self._by_type(group).items():
+                yield Series("kvcm_group_used_bytes", (*tags, ("type", kind)), float(usage.used_bytes))
+                if usage.capacity_bytes >= 0:
+                    yield Series("kvcm_group_quota_bytes", (*tags, ("type", kind)), float(usage.capacity_bytes))
+            yield Series("kvcm_pinned_bytes", tags, float(group.pinned_bytes))
+            yield Series("kvcm_writes_refused_total", tags, group.refused_writes)
+
+    def _by_type(self, group: GroupUsage) -> dict[str, Usage]:
+        names = [storage.storage_unique_name for storage in group.storages]
+        may_use = {config.storage_type.kind: Usage(0, 0) for config in self._registry.storages.existing(names)}
+        return {"total": group.total, **may_use, **{each.storage_type.kind: each.usage for each in group.types}}
+
+    def _of_storages(self, report: UsageReport) -> Iterator[Series]:
+        kinds = {config.global_unique_name: config.storage_type.kind for config in self._registry.storages.all()}
+        for storage in report.storages:
+            name = storage.storage_unique_name
+            yield Series("kvcm_reclaim_pending_deletes", (("storage", name),), float(storage.deletion_backlog))
+            yield Series("kvcm_delete_failures_total", (("storage", name),), storage.deletion_failures)
+            if name in kinds:
+                tags = (("type", kinds[name]), ("unique_name", name))
+                yield Series("data_storage.storage_usage_ratio", tags, _ratio(storage))
+
+    def _of_evictions(self) -> Iterator[Series]:
+        stats = self._reclaimer.stats
+        known = {
+            (group.name, group.policy_of("").name, reason.value): 0
+            for group in self._registry.groups.all()
+            for reason in Reason
+        }
+        for name, counts in (
+            ("kvcm_evicted_keys_total", stats.evicted_keys),
+            ("kvcm_evicted_bytes_total", stats.evicted_bytes),
+        ):
+            for (group, policy, reason), count in {**known, **counts}.items():
+                yield Series(name, (("group", group), ("policy", policy), ("reason", reason)), count)
+        for mark in Reason:  # bytes; blocks for reason keys
+            yield Series("kvcm_reclaim_unmet_need", (("reason", mark.value),), float(stats.unmet[mark.value]))
+        yield Series("cache_reclaimer.block_submit_count", (), stats.submitted_blocks)
+        yield Series("cache_reclaimer.location_submit_count", (), stats.submitted_locations)
+
+    def _of_deletions(self) -> Iterator[Series]:
+        backlogs = self._deletions.backlogs().values()
+        yield Series("cache_reclaimer.block_del_count", (), self._deletions.deleted.blocks)
+        yield Series("cache_reclaimer.location_del_count", (), self._deletions.deleted.locations)
+        yield Series("schedule_plan_executor.waiting_task_count", (), sum(each.waiting for each in backlogs))
+        yield Series("schedule_plan_executor.executing_task_count", (), sum(each.executing for each in backlogs))
+
+    def _of_orphans(self) -> Iterator[Series]:
+        for kind, count in sorted({**self._garbage.found, **self._scrubber.found}.items()):
+            yield Series("kvcm_orphans_total", (("kind", kind),), count)
+
+
+def _ratio(storage: StorageUsage) -> float:
+    usage = storage.usage
+    return usage.used_bytes / usage.capacity_bytes if usage.capacity_bytes > 0 else 0.0

@@ -1,0 +1,69 @@
+"""Looks at what is used, for the capacity calls and the metrics."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from kvcm.cache.manager import CacheManager, IndexInCustody
+from kvcm.model.errors import KvcmError
+from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.registry.registry import Registry
+from kvcm.service.usage_report import IndexUsage, UsageSources, usage_report
+from kvcm.service.usage_values import UsageReport
+
+__all__ = ["CapacityView"]
+
+
+class CapacityView:
+    """The truth about usage, as the indexes have it.
+
+    Args:
+        cache: blocks and instances.
+        registry: the limits.
+        deletions: what waits for its deletion.
+    """
+
+    def __init__(self, cache: CacheManager, registry: Registry, deletions: DeletionExecutor) -> None:
+        self._cache = cache
+        self._registry = registry
+        self._deletions = deletions
+        self._pinned: dict[str, int] = {}
+
+    async def look(self, group: str = "") -> UsageReport:
+        """Return the usage of everything, or of one group and what it draws from.
+
+        Raises:
+            InvalidArgumentError: there is no such group.
+            StorageIOError: the store cannot be asked.
+        """
+        if group:
+            self._registry.groups.get(group)
+        for custody in list(self._cache.indexes()):
+            await custody.meta_index.refresh()
+        self._pinned = {
+            each.name: await self._cache.pins.pinned_bytes(each.name) for each in self._registry.groups.all()
+        }
+        return self._report(group)
+
+    async def last_heard(self) -> UsageReport:
+        """Return the usage of everything as the store has it now, or as last heard while it does not answer."""
+        with suppress(KvcmError):
+            return await self.look()
+        return self._report("")
+
+    def _report(self, group: str) -> UsageReport:
+        sources = UsageSources(
+            self._registry.groups.all(),
+            self._registry.storages.all(),
+            self._registry.quotas.all(),
+            [_usage_of(custody) for custody in self._cache.indexes()],
+            self._pinned,
+            self._cache.usage.refusals,
+            self._deletions.backlogs(),
+        )
+        return usage_report(sources, group)
+
+
+def _usage_of(custody: IndexInCustody) -> IndexUsage:
+    index = custody.meta_index
+    return IndexUsage(custody.instance, index.key_count, index.max_key_count, index.usage_bytes, index.deleting_bytes)

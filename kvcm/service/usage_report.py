@@ -1,0 +1,232 @@
+"""What groups, storages and global quotas use, and what they may use: put together from plain values.
+
+Bytes come from the indexes, which change them together with the records; marks are those that reclaiming works with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.model.instances import Instance
+from kvcm.model.locations import Place
+from kvcm.model.storages import StorageConfig
+from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, size_mark, storage_mark, type_mark
+from kvcm.reclaim.workers import Backlog
+from kvcm.service.usage_values import (
+    NOT_LIMITED,
+    GlobalQuotaUsage,
+    GroupStorageUsage,
+    GroupUsage,
+    InstanceUsage,
+    StorageUsage,
+    TypeUsage,
+    Usage,
+    UsageReport,
+)
+
+__all__ = ["IndexUsage", "UsageSources", "usage_report"]
+
+_UNLIMITED_KEYS = 1 << 62
+
+Key = TypeVar("Key")
+
+
+class IndexUsage(NamedTuple):
+    """What the index of one registration holds at one moment."""
+
+    instance: Instance
+    key_count: int
+    max_key_count: int
+    used: Mapping[Place, int]
+    deleting: Mapping[Place, int]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block."""
+        return sum(info.size for info in self.instance.location_spec_infos)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageSources:
+    """What a report is made from.
+
+    Attributes:
+        groups: as configured.
+        storages: as configured.
+        quotas: the global quotas.
+        indexes: of all registrations, also of those that are being removed.
+        pinned: bytes that pins hold, by group.
+        refused: writes refused for want of room, by group.
+        backlogs: by storage.
+    """
+
+    groups: Sequence[InstanceGroup]
+    storages: Sequence[StorageConfig]
+    quotas: Sequence[GlobalQuota]
+    indexes: Sequence[IndexUsage]
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
+    backlogs: Mapping[str, Backlog] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Bytes in use and bytes being deleted, and the largest block of the groups whose bytes these are: eviction leaves
+    room for one."""
+
+    used: Counter[Place] = field(default_factory=Counter)
+    deleting: Counter[Place] = field(default_factory=Counter)
+    largest_block: int = 0
+
+    @classmethod
+    def of(cls, indexes: Iterable[IndexUsage]) -> _Sums:
+        sums = cls()
+        for index in indexes:
+            sums.used.update(index.used)
+            sums.deleting.update(index.deleting)
+            sums.largest_block = max(sums.largest_block, index.block_bytes)
+        return sums
+
+    def add(self, other: _Sums) -> None:
+        self.used.update(other.used)
+        self.deleting.update(other.deleting)
+        if other.used_bytes:
+            self.largest_block = max(self.largest_block, other.largest_block)
+
+    def split(self, key: Callable[[Place], Key]) -> dict[Key, _Sums]:
+        """Return the sums by a key of the places, only of those where something is."""
+        parts: defaultdict[Key, _Sums] = defaultdict(lambda: _Sums(largest_block=self.largest_block))
+        for place, size in self.used.items():
+            if size:
+                part = parts[key(place)]
+                part.used[place], part.deleting[place] = size, self.deleting[place]
+        return parts
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.used.values())
+
+    def usage(self, capacity: int | None = None, mark: Mark | None = None) -> Usage:
+        limit = NOT_LIMITED if capacity is None else capacity
+        high, low = (NOT_LIMITED, NOT_LIMITED) if mark is None else (mark.high, mark.low)
+        return Usage(self.used_bytes, sum(self.deleting.values()), limit, high, low)
+
+
+def usage_report(sources: UsageSources, group: str = "") -> UsageReport:
+    """Return the usage of everything, or of one group and what it draws from.
+
+    Args:
+        sources: what it is made from.
+        group: the only group to report; empty for all.
+    """
+    configured = {each.name: each for each in sources.groups}
+    indexes: dict[str, list[IndexUsage]] = {name: [] for name in configured}
+    for index in sources.indexes:
+        indexes.setdefault(index.instance.instance_group_name, []).append(index)
+    sums = {name: _Sums.of(members) for name, members in indexes.items()}
+    names = sorted(indexes.keys() & {group} if group else indexes)
+    groups = tuple(_group_usage(sources, name, configured.get(name), indexes[name], sums[name]) for name in names)
+    storages, quotas = _storage_usages(sources, sums.values()), _quota_usages(sources, sums)
+    if not group:
+        return UsageReport(groups, tuple(storages), tuple(quotas))
+    drawn = {storage.storage_unique_name for each in groups for storage in each.storages}
+    return UsageReport(
+        groups,
+        tuple(storage for storage in storages if storage.storage_unique_name in drawn),
+        tuple(quota for quota in quotas if group in quota.groups),
+    )
+
+
+def _group_usage(
+    sources: UsageSources, name: str, group: InstanceGroup | None, indexes: Iterable[IndexUsage], sums: _Sums
+) -> GroupUsage:
+    return GroupUsage(
+        name,
+        sums.usage(0) if group is None else sums.usage(group.quota.capacity, _total_mark(group, sums)),
+        tuple(_type_usages(group, sums)),
+        tuple(_group_storages(group, sums)),
+        tuple(sorted(_instance_usages(group, indexes), key=lambda each: each.instance_id)),
+        sources.pinned.get(name, 0),
+        group.pin_budget_bytes if group is not None else 0,
+        sources.refused.get(name, 0),
+    )
+
+
+def _total_mark(group: InstanceGroup, sums: _Sums) -> Mark | None:
+    marks = [mark for mark in (group_mark(group, sums.largest_block), size_mark(group)) if mark is not None]
+    return min(marks, key=lambda mark: mark.high, default=None)
+
+
+def _type_usages(group: InstanceGroup | None, sums: _Sums) -> Iterator[TypeUsage]:
+    parts = sums.split(lambda place: place.storage_type)
+    quotas = group.quota.quota_config if group is not None else ()
+    for kind in sorted(parts.keys() | {quota.storage_type for quota in quotas}):
+        part = parts.get(kind, _Sums())
+        if group is None:
+            yield TypeUsage(kind, part.usage())
+        else:
+            mark = type_mark(group, kind, sums.largest_block)
+            yield TypeUsage(kind, part.usage(group.quota.capacity_of(kind), mark))
+
+
+def _group_storages(group: InstanceGroup | None, sums: _Sums) -> Iterator[GroupStorageUsage]:
+    parts = sums.split(lambda place: place.storage)
+    named = group.storage_candidates if group is not None else ()
+    for name in sorted(parts.keys() | set(named)):
+        used_bytes = parts[name].used_bytes if name in parts else 0
+        yield GroupStorageUsage(name, used_bytes, group.guaranteed_bytes(name) if group is not None else 0)
+
+
+def _instance_usages(group: InstanceGroup | None, indexes: Iterable[IndexUsage]) -> Iterator[InstanceUsage]:
+    for index in indexes:
+        instance_id = index.instance.instance_id
+        yield InstanceUsage(
+            instance_id,
+            index.key_count,
+            index.max_key_count if index.max_key_count < _UNLIMITED_KEYS else NOT_LIMITED,
+            sum(index.used.values()),
+            group.policy_of(instance_id).name if group is not None else "",
+        )
+
+
+def _storage_usages(sources: UsageSources, groups: Iterable[_Sums]) -> Iterator[StorageUsage]:
+    """Yield every storage that is configured, and every one that is gone while bytes on it still count."""
+    parts: defaultdict[str, _Sums] = defaultdict(_Sums)
+    for sums in groups:
+        for name, part in sums.split(lambda place: place.storage).items():
+            parts[name].add(part)
+    configured = {storage.global_unique_name: storage for storage in sources.storages}
+    for name in sorted(configured.keys() | parts.keys()):
+        storage, part = configured.get(name), parts[name]
+        capacity = storage.capacity_bytes if storage is not None else 0
+        mark = storage_mark(storage, part.largest_block) if storage is not None else None
+        backlog = sources.backlogs.get(name, Backlog())
+        yield StorageUsage(
+            name,
+            part.usage(capacity or None, mark),
+            sum(group.guaranteed_bytes(name) for group in sources.groups),
+            _quotas_on(sources.groups, name) / capacity if capacity else 0.0,
+            backlog.waiting + backlog.executing,
+            backlog.failures,
+        )
+
+
+def _quotas_on(groups: Iterable[InstanceGroup], storage: str) -> int:
+    return sum(max(0, group.quota.capacity) for group in groups if storage in group.storage_candidates)
+
+
+def _quota_usages(sources: UsageSources, sums: Mapping[str, _Sums]) -> Iterator[GlobalQuotaUsage]:
+    drawing: defaultdict[str, list[str]] = defaultdict(list)
+    for group in sources.groups:
+        drawing[group.global_quota_group_name].append(group.name)
+    for quota in sorted(sources.quotas, key=lambda each: each.name):
+        names = sorted(drawing[quota.name])
+        whole = _Sums()
+        for name in names:
+            whole.add(sums[name])
+        usage = whole.usage(quota.capacity_bytes, global_mark(quota, whole.largest_block))
+        yield GlobalQuotaUsage(quota.name, usage, tuple(names))
