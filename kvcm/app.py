@@ -27,11 +27,15 @@ from kvcm.registry.registry import Registry, kept_cluster_id
 from kvcm.rooms import Rooms
 from kvcm.service.admin_api import AdminApi
 from kvcm.service.calls import Call, Caller
+from kvcm.service.capacity_api import CapacityApi
+from kvcm.service.capacity_series import CapacitySeries
+from kvcm.service.capacity_view import CapacityView
 from kvcm.service.grpc_server import GrpcServer
-from kvcm.service.http_app import HttpApp
+from kvcm.service.http_app import HttpApp, LineStream
 from kvcm.service.http_server import HttpServer
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
+from kvcm.service.pin_api import PinApi
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks.progress import LoadProgress
@@ -137,20 +141,25 @@ class Manager:
             )
             rooms = Rooms.build(metadata, registry, storages, leadership, self._clock, settings)
             await rooms.cache.load()
+            stack.push_async_callback(rooms.events.close)
             yield rooms
 
     async def _start(self, servers: _Servers, rooms: Rooms) -> None:
         settings = self._settings
         limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
         metrics = ApiMetrics()
-        meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits)
-        admin = AdminApi(rooms.cache, rooms.registry, rooms.leadership, metrics, limits)
+        meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits, rooms.events)
+        pins = PinApi(rooms.cache, limits)
+        view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
+        series = CapacitySeries(view, rooms.registry, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber)
+        admin = AdminApi(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, series)
+        capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         caller = Caller(metrics, rooms.refuse_unless_leading, rooms.labels, refresh)
-        data_calls, admin_calls = meta.calls(), admin.calls()
+        data_calls, admin_calls = [*meta.calls(), *pins.calls()], [*admin.calls(), *capacity.calls()]
         for call in (*data_calls, *admin_calls):
             metrics.declare(call.name)
-        await servers.start(data_calls, admin_calls, caller, settings.max_body_bytes)
+        await servers.start(data_calls, admin_calls, caller, rooms.events.subscribe)
 
     def _fail(self, reason: str) -> None:
         """Memory is ahead of the disk: only a restart makes them agree. Called on a thread of the store."""
@@ -165,6 +174,7 @@ class _Servers:
 
     def __init__(self, settings: Settings) -> None:
         host, body = settings.bind_address, settings.max_body_bytes
+        self._max_body_bytes = body
         self._rpc = GrpcServer(host, settings.rpc_port, body)
         shared = settings.admin_rpc_port in {0, settings.rpc_port}
         self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, body)
@@ -177,14 +187,16 @@ class _Servers:
             host = socket.gethostname()
         return Endpoint(node_id, host, self._rpc.port, self._http.port, admin_rpc.port, self._admin_http.port)
 
-    async def start(self, data: list[Call], admin: list[Call], caller: Caller, max_body_bytes: int) -> None:
+    async def start(
+        self, data: list[Call], admin: list[Call], caller: Caller, events: Callable[[], LineStream]
+    ) -> None:
         if self._admin_rpc is None:
             await self._rpc.start([*data, *admin], caller)
         else:
             await self._rpc.start(data, caller)
             await self._admin_rpc.start(admin, caller)
-        await self._http.start(HttpApp(data, caller, max_body_bytes))
-        await self._admin_http.start(HttpApp(admin, caller, max_body_bytes))
+        await self._http.start(HttpApp(data, caller, self._max_body_bytes))
+        await self._admin_http.start(HttpApp(admin, caller, self._max_body_bytes, {"/api/events": events}))
 
     async def stop(self) -> None:
         servers: list[GrpcServer | HttpServer] = [self._rpc, self._http, self._admin_http]

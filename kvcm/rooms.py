@@ -9,25 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
+from kvcm.cache.garbage_custody import GarbageCustody
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.recount import UsageRecount
 from kvcm.cache.shared_usage import SharedLedger
 from kvcm.config import Settings
 from kvcm.index.backends.redis_keys import BlockKeys
+from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
 from kvcm.metadata import Metadata
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError, UnknownInstanceError
+from kvcm.model.groups import InstanceGroup
 from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.garbage import GarbageCollector
+from kvcm.reclaim.needs import Limits
+from kvcm.reclaim.pressure import Blocks, is_above_a_mark
+from kvcm.reclaim.reclaimer import Evicted, Reclaimer
+from kvcm.reclaim.scrub import StorageScrubber
+from kvcm.reclaim.wakes import SharedWakes
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.calls import Plane
 from kvcm.service.node import refuse_unless_leading
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.redis.tracking import Invalidations
+from kvcm.telemetry.events import EventLog
 
 __all__ = ["Duty", "Rooms"]
 
@@ -41,6 +51,39 @@ _RECOUNT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What there is to do because other managers work on the same store.
+
+    Attributes:
+        invalidations: hears of their changes.
+        ledger: tells them of ours.
+        recount: puts right what managers that died did not tell.
+        wakes: wakes the reclaimer of whoever leads.
+    """
+
+    invalidations: Invalidations
+    ledger: SharedLedger
+    recount: UsageRecount
+    wakes: SharedWakes
+
+    @classmethod
+    def of(
+        cls, metadata: Metadata, registry: Registry, cache: CacheManager, wakes: SharedWakes, clock: Clock
+    ) -> Sharing | None:
+        """Return what a shared store needs, None for a store of this manager alone."""
+        if metadata.client is None or not isinstance(metadata.usage, SharedLedger):
+            return None
+        keys, caches = BlockKeys(metadata.client.prefix), cache.open_caches
+        invalidations = Invalidations(
+            metadata.client,
+            keys.prefix,
+            lambda names: caches.invalidate(filter(None, map(keys.parse, names))),
+            caches.invalidate_all,
+        )
+        return cls(invalidations, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)
+
+
+@dataclass(frozen=True, slots=True)
 class Rooms:
     """What `app` wires.
 
@@ -50,9 +93,13 @@ class Rooms:
         registry: what is configured.
         storages: the open storages.
         leadership: who leads.
-        deletions: deletes bytes and metadata.
+        events: what happens to blocks, for whoever listens.
         cache: blocks.
-        invalidations: hears of other managers' changes; None while there are none.
+        reclaimer: keeps usage below the marks.
+        deletions: deletes bytes and metadata.
+        garbage: looks for blocks that nobody can read.
+        scrubber: looks for bytes that no metadata knows.
+        sharing: what there is to do while other managers work on the store; None while there are none.
     """
 
     settings: Settings
@@ -60,10 +107,13 @@ class Rooms:
     registry: Registry
     storages: StorageDirectory
     leadership: Leadership
-    deletions: DeletionExecutor
+    events: EventLog
     cache: CacheManager
-    invalidations: Invalidations | None = None
-    recount: UsageRecount | None = field(default=None)
+    reclaimer: Reclaimer
+    deletions: DeletionExecutor
+    garbage: GarbageCollector
+    scrubber: StorageScrubber
+    sharing: Sharing | None
 
     @classmethod
     def build(
@@ -76,8 +126,11 @@ class Rooms:
         settings: Settings,
     ) -> Rooms:
         """Build the rooms over an opened store and a loaded registry."""
-        deletions = DeletionExecutor(storages, clock)
+        events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
+        told = ChangeEvents(events)
         budget = CacheBudget(settings.search_cache_bytes)
+        cache: CacheManager  # asks for what is built after it
+        wakes: SharedWakes
         cache = CacheManager(
             registry,
             storages,
@@ -86,20 +139,33 @@ class Rooms:
             store=metadata.store,
             usage=metadata.usage,
             budget=budget,
+            events=events,
+            crossed=partial(_is_above_a_mark, registry, lambda: cache),
+            on_pressure=lambda group_name: wakes.press(group_name),
         )
+        reclaimer = Reclaimer(
+            cache.indexes, registry.groups.find, partial(_limits, registry), clock, partial(_tell_evicted, told)
+        )
+        table = metadata.store.table("wakes")
+        wakes = SharedWakes(table, reclaimer.wake, lambda: leadership.is_leader or not metadata.store.is_shared)
+        deletions = DeletionExecutor(storages, clock, settings.deletion_workers, events)
         deletions.serve(cache)
-        if metadata.client is None or not isinstance(metadata.usage, SharedLedger):
-            return cls(settings, metadata, registry, storages, leadership, deletions, cache)
-        keys, caches = BlockKeys(metadata.client.prefix), cache.open_caches
-        invalidations = Invalidations(
-            metadata.client,
-            keys.prefix,
-            lambda names: caches.invalidate(filter(None, map(keys.parse, names))),
-            caches.invalidate_all,
+        custody = GarbageCustody(cache, registry, metadata.store)
+        garbage = GarbageCollector(
+            custody,
+            storages,
+            clock,
+            blocks_per_second=settings.garbage_blocks_per_second,
+            on_marked=told.removed,
         )
-        budget.is_coherent = lambda: invalidations.is_live and settings.search_cache_bytes > 0
-        recount = UsageRecount(registry, caches, metadata.usage, clock)
-        return cls(settings, metadata, registry, storages, leadership, deletions, cache, invalidations, recount)
+        scrubber = StorageScrubber(custody, storages, clock, storages.cluster_id)
+        sharing = Sharing.of(metadata, registry, cache, wakes, clock)
+        if sharing is not None:
+            budget.is_coherent = lambda: sharing.invalidations.is_live and settings.search_cache_bytes > 0
+        return cls(
+            *(settings, metadata, registry, storages, leadership, events),
+            *(cache, reclaimer, deletions, garbage, scrubber, sharing),
+        )
 
     def duties(self) -> list[Duty]:
         """Return what has to run while the manager serves."""
@@ -114,14 +180,17 @@ class Rooms:
             ("accesses", partial(_every, _ACCESSES_SECONDS, self.cache.accesses.drain)),
             ("expiry", partial(_every, duty_seconds, self._leading(self.cache.expire))),
             ("removals", partial(_every, duty_seconds, self._leading(self.cache.purge_removed))),
+            ("reclaim", partial(self.reclaimer.run, lambda: self.leadership.is_leader)),
             ("deletions", partial(self.deletions.run, duty_seconds, lambda: self.leadership.is_leader)),
+            ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
+            ("events", self.events.run),
         ]
-        if self.invalidations is not None and self.recount is not None:
-            assert isinstance(self.metadata.usage, SharedLedger)
+        if self.sharing is not None:
             duties += [
-                ("invalidations", self.invalidations.run),
-                ("usage", self.metadata.usage.run),
-                ("recount", partial(_every, _RECOUNT_SECONDS, self._leading(self.recount.look))),
+                ("invalidations", self.sharing.invalidations.run),
+                ("usage", self.sharing.ledger.run),
+                ("wakes", self.sharing.wakes.run),
+                ("recount", partial(_every, _RECOUNT_SECONDS, self._leading(self.sharing.recount.look))),
             ]
         return duties
 
@@ -134,13 +203,14 @@ class Rooms:
 
     async def _refresh(self) -> None:
         await self.registry.refresh()
+        self.reclaimer.note_settings(self.registry.generation)
 
     async def settle(self) -> None:
         """Write down what is still to be written down, before the manager ends."""
         with contextlib.suppress(KvcmError):  # what the store does not take now, a recount puts right
             await self.cache.accesses.drain()
-            if isinstance(self.metadata.usage, SharedLedger):
-                await self.metadata.usage.flush()
+            if self.sharing is not None:
+                await self.sharing.ledger.flush()
 
     def labels(self, instance_id: str) -> Mapping[str, str]:
         """Return the labels of an instance's metrics; none when it is not registered."""
@@ -168,3 +238,19 @@ async def _every(seconds: float, duty: Callable[[], Awaitable[None]]) -> None:
     while True:
         await duty()
         await asyncio.sleep(seconds)
+
+
+def _limits(registry: Registry) -> Limits:
+    return Limits(registry.storages.all(), registry.quotas.all(), registry.groups.all())
+
+
+def _is_above_a_mark(registry: Registry, cache: Callable[[], CacheManager], group: InstanceGroup) -> bool:
+    blocks = [
+        Blocks(each.instance.block_bytes, each.index.key_count) for each in cache().open_caches.of_group(group.name)
+    ]
+    return is_above_a_mark(group, cache().usage, _limits(registry), blocks)
+
+
+def _tell_evicted(events: ChangeEvents, evicted: Evicted) -> None:
+    reason = evicted.need.reason.value
+    events.evicted(evicted.instance, evicted.changes, reason, evicted.policy, evicted.delay_seconds)

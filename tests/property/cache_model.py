@@ -45,12 +45,12 @@ class CacheModel:
         at = (instance_id, self.epochs[instance_id] if epoch is None else epoch)
         return {key: block for (owner, epoch, key), block in self.blocks.items() if (owner, epoch) == at}
 
-    def usage(self) -> Counter[StorageType]:
-        """Invariant 4: the sum of the sizes of all locations, those of removed instances included."""
-        used: Counter[StorageType] = Counter()
+    def usage(self) -> Counter[tuple[str, StorageType]]:
+        """Invariant 4: the sizes of all locations by storage and type, those of removed instances included."""
+        used: Counter[tuple[str, StorageType]] = Counter()
         for block in self.blocks.values():
             for place in block.places:
-                used[place.kind] += place.size
+                used[place.storage, place.kind] += place.size
         return used
 
     def rank(self, storage: str) -> int | None:
@@ -119,14 +119,16 @@ class CacheModel:
                     kind = self.shelves[storage].kind
                     plan.blocks.append(Wanted(key, parent, depth, specs, storage, kind))
                     plan.flags[position] = False
-                    used[kind] += plan.blocks[-1].size
+                    used[storage, kind] += plan.blocks[-1].size
                     new_keys += block is None
             parent, depth = key, depth + 1
         seconds = min(request.timeout_seconds, 3600) if request.timeout_seconds > 0 else 30
         plan.seconds = seconds if plan.blocks else min(seconds, 10)
         return plan
 
-    def _place_for(self, block: Block | None, size: int, used: Counter[StorageType], keys: int) -> str | None:
+    def _place_for(
+        self, block: Block | None, size: int, used: Counter[tuple[str, StorageType]], keys: int
+    ) -> str | None:
         limit = self.group.cache_config.meta_indexer_config.max_key_count
         if block is None and limit and keys >= limit:
             return None
@@ -135,7 +137,8 @@ class CacheModel:
         for name in order:
             kind = self.shelves[name].kind
             quota = self.group.quota.capacity_of(kind)
-            if used.total() + size <= self.group.quota.capacity and (quota is None or used[kind] + size <= quota):
+            on_type = sum(taken for (_, each), taken in used.items() if each is kind)
+            if used.total() + size <= self.group.quota.capacity and (quota is None or on_type + size <= quota):
                 return name
         return None
 

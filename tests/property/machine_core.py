@@ -195,8 +195,8 @@ class MachineCore(RuleBasedStateMachine):
 
     @invariant()
     def invariant_4_usage_is_the_recount(self) -> None:
-        used = {kind: size for kind, size in self.manager.group_usage_bytes("group").items() if size}
-        assert used == {kind: size for kind, size in self.model.usage().items() if size}
+        used = {place: size for place, size in self.manager.group_usage_bytes("group").items() if size}
+        assert used == {place: size for place, size in self.model.usage().items() if size}
 
     def check_bytes(self) -> None:
         """Invariants 5 and 6: nothing that is served, or was handed out lately, is deleted or damaged."""

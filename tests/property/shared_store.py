@@ -11,10 +11,11 @@ from cache_world import CLUSTER, CountingIds, FakeClock
 from kvcm.cache.manager import CacheManager
 from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.backends.rows import RowObserver
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
 from kvcm.model.instances import Placement
-from kvcm.model.locations import BlockRecord
+from kvcm.model.locations import BlockRecord, Place
 from kvcm.model.storages import StorageType
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.registry import Registry
@@ -165,8 +166,16 @@ class SharedBackend:
         return self._inner.key_count
 
     @property
-    def usage_bytes(self) -> Mapping[StorageType, int]:
+    def usage_bytes(self) -> Mapping[Place, int]:
         return self._inner.usage_bytes
+
+    @property
+    def deleting_bytes(self) -> Mapping[Place, int]:
+        return self._inner.deleting_bytes
+
+    @property
+    def deleting_keys(self) -> int:
+        return self._inner.deleting_keys
 
     async def refresh(self) -> None:
         await self._pause()
@@ -188,19 +197,34 @@ class SharedBackend:
         await self._pause()
         return await self._inner.children(key)
 
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        await self._pause()
+        return await self._inner.families(keys)
+
     async def due(self, now: float, most: int) -> list[int]:
         await self._pause()
         keys = await self._inner.due(now, most)
         await self._pause()
         return keys
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         await self._pause()
-        await self._inner.touch(counts, at)
+        await self._inner.touch(counts, at, moves=moves)
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        await self._pause()
+        await self._inner.requeue(counts, at)
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         await self._pause()
         return await self._inner.accesses(keys)
+
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        await self._pause()
+        return await self._inner.coldest(count, offset)
+
+    def follow(self, observer: RowObserver | None) -> None:
+        """Other managers change the records too: nobody is told."""
 
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         async for page in self._inner.scan(page_size):

@@ -7,10 +7,10 @@ from random import Random
 
 from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.shards import ShardLocks
-from kvcm.model.locations import BlockRecord
-from kvcm.model.storages import StorageType
+from kvcm.model.locations import BlockRecord, Place
 
 
 @dataclass
@@ -64,8 +64,16 @@ class SuspendingBackend:
         return self.inner.key_count
 
     @property
-    def usage_bytes(self) -> Mapping[StorageType, int]:
+    def usage_bytes(self) -> Mapping[Place, int]:
         return self.inner.usage_bytes
+
+    @property
+    def deleting_bytes(self) -> Mapping[Place, int]:
+        return self.inner.deleting_bytes
+
+    @property
+    def deleting_keys(self) -> int:
+        return self.inner.deleting_keys
 
     async def refresh(self) -> None:
         await self._suspend()
@@ -107,18 +115,33 @@ class SuspendingBackend:
         await self._suspend()
         return await self.inner.children(key)
 
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        await self._suspend()
+        return await self.inner.families(keys)
+
     async def due(self, now: float, most: int) -> list[int]:
         await self._suspend()
         return await self.inner.due(now, most)
 
-    async def touch(self, counts: Mapping[int, int], at: float) -> None:
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         await self._suspend()
-        await self.inner.touch(counts, at)
+        await self.inner.touch(counts, at, moves=moves)
         await self._suspend()
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        await self._suspend()
+        await self.inner.requeue(counts, at)
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         await self._suspend()
         return await self.inner.accesses(keys)
+
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        await self._suspend()
+        return await self.inner.coldest(count, offset)
+
+    def follow(self, observer: RowObserver | None) -> Rows | None:
+        return self.inner.follow(observer)
 
     async def drop(self) -> None:
         await self._suspend()

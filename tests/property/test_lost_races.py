@@ -17,7 +17,7 @@ from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.storage.directory import StorageDirectory
 
@@ -25,6 +25,7 @@ FIXED = settings(max_examples=200, deadline=None, derandomize=True)
 KEYS = st.lists(st.integers(0, 20), min_size=1, max_size=15, unique=True)
 ATTEMPTS = 32
 DUMMY = StorageType.ST_DUMMY
+PLACE = Place("a", DUMMY)
 
 
 def counting_record(key: int, count: int) -> BlockRecord:
@@ -67,7 +68,7 @@ class ContestedBackend(MemoryBackend):
         written = await super().write_many(changes)
         assert not written.lost
         self.rival_counts.update(keys)
-        self.rival_usage += written.usage.get(DUMMY, 0)
+        self.rival_usage += written.usage.get(PLACE, 0)
 
 
 class Rig:
@@ -75,7 +76,7 @@ class Rig:
         view = StorageDirectory("cluster")
         view.open(dummy("a"))
         self.backend = backend
-        self.told_bytes: Counter[StorageType] = Counter()
+        self.told_bytes: Counter[Place] = Counter()
         self.told_keys = 0
         self.applied: list[Change] = []
         self.index = MetaIndex(
@@ -87,7 +88,7 @@ class Rig:
             budget=CacheBudget(1 << 20),
         )
 
-    def on_usage(self, difference: Counter[StorageType], keys: int) -> None:
+    def on_usage(self, difference: Counter[Place], keys: int) -> None:
         self.told_bytes.update(difference)
         self.told_keys += keys
 
@@ -157,5 +158,5 @@ async def test_no_update_is_lost_and_usage_is_the_recount(calls: list[list[int]]
     records = await rig.backend.get_many(range(21))
     assert {key: record.depth for key, record in enumerate(records) if record is not None} == dict(counted)
     recount = sum(place.size_bytes for record in records if record is not None for place in record.locations)
-    assert rig.told_bytes[DUMMY] + rig.backend.rival_usage == recount
+    assert rig.told_bytes[PLACE] + rig.backend.rival_usage == recount
     assert rig.told_keys <= rig.backend.key_count == sum(record is not None for record in records)

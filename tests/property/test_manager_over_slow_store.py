@@ -18,7 +18,6 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError
 from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.masks import NO_MASK, BlockMask
-from kvcm.model.storages import StorageType
 
 CAPACITY, SHARDS = 150, 4
 INDEXER = MetaIndexerConfig(mutex_shard_num=SHARDS, batch_key_size=2)
@@ -155,12 +154,12 @@ async def test_invariants_1_2_3_4_8_with_many_clients_at_once(seed: int, rounds:
         for clients in rounds:
             await asyncio.gather(*map(world.perform, clients))
             assert world.locks.held == []
-            assert world.index.usage_bytes[StorageType.ST_DUMMY] == sum(map(size_of, await world.records()))
-            assert world.manager.group_usage_bytes("group")[StorageType.ST_DUMMY] == world.stored_bytes
+            assert sum(world.index.usage_bytes.values()) == sum(map(size_of, await world.records()))
+            assert sum(world.manager.group_usage_bytes("group").values()) == world.stored_bytes
             world.clock.advance(6)
         records = await world.come_to_rest()
         assert {place.status for record in records for place in record.locations} <= {LocationStatus.SERVING}
         assert world.manager.endings.open_count == 0
-        assert world.index.usage_bytes[StorageType.ST_DUMMY] == sum(map(size_of, records))
+        assert sum(world.index.usage_bytes.values()) == sum(map(size_of, records))
     finally:
         world.close()

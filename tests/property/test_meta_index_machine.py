@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from suspending_backend import SpiedShardLocks, Steps, SuspendingBackend, check_lock_order, spy_on_locks
 
 from kvcm.index.meta_index import Change, MetaIndex
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.storage.directory import StorageDirectory
 
@@ -65,7 +65,7 @@ class MetaIndexMachine(RuleBasedStateMachine):
         self.views: list[tuple[int, dict[str, int | None]]] = []
         self.note_view()
         self.backend = SuspendingBackend(Random(seed), steps=self.steps, on_write=self.on_write)
-        self.usage: Counter[StorageType] = Counter()
+        self.usage: Counter[Place] = Counter()
         self.index = MetaIndex(
             self.backend,
             self.view,
@@ -169,11 +169,13 @@ class MetaIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def invariant_4_usage_is_the_recount(self) -> None:
-        recount = Counter(
-            {StorageType.ST_DUMMY: sum(place.size_bytes for r in self.records().values() for place in r.locations)}
-        )
-        assert +self.usage == +recount
-        assert {kind: size for kind, size in self.index.usage_bytes.items() if size} == +recount
+        recount, deleting = Counter[Place](), Counter[Place]()
+        for location in (location for record in self.records().values() for location in record.locations):
+            recount[location.place] += location.size_bytes
+            if location.status is LocationStatus.DELETING:
+                deleting[location.place] += location.size_bytes
+        assert +self.usage == +Counter(self.index.usage_bytes) == recount
+        assert +Counter(self.index.deleting_bytes) == deleting
         assert self.index.free_key_count == LIMIT - self.index.key_count
 
     @invariant()

@@ -1,0 +1,390 @@
+"""The reclaimer: keeps usage below the soft marks by marking blocks as deleting, as few as does.
+
+A look compares usage with every mark (`needs`), chooses victims a few at a time (`victims`), marks them by
+compare-and-set, and compares again, until nothing is above its mark. What is marked counts as gone at once, so the
+delay before a deletion changes nothing. Bytes are freed by the deletion executor.
+
+It looks once per trigger period, and at once when a write crosses a mark or is refused, or settings change. A step
+limit of a group bounds what one look marks; then the next look follows after a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+
+import structlog
+
+from kvcm.index.meta_index import Change, MetaIndex
+from kvcm.model.clock import Clock
+from kvcm.model.errors import KvcmError
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance
+from kvcm.model.locations import BlockRecord, Location
+from kvcm.reclaim.chains import Chains
+from kvcm.reclaim.custody import IndexInCustody
+from kvcm.reclaim.lanes import OrderPlan
+from kvcm.reclaim.live_order import LiveOrder
+from kvcm.reclaim.marking import Eviction, marked, went
+from kvcm.reclaim.needs import Holding, Label, Limits, Need, Reason, needs
+from kvcm.reclaim.shares import Shares
+from kvcm.reclaim.victims import Goal, Source, Victim, choose, choose_expired
+from kvcm.reclaim.window_order import WindowOrder
+
+__all__ = ["Evicted", "ReclaimStats", "Reclaimer"]
+
+_TRIGGER_SECONDS = 1.0
+_SHARED_SECONDS = 0.5  # other managers' writes are only seen by looking
+_STEP_SECONDS = 0.1  # between looks of a group that a step limit holds back
+_BETWEEN_LOOKS_SECONDS = 0.01  # many writes that cross a mark are one reason to look
+_BATCH = 32  # victims per compare-and-set: the longest that requests wait for
+_SHARED_BATCH = 256
+_MOST_WINDOWS = 64
+
+_log = structlog.get_logger("kvcm.reclaim")
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What one compare-and-set marked in one instance, for one reason.
+
+    Attributes:
+        instance: the instance.
+        need: what it was for.
+        policy: that chose it.
+        changes: of its index.
+        delay_seconds: until the bytes may go.
+    """
+
+    instance: Instance
+    need: Need
+    policy: str
+    changes: Sequence[Change]
+    delay_seconds: float
+
+    @property
+    def locations(self) -> list[Location]:
+        """What was marked."""
+        return [location for change in self.changes for location in went(change.old, change.new)]
+
+
+@dataclass(slots=True)
+class ReclaimStats:
+    """Counts since the manager started; keys are (group, policy, reason).
+
+    Attributes:
+        unmet: what the last look could not bring below its mark, by reason: all that is left is pinned or in use.
+    """
+
+    evicted_keys: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    evicted_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    submitted_blocks: int = 0
+    submitted_locations: int = 0
+    looks: int = 0
+    unmet: Counter[str] = field(default_factory=Counter)
+
+    def note(self, evicted: Evicted) -> None:
+        """Count what was marked."""
+        label = (evicted.instance.instance_group_name, evicted.policy, evicted.need.reason.value)
+        locations = evicted.locations
+        self.evicted_keys[label] += len(evicted.changes)
+        self.evicted_bytes[label] += sum(location.size_bytes for location in locations)
+        self.submitted_blocks += len(evicted.changes)
+        self.submitted_locations += len(locations)
+
+
+class Reclaimer:
+    """Keeps all groups below their marks.
+
+    Args:
+        indexes: returns the index of every instance, also of those that are being removed.
+        find_group: from a name to a group, None when it is gone.
+        limits: returns the limits above the groups, as they are now.
+        clock: time source.
+        on_evicted: told of everything that is marked.
+        random: draws samples of shared indexes.
+    """
+
+    def __init__(
+        self,
+        indexes: Callable[[], Iterable[IndexInCustody]],
+        find_group: Callable[[str], InstanceGroup | None],
+        limits: Callable[[], Limits],
+        clock: Clock,
+        on_evicted: Callable[[Evicted], None] = lambda _evicted: None,
+        random: Random | None = None,
+    ) -> None:
+        self._indexes = indexes
+        self._find_group = find_group
+        self._limits = limits
+        self._clock = clock
+        self._on_evicted = on_evicted
+        self._random = random if random is not None else Random()  # noqa: S311 - a sample, no secret
+        self._orders: dict[int, LiveOrder | WindowOrder] = {}
+        self._wake = asyncio.Event()
+        self._generation = -1
+        self._stepped: Counter[str] = Counter()
+        self._active: set[Label] = set()
+        self.is_held_back = False
+        self.stats = ReclaimStats()
+
+    def wake(self) -> None:
+        """Look at once: a write crossed a mark or was refused, or settings changed."""
+        self._wake.set()
+
+    def note_settings(self, generation: int) -> None:
+        """Look at once if what is configured has changed, whoever did that: it may move a mark."""
+        if generation != self._generation:
+            self._generation = generation
+            self._wake.set()
+
+    async def run(self, is_leader: Callable[[], bool] = lambda: True) -> None:
+        """Look again and again while this manager leads, until cancelled."""
+        while True:
+            if is_leader():
+                try:
+                    await self.look()
+                except KvcmError as error:  # the store cannot be asked: the next look tries again
+                    _log.warning("reclaim_interrupted", reason=str(error))
+                except Exception:
+                    _log.exception("reclaim_failed")
+            await asyncio.sleep(_BETWEEN_LOOKS_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._pause_seconds())
+            self._wake.clear()
+
+    def _pause_seconds(self) -> float:
+        if self.is_held_back:
+            return _STEP_SECONDS
+        periods = []
+        for custody in self._indexes():
+            group = self._find_group(custody.instance.instance_group_name)
+            if group is not None:
+                seconds = group.cache_config.reclaim_strategy.trigger_period_seconds or _TRIGGER_SECONDS
+                periods.append(min(seconds, _SHARED_SECONDS) if custody.meta_index.is_shared else seconds)
+        return min(periods, default=_TRIGGER_SECONDS)
+
+    def follow(self) -> None:
+        """Keep an order of what can be evicted, as the groups say now. A new policy reads the whole index once."""
+        current: dict[int, LiveOrder | WindowOrder] = {}
+        for custody in self._indexes():
+            group = self._find_group(custody.instance.instance_group_name)
+            plan = OrderPlan.of(group, custody.instance.instance_id) if group is not None else None
+            if group is not None and plan is not None and (plan.expires or self._has_marks(group)):
+                current[custody.uid] = self._order(custody, plan)
+            elif custody.uid in self._orders:
+                custody.meta_index.follow(None)
+        self._orders = current
+
+    def _order(self, custody: IndexInCustody, plan: OrderPlan) -> LiveOrder | WindowOrder:
+        known = self._orders.get(custody.uid)
+        if known is not None and known.plan == plan:
+            return known
+        live = LiveOrder.over(custody.meta_index, plan)
+        return live if live is not None else WindowOrder(custody.meta_index, plan, self._clock, self._random)
+
+    def _has_marks(self, group: InstanceGroup) -> bool:
+        limits = self._limits()
+        trigger = group.cache_config.reclaim_strategy.trigger_strategy
+        return bool(
+            0 < trigger.used_percentage <= 1
+            or trigger.used_size
+            or any(storage.capacity_bytes for storage in limits.storages)
+            or any(quota.name == group.global_quota_group_name for quota in limits.quotas)
+        )
+
+    async def look(self) -> int:
+        """Bring everything below its mark; return the number of blocks that were marked.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        self.stats.looks += 1
+        self.stats.unmet.clear()
+        self.follow()
+        self._stepped.clear()
+        self.is_held_back = False
+        for custody in self._indexes():
+            if custody.uid in self._orders and custody.meta_index.is_shared:
+                await custody.meta_index.refresh()
+        return await self._expire() + await self._serve_needs()
+
+    async def _serve_needs(self) -> int:
+        total, hopeless, shares = 0, set[tuple[Label, str]](), dict[tuple[Label, str], Shares]()
+        while True:
+            found = list(needs(self._holdings(), self._limits(), self._active))
+            self._active = {need.label for need in found}
+            need = next((need for need in found if (need.label, need.payer) not in hopeless), None)
+            if need is None:
+                self._note_unmet(found)
+                return total
+            source = (need.label, need.payer)
+            blocks = await self._serve(need, shares.setdefault(source, Shares(need, self._clock.now())))
+            total += blocks
+            if not blocks:
+                hopeless.add(source)
+            await asyncio.sleep(0)
+
+    def _note_unmet(self, hopeless: Sequence[Need]) -> None:
+        """Count what is left to do, once per mark whoever could have paid; what a step limit left is done later."""
+        if self.is_held_back:
+            return
+        amounts: dict[Label, int] = {}
+        for need in hopeless:
+            amounts[need.label] = max(need.amount, amounts.get(need.label, 0))
+        for (reason, _), amount in amounts.items():
+            self.stats.unmet[reason.value] += amount
+
+    def _holdings(self) -> list[Holding]:
+        holdings = []
+        for custody in self._indexes():
+            group = self._find_group(custody.instance.instance_group_name)
+            if group is None or custody.uid not in self._orders:
+                continue
+            index = custody.meta_index
+            deleting = index.deleting_bytes
+            remaining = {place: size - deleting.get(place, 0) for place, size in index.usage_bytes.items()}
+            keys = index.key_count - index.deleting_keys
+            max_keys = group.cache_config.meta_indexer_config.max_key_count  # the index hears of it at the next write
+            holdings.append(Holding(custody.uid, custody.instance, group, remaining, keys, max_keys))
+        return holdings
+
+    def indexes(self) -> dict[int, MetaIndex]:
+        """Return the indexes by uid."""
+        return {custody.uid: custody.meta_index for custody in self._indexes()}
+
+    async def _serve(self, need: Need, shares: Shares) -> int:
+        """Mark a batch of victims for a need; return how many blocks were marked, 0 when there are none to be had."""
+        allowed = self._step_allowance(need)
+        if allowed <= 0:
+            self.is_held_back = True
+            return 0
+        batch = _Batch(self, need)
+        for window in range(_MOST_WINDOWS if batch.is_shared else 1):
+            sources = await self._sources(need.holdings, batch, window)
+            goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
+            if not sources or await choose(goal, sources, shares, batch.take):
+                break
+        return await batch.end()
+
+    def _step_allowance(self, need: Need) -> int:
+        """Return how many bytes this look may still mark."""
+        allowances = [1 << 62]
+        for name, group in {holding.group.name: holding.group for holding in need.holdings}.items():
+            strategy = group.cache_config.reclaim_strategy
+            if strategy.reclaim_step_size:
+                allowances.append(strategy.reclaim_step_size - self._stepped[name])
+            if strategy.reclaim_step_percentage:
+                step = group.quota.capacity * strategy.reclaim_step_percentage // 100
+                allowances.append(step - self._stepped[name])
+        return min(allowances)
+
+    async def _sources(self, holdings: Sequence[Holding], batch: _Batch, window: int) -> list[Source]:
+        sources = []
+        for holding in holdings:
+            order = self._orders[holding.uid]
+            known = await order.prepare(batch.most, window)
+            if len(order):
+                sources.append(Source(holding, order, Chains(batch.indexes[holding.uid], known)))
+        return sources
+
+    async def _expire(self) -> int:
+        """Mark what has reached the age that its policy allows."""
+        total = 0
+        for holding in self._holdings():
+            if self._orders[holding.uid].plan.expires:
+                while blocks := await self._expire_some(holding):
+                    total += blocks
+                    await asyncio.sleep(0)
+        return total
+
+    async def _expire_some(self, holding: Holding) -> int:
+        need = Need(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
+        batch = _Batch(self, need)
+        goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
+        for source in await self._sources([holding], batch, 0):
+            await choose_expired(goal, source, batch.take)
+        return await batch.end()
+
+    async def mark(
+        self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
+    ) -> list[tuple[str, Change]]:
+        """Mark victims of one instance by compare-and-set; return what changed, each with the policy that chose it."""
+        delay = _delay_seconds(source.holding.group)
+
+        def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
+            now = self._clock.now()  # a store that takes its time must not eat up the delay
+            return marked(old, evictions[key], now, now + delay)
+
+        order = self._orders[source.holding.uid]
+        order.is_evicting = True
+        try:
+            changes = await index.read_modify_write(evictions, mark)
+        finally:
+            order.is_evicting = False
+        return [(evictions[change.key].policy, change) for change in changes if change.new is not change.old]
+
+    def tell(self, need: Need, holding: Holding, marked_blocks: Sequence[tuple[str, Change]]) -> int:
+        """Count and publish what was marked; return the number of blocks."""
+        by_policy: defaultdict[str, list[Change]] = defaultdict(list)
+        for policy, change in marked_blocks:
+            by_policy[policy].append(change)
+        for policy, changes in by_policy.items():
+            evicted = Evicted(holding.instance, need, policy, changes, _delay_seconds(holding.group))
+            self._stepped[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
+            self.stats.note(evicted)
+            self._on_evicted(evicted)
+        return len(marked_blocks)
+
+
+class _Batch:
+    """Victims of one choice. Over indexes of this process each is marked as it is chosen: the orders and the usage are
+    told at once. Over a shared store they are gathered, since every compare-and-set is a journey.
+
+    Args:
+        reclaimer: marks them.
+        need: what they are for.
+
+    Attributes:
+        indexes: by uid.
+        is_shared: whether they are gathered.
+        most: blocks of a batch.
+    """
+
+    def __init__(self, reclaimer: Reclaimer, need: Need) -> None:
+        self._reclaimer = reclaimer
+        self._need = need
+        self.indexes = reclaimer.indexes()
+        self.is_shared = any(self.indexes[holding.uid].is_shared for holding in need.holdings)
+        self.most = _SHARED_BATCH if self.is_shared else _BATCH
+        self._gathered: dict[int, tuple[Source, dict[int, Eviction]]] = {}
+        self._marked: dict[int, tuple[Source, list[tuple[str, Change]]]] = {}
+
+    async def take(self, victim: Victim) -> None:
+        """Mark a victim, or keep it for the end."""
+        source, eviction, _ = victim
+        if self.is_shared:
+            _, evictions = self._gathered.setdefault(source.holding.uid, (source, {}))
+            evictions[eviction.key] = eviction
+        else:
+            await self._mark(source, {eviction.key: eviction})
+
+    async def _mark(self, source: Source, evictions: Mapping[int, Eviction]) -> None:
+        uid = source.holding.uid
+        _, blocks = self._marked.setdefault(uid, (source, []))
+        blocks += await self._reclaimer.mark(source, self.indexes[uid], evictions)
+
+    async def end(self) -> int:
+        """Mark what was gathered; return how many blocks were marked in all."""
+        for source, evictions in self._gathered.values():
+            await self._mark(source, evictions)
+            await source.order.settle()
+        return sum(self._reclaimer.tell(self._need, source.holding, blocks) for source, blocks in self._marked.values())
+
+
+def _delay_seconds(group: InstanceGroup) -> float:
+    return group.cache_config.reclaim_strategy.delay_before_delete_ms / 1000

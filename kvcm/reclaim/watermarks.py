@@ -1,0 +1,94 @@
+"""Soft marks: above which usage eviction begins, and down to where it goes. Pure arithmetic.
+
+A mark is a ratio of a hard limit. Eviction begins above `high` and ends at `low`, the hysteresis below it. A ratio
+above 1, or one that is not set, is no mark at all. So that nobody is refused while something could be evicted, a mark
+never leaves less than one block free below its limit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcm.model.groups import DEFAULT_HYSTERESIS, DEFAULT_MARK, GlobalQuota, InstanceGroup
+from kvcm.model.storages import StorageConfig, StorageType
+
+__all__ = ["Mark", "global_mark", "group_mark", "key_mark", "ratio_mark", "size_mark", "storage_mark", "type_mark"]
+
+
+class Mark(NamedTuple):
+    """A limit with its soft mark, in bytes or in blocks.
+
+    Attributes:
+        capacity: the hard limit.
+        high: above this, eviction begins.
+        low: down to this it goes.
+    """
+
+    capacity: int
+    high: int
+    low: int
+
+    def excess(self, used: int, *, is_active: bool = False) -> int:
+        """Return how much has to go when so much is used: what is above `low`, once `high` was crossed."""
+        return used - self.low if used > (self.low if is_active else self.high) else 0
+
+
+def ratio_mark(capacity: int, ratio: float, hysteresis: float | None, block: int = 0) -> Mark | None:
+    """Return the mark at a ratio of a limit, None when it is off.
+
+    Args:
+        capacity: the limit.
+        ratio: 0 is unset, above 1 is off.
+        hysteresis: ratio below that; None is the default.
+        block: what the largest block takes of the limit.
+    """
+    if not 0 < ratio <= 1:
+        return None
+    below = DEFAULT_HYSTERESIS if hysteresis is None else hysteresis
+    high = max(0, min(_part(capacity, ratio), capacity - block))
+    return Mark(capacity, high, min(high, _part(capacity, max(0.0, ratio - below))))
+
+
+def group_mark(group: InstanceGroup, block: int = 0) -> Mark | None:
+    """Return the mark of a group's total bytes."""
+    trigger = group.cache_config.reclaim_strategy.trigger_strategy
+    return ratio_mark(group.quota.capacity, trigger.used_percentage, trigger.hysteresis, block)
+
+
+def type_mark(group: InstanceGroup, storage_type: StorageType, block: int = 0) -> Mark | None:
+    """Return the mark of a group's bytes on one storage type, None when that has no limit of its own."""
+    capacity = group.quota.capacity_of(storage_type)
+    trigger = group.cache_config.reclaim_strategy.trigger_strategy
+    return None if capacity is None else ratio_mark(capacity, trigger.used_percentage, trigger.hysteresis, block)
+
+
+def size_mark(group: InstanceGroup) -> Mark | None:
+    """Return the mark that a group has in absolute bytes."""
+    trigger = group.cache_config.reclaim_strategy.trigger_strategy
+    size = trigger.used_size
+    below = DEFAULT_HYSTERESIS if trigger.hysteresis is None else trigger.hysteresis
+    return Mark(group.quota.capacity, size, _part(size, 1 - below)) if size > 0 else None
+
+
+def key_mark(group: InstanceGroup, max_key_count: int) -> Mark | None:
+    """Return the mark of the blocks of one instance, None when their number is not limited."""
+    trigger = group.cache_config.reclaim_strategy.trigger_strategy
+    if not group.cache_config.meta_indexer_config.max_key_count:
+        return None
+    return ratio_mark(max_key_count, trigger.used_percentage, trigger.hysteresis, 1)
+
+
+def storage_mark(storage: StorageConfig, block: int = 0) -> Mark | None:
+    """Return the mark of all bytes on a storage, None when it has no capacity of its own."""
+    if not storage.capacity_bytes:
+        return None
+    return ratio_mark(storage.capacity_bytes, storage.used_percentage or DEFAULT_MARK, None, block)
+
+
+def global_mark(quota: GlobalQuota, block: int = 0) -> Mark | None:
+    """Return the mark of all groups of one `global_quota_group_name` together."""
+    return ratio_mark(quota.capacity_bytes, quota.used_percentage or DEFAULT_MARK, None, block)
+
+
+def _part(whole: int, ratio: float) -> int:
+    return int(whole * ratio + 1e-6)  # 0.8 of 10 is 8, whatever floats say
