@@ -109,6 +109,7 @@ class Manager:
             stack.push_async_callback(rooms.leadership.withdraw)
             await rooms.leadership.publish(endpoint)
             await rooms.leadership.tick()
+            rooms.reclaimer.follow()  # reads every block once: nobody waits for that yet
             stack.push_async_callback(_cancel, [asyncio.create_task(_keep_running(*duty)) for duty in rooms.duties()])
             await self._start(servers, rooms)
             yield endpoint

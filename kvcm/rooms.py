@@ -24,11 +24,12 @@ from kvcm.metadata import Metadata
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError, UnknownInstanceError
 from kvcm.model.groups import InstanceGroup
+from kvcm.reclaim.evicted import Evicted
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.pressure import Blocks, is_above_a_mark
-from kvcm.reclaim.reclaimer import Evicted, Reclaimer
+from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.reclaim.wakes import SharedWakes
 from kvcm.registry.leadership import Leadership
@@ -131,6 +132,7 @@ class Rooms:
         budget = CacheBudget(settings.search_cache_bytes)
         cache: CacheManager  # asks for what is built after it
         wakes: SharedWakes
+        deletions: DeletionExecutor
         cache = CacheManager(
             registry,
             storages,
@@ -144,7 +146,11 @@ class Rooms:
             on_pressure=lambda group_name: wakes.press(group_name),
         )
         reclaimer = Reclaimer(
-            cache.indexes, registry.groups.find, partial(_limits, registry), clock, partial(_tell_evicted, told)
+            cache.indexes,
+            registry.groups.find,
+            partial(_limits, registry),
+            clock,
+            partial(_tell_evicted, told, lambda: deletions.wake()),
         )
         table = metadata.store.table("wakes")
         wakes = SharedWakes(table, reclaimer.wake, lambda: leadership.is_leader or not metadata.store.is_shared)
@@ -251,6 +257,8 @@ def _is_above_a_mark(registry: Registry, cache: Callable[[], CacheManager], grou
     return is_above_a_mark(group, cache().usage, _limits(registry), blocks)
 
 
-def _tell_evicted(events: ChangeEvents, evicted: Evicted) -> None:
+def _tell_evicted(events: ChangeEvents, wake_deletions: Callable[[], None], evicted: Evicted) -> None:
     reason = evicted.need.reason.value
     events.evicted(evicted.instance, evicted.changes, reason, evicted.policy, evicted.delay_seconds)
+    if not evicted.delay_seconds:
+        wake_deletions()

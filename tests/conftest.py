@@ -1,10 +1,11 @@
-"""Fixtures for the tests of every room: servers that are shared by the whole run."""
+"""Fixtures for the tests of every room: servers that are shared by the whole run, and index backends on them."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "store"))
+for folder in ("store", "contract"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 pytest_plugins = ["redis_servers"]

@@ -281,7 +281,8 @@ class SessionEndings:
             return _settled(old, session, now, to_serving=key in succeeded)
 
         served = 0
-        for page in pages(session.keys):
+        # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
+        for page in pages(session.keys[::-1]):
             changes = await cache.index.read_modify_write(page, settle)
             served += sum(change.key in succeeded and _serves(change.new, session) for change in changes)
             if has_expired:

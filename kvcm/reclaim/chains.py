@@ -13,6 +13,10 @@ from kvcm.model.locations import BlockRecord, Location, LocationStatus
 
 __all__ = ["Chains"]
 
+_NOTHING: frozenset[str] = frozenset()
+
+_MOST_FOLLOWERS = 4096  # that are read ahead: a block may have a million
+
 
 class Chains:
     """A look at one index.
@@ -27,16 +31,29 @@ class Chains:
         self._records: dict[int, BlockRecord | None] = dict(known or {})
         self._families: dict[int, Sequence[int]] = {}
         self._chosen: dict[int, frozenset[str]] = {}
+        self._around: Collection[int] = ()
 
-    def forget(self) -> None:
+    async def look_around(self, keys: Collection[int]) -> None:
+        """Read blocks and what directly follows them, all at once: asked one by one over the network, each costs
+        journeys to every shard of the store."""
+        self._around = keys
+        await self.records(list(keys))
+        await self.families(keys)
+        followers = [child for key in keys for child in self._families[key]]
+        await self.records(followers[:_MOST_FOLLOWERS])
+
+    async def renew(self) -> None:
         """Others may have changed what was read."""
         self._records.clear()
         self._families.clear()
+        if self._around:
+            await self.look_around(self._around)
 
     async def record(self, key: int) -> BlockRecord | None:
         """Return the record of a block."""
-        (record,) = await self.records((key,))
-        return record
+        if key not in self._records:
+            await self.records((key,))
+        return self._records[key]
 
     async def records(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of blocks."""
@@ -53,7 +70,8 @@ class Chains:
 
     async def children(self, key: int) -> Sequence[int]:
         """Return the keys of the blocks that directly follow."""
-        await self.families((key,))
+        if key not in self._families:
+            await self.families((key,))
         return self._families[key]
 
     async def is_leaf(self, key: int) -> bool:
@@ -80,18 +98,22 @@ class Chains:
 
     def is_living(self, key: int, record: BlockRecord) -> bool:
         """Return whether something of a block is serving or being written that was not chosen."""
-        return any(each.status is LocationStatus.WRITING for each in record.locations) or bool(
-            self.serving(key, record)
-        )
+        chosen = self._chosen.get(key, _NOTHING)
+        for each in record.locations:
+            if each.status is LocationStatus.WRITING:
+                return True
+            if each.status is LocationStatus.SERVING and each.id not in chosen:
+                return True
+        return False
 
     def serving(self, key: int, record: BlockRecord) -> list[Location]:
         """Return the locations of a block that can be read and were not chosen."""
-        chosen = self._chosen.get(key, frozenset())
+        chosen = self._chosen.get(key, _NOTHING)
         return [each for each in record.locations if each.status is LocationStatus.SERVING and each.id not in chosen]
 
     def choose(self, key: int, location_ids: Iterable[str]) -> None:
         """From now on these locations of a block count as gone."""
-        self._chosen[key] = self._chosen.get(key, frozenset()) | frozenset(location_ids)
+        self._chosen[key] = self._chosen.get(key, _NOTHING) | frozenset(location_ids)
 
     async def read_at(self, keys: Sequence[int]) -> dict[int, float]:
         """Return when blocks were last read, 0 for those that are gone."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -62,6 +63,7 @@ class DeletionExecutor:
         self._custodian: Custodian | None = None
         self._deletions = Deletions(storages, clock, workers_per_storage)
         self._events = ChangeEvents(events if events is not None else EventLog())
+        self._woken = asyncio.Event()
         self._behind: dict[int, IndexInCustody] = {}  # there is more in them, to be taken up when some is done
 
     def serve(self, custodian: Custodian) -> None:
@@ -103,7 +105,14 @@ class DeletionExecutor:
             except TimeoutError:
                 return
             await self._round(self._look_behind)
-        await asyncio.sleep(max(0.0, end - loop.time()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end):
+                await self._woken.wait()
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """Look at once: something is to be deleted without delay, and a write may be waiting for its space."""
+        self._woken.set()
 
     async def _round(self, look: Callable[[], Awaitable[int]]) -> None:
         try:

@@ -15,7 +15,10 @@ from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
 from kvcm.reclaim.policies import POLICIES
 from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary
 
-__all__ = ["Candidate", "Lane", "Lanes", "OrderPlan", "SlotFacts"]
+__all__ = ["Candidate", "IsOverBudget", "Lane", "Lanes", "OrderPlan", "SlotFacts"]
+
+IsOverBudget = Callable[[PrefixClass], bool]
+"""Whether the blocks of a class, in all instances of their group, use more than its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +146,20 @@ class Lanes:
     Args:
         plan: classes and policies.
         facts: of the block in a slot.
+        head: key of the block in a slot, and when it was last read.
         is_leaf: whether no resident block follows the one in a slot.
     """
 
-    def __init__(self, plan: OrderPlan, facts: Callable[[int], SlotFacts], is_leaf: IsLeaf) -> None:
+    def __init__(
+        self,
+        plan: OrderPlan,
+        facts: Callable[[int], SlotFacts],
+        head: Callable[[int], tuple[int, float]],
+        is_leaf: IsLeaf,
+    ) -> None:
         self.plan = plan
         self._facts = facts
+        self._head = head
         self._is_leaf = is_leaf
         self._lanes: list[Lane] = []
         self._by_kind: dict[tuple[str, int], Lane] = {}
@@ -181,17 +192,17 @@ class Lanes:
         """What was counted is a sample: take it for so many times as much."""
         self._class_bytes = {name: int(size * factor) for name, size in self._class_bytes.items()}
 
-    def candidates(self, capacity_bytes: int) -> Iterator[Candidate]:
-        """Yield blocks in the order in which they are to go. Whoever iterates may evict as it goes on.
+    def class_bytes(self, name: str) -> int:
+        """Return the bytes of a class, of this instance alone."""
+        return self._class_bytes.get(name, 0)
 
-        Args:
-            capacity_bytes: of the group, which budgets are a share of.
-        """
+    def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
+        """Yield blocks in the order in which they are to go. Whoever iterates may evict as it goes on."""
         lanes = [lane for lane in self._lanes if len(lane.policy)]
         if len(lanes) == 1:
-            yield from self._of_lane(lanes[0], capacity_bytes)
+            yield from self._of_lane(lanes[0], is_over_budget)
         else:
-            yield from self._merged([self._of_lane(lane, capacity_bytes) for lane in lanes])
+            yield from self._merged([self._of_lane(lane, is_over_budget) for lane in lanes])
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
@@ -205,17 +216,13 @@ class Lanes:
                     break
                 yield Candidate(facts.key, True, lane.priority, facts.summary.read_at, lane.settings.name)
 
-    def _of_lane(self, lane: Lane, capacity_bytes: int) -> Iterator[Candidate]:
-        for slot in lane.policy.victims():
-            facts = self._facts(slot)
-            is_over = self._is_over_budget(lane, capacity_bytes)
-            yield Candidate(facts.key, is_over, lane.priority, facts.summary.read_at, lane.settings.name)
-
-    def _is_over_budget(self, lane: Lane, capacity_bytes: int) -> bool:
+    def _of_lane(self, lane: Lane, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         prefix_class = lane.prefix_class
-        if prefix_class is None or not prefix_class.budget:
-            return False
-        return self._class_bytes[prefix_class.name] > prefix_class.budget * capacity_bytes
+        has_budget = prefix_class is not None and prefix_class.budget > 0
+        for slot in lane.policy.victims():
+            key, read_at = self._head(slot)
+            is_over = has_budget and prefix_class is not None and is_over_budget(prefix_class)
+            yield Candidate(key, is_over, lane.priority, read_at, lane.settings.name)
 
     def _merged(self, sources: Sequence[Iterator[Candidate]]) -> Iterator[Candidate]:
         heads = {number: head for number, source in enumerate(sources) if (head := next(source, None)) is not None}

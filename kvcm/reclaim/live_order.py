@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from kvcm.index.backends.rows import Rows
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.reclaim.lanes import Candidate, Lanes, OrderPlan, SlotFacts
+from kvcm.reclaim.lanes import Candidate, IsOverBudget, Lanes, OrderPlan, SlotFacts
 from kvcm.reclaim.policies.policy import Summary
 
 __all__ = ["LiveOrder"]
@@ -33,9 +33,12 @@ class LiveOrder:
         self.plan = plan
         self.is_evicting = False
         self._rows: Rows
-        self._lanes = Lanes(plan, self._facts, self._is_leaf)
+        self._lanes = Lanes(plan, self._facts, self._head, self._is_leaf)
         self._lane_of_row = array("H")
         self._sizes = array("q")  # only kept where classes have budgets
+        self._has_budgets = plan.has_budgets
+        self._counts_reads = plan.counts_reads
+        self._taken: set[int] = set()  # rows of blocks that were chosen and are not marked yet
 
     @classmethod
     def over(cls, index: MetaIndex, plan: OrderPlan) -> LiveOrder | None:
@@ -65,19 +68,30 @@ class LiveOrder:
         """Nothing has to be fetched."""
         return {}
 
-    def candidates(self, capacity_bytes: int) -> Iterator[Candidate]:
+    def class_bytes(self, name: str) -> int:
+        """Return the bytes of a prefix class."""
+        return self._lanes.class_bytes(name)
+
+    def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         """Yield blocks in the order in which they are to go, as `Lanes.candidates`."""
-        return self._lanes.candidates(capacity_bytes)
+        return self._lanes.candidates(is_over_budget)
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
         return self._lanes.expired(now)
 
     def took(self, key: int) -> None:
-        """Marking it at once has told this order already."""
+        """A block was chosen, and nothing of it is left: from now on the order is as if it were marked already."""
+        row = self._rows.row(key)
+        if row is not None and row not in self._taken:
+            self._taken.add(row)
+            self._leave(row, is_evicted=True)
 
     async def settle(self) -> None:
-        """Nothing has to be written back."""
+        """Put back what was chosen and could not be marked."""
+        taken, self._taken = self._taken, set()
+        for row in sorted(taken):
+            self.added(row)
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -89,10 +103,16 @@ class LiveOrder:
         self._enter(row, lane.number, facts.size_bytes)
 
     def removed(self, row: int) -> None:
+        if row in self._taken:
+            self._taken.remove(row)
+        else:
+            self._leave(row, is_evicted=self.is_evicting)
+
+    def _leave(self, row: int, *, is_evicted: bool) -> None:
         lane = self._lanes[self._lane_of_row[row]]
-        lane.policy.remove(row, evicted=self.is_evicting)
+        lane.policy.remove(row, evicted=is_evicted)
         self._lane_of_row[row] = _NO_LANE
-        if self.plan.has_budgets:
+        if self._has_budgets:
             self._lanes.count(lane, -self._sizes[row])
 
     def changed(self, row: int) -> None:
@@ -102,10 +122,10 @@ class LiveOrder:
         number = self._lane_of_row[row]
         self._lanes[number].policy.moved(row, to)
         self._lane_of_row[row] = _NO_LANE
-        self._put(to, number, self._sizes[row] if self.plan.has_budgets else 0)
+        self._put(to, number, self._sizes[row] if self._has_budgets else 0)
 
     def touched(self, row: int, reads: int) -> None:
-        if self.plan.counts_reads:
+        if self._counts_reads:
             self._reclassify(row)
         self._lanes[self._lane_of_row[row]].policy.touch(row, reads)
 
@@ -115,14 +135,14 @@ class LiveOrder:
         if after is not before:
             before.policy.remove(row, evicted=False)
             after.policy.insert(row, facts.key)
-        if self.plan.has_budgets:
+        if self._has_budgets:
             self._lanes.count(before, -self._sizes[row])
             self._lanes.count(after, facts.size_bytes)
         self._put(row, after.number, facts.size_bytes)
 
     def _enter(self, row: int, number: int, size_bytes: int) -> None:
         self._put(row, number, size_bytes)
-        if self.plan.has_budgets:
+        if self._has_budgets:
             self._lanes.count(self._lanes[number], size_bytes)
 
     def _put(self, row: int, number: int, size_bytes: int) -> None:
@@ -130,7 +150,7 @@ class LiveOrder:
         if missing > 0:
             self._lane_of_row.extend([_NO_LANE] * missing)
         self._lane_of_row[row] = number
-        if self.plan.has_budgets:
+        if self._has_budgets:
             missing = row + 1 - len(self._sizes)
             if missing > 0:
                 self._sizes.extend([0] * missing)
@@ -146,4 +166,7 @@ class LiveOrder:
         return SlotFacts(rows.key(row), rows.depth(row), priority, sum(each.size_bytes for each in serving), summary)
 
     def _is_leaf(self, row: int) -> bool:
-        return not any(map(self._rows.is_resident, self._rows.children(row)))
+        return not any(self._rows.is_resident(child) and child not in self._taken for child in self._rows.children(row))
+
+    def _head(self, row: int) -> tuple[int, float]:
+        return self._rows.key(row), self._rows.access(row).at

@@ -14,7 +14,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import structlog
@@ -22,20 +22,20 @@ import structlog
 from kvcm.index.meta_index import Change, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
-from kvcm.model.groups import InstanceGroup
-from kvcm.model.instances import Instance
-from kvcm.model.locations import BlockRecord, Location
+from kvcm.model.groups import InstanceGroup, PrefixClass
+from kvcm.model.locations import BlockRecord
 from kvcm.reclaim.chains import Chains
 from kvcm.reclaim.custody import IndexInCustody
+from kvcm.reclaim.evicted import Evicted, ReclaimStats
 from kvcm.reclaim.lanes import OrderPlan
 from kvcm.reclaim.live_order import LiveOrder
-from kvcm.reclaim.marking import Eviction, marked, went
+from kvcm.reclaim.marking import Eviction, marked
 from kvcm.reclaim.needs import Holding, Label, Limits, Need, Reason, needs
 from kvcm.reclaim.shares import Shares
 from kvcm.reclaim.victims import Goal, Source, Victim, choose, choose_expired
 from kvcm.reclaim.window_order import WindowOrder
 
-__all__ = ["Evicted", "ReclaimStats", "Reclaimer"]
+__all__ = ["Reclaimer"]
 
 _TRIGGER_SECONDS = 1.0
 _SHARED_SECONDS = 0.5  # other managers' writes are only seen by looking
@@ -44,57 +44,9 @@ _BETWEEN_LOOKS_SECONDS = 0.01  # many writes that cross a mark are one reason to
 _BATCH = 32  # victims per compare-and-set: the longest that requests wait for
 _SHARED_BATCH = 256
 _MOST_WINDOWS = 64
+_EXPIRY_WINDOWS = 4
 
 _log = structlog.get_logger("kvcm.reclaim")
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """What one compare-and-set marked in one instance, for one reason.
-
-    Attributes:
-        instance: the instance.
-        need: what it was for.
-        policy: that chose it.
-        changes: of its index.
-        delay_seconds: until the bytes may go.
-    """
-
-    instance: Instance
-    need: Need
-    policy: str
-    changes: Sequence[Change]
-    delay_seconds: float
-
-    @property
-    def locations(self) -> list[Location]:
-        """What was marked."""
-        return [location for change in self.changes for location in went(change.old, change.new)]
-
-
-@dataclass(slots=True)
-class ReclaimStats:
-    """Counts since the manager started; keys are (group, policy, reason).
-
-    Attributes:
-        unmet: what the last look could not bring below its mark, by reason: all that is left is pinned or in use.
-    """
-
-    evicted_keys: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    evicted_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    submitted_blocks: int = 0
-    submitted_locations: int = 0
-    looks: int = 0
-    unmet: Counter[str] = field(default_factory=Counter)
-
-    def note(self, evicted: Evicted) -> None:
-        """Count what was marked."""
-        label = (evicted.instance.instance_group_name, evicted.policy, evicted.need.reason.value)
-        locations = evicted.locations
-        self.evicted_keys[label] += len(evicted.changes)
-        self.evicted_bytes[label] += sum(location.size_bytes for location in locations)
-        self.submitted_blocks += len(evicted.changes)
-        self.submitted_locations += len(locations)
 
 
 class Reclaimer:
@@ -127,6 +79,7 @@ class Reclaimer:
         self._orders: dict[int, LiveOrder | WindowOrder] = {}
         self._wake = asyncio.Event()
         self._generation = -1
+        self._expiry_windows: dict[int, int] = {}
         self._stepped: Counter[str] = Counter()
         self._active: set[Label] = set()
         self.is_held_back = False
@@ -165,6 +118,9 @@ class Reclaimer:
             group = self._find_group(custody.instance.instance_group_name)
             if group is not None:
                 seconds = group.cache_config.reclaim_strategy.trigger_period_seconds or _TRIGGER_SECONDS
+                order = self._orders.get(custody.uid)
+                if order is not None and order.plan.expires:  # no write tells of an age that was reached
+                    seconds = min(seconds, _TRIGGER_SECONDS)
                 periods.append(min(seconds, _SHARED_SECONDS) if custody.meta_index.is_shared else seconds)
         return min(periods, default=_TRIGGER_SECONDS)
 
@@ -267,7 +223,7 @@ class Reclaimer:
         for window in range(_MOST_WINDOWS if batch.is_shared else 1):
             sources = await self._sources(need.holdings, batch, window)
             goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
-            if not sources or await choose(goal, sources, shares, batch.take):
+            if not sources or await choose(goal, sources, shares, batch):
                 break
         return await batch.end()
 
@@ -289,8 +245,19 @@ class Reclaimer:
             order = self._orders[holding.uid]
             known = await order.prepare(batch.most, window)
             if len(order):
-                sources.append(Source(holding, order, Chains(batch.indexes[holding.uid], known)))
+                chains = Chains(batch.indexes[holding.uid], known)
+                if known:
+                    await chains.look_around(known.keys())
+                sources.append(Source(holding, order, chains, partial(self._is_over_budget, holding.group)))
         return sources
+
+    def _is_over_budget(self, group: InstanceGroup, prefix_class: PrefixClass) -> bool:
+        used = sum(
+            self._orders[custody.uid].class_bytes(prefix_class.name)
+            for custody in self._indexes()
+            if custody.instance.instance_group_name == group.name and custody.uid in self._orders
+        )
+        return used > prefix_class.budget * group.quota.capacity
 
     async def _expire(self) -> int:
         """Mark what has reached the age that its policy allows."""
@@ -300,14 +267,34 @@ class Reclaimer:
                 while blocks := await self._expire_some(holding):
                     total += blocks
                     await asyncio.sleep(0)
+                total += await self._expire_behind(holding)
         return total
 
-    async def _expire_some(self, holding: Holding) -> int:
+    async def _expire_behind(self, holding: Holding) -> int:
+        """Over a shared store blocks of a class with a short age may stand behind many older ones of others: walk on
+        from where the last look stopped, some windows at a time."""
+        order = self._orders.get(holding.uid)
+        if not isinstance(order, WindowOrder) or not order.plan.classes:
+            return 0
+        total, window = 0, self._expiry_windows.get(holding.uid, 1)
+        for _ in range(_EXPIRY_WINDOWS):
+            blocks = await self._expire_some(holding, window)
+            total += blocks
+            window += not blocks
+            if not len(order):
+                window = 1
+                break
+        self._expiry_windows[holding.uid] = window
+        return total
+
+    async def _expire_some(self, holding: Holding, window: int = 0) -> int:
+        if holding.uid not in self.indexes():
+            return 0  # it was removed since the look began
         need = Need(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
         batch = _Batch(self, need)
         goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
-        for source in await self._sources([holding], batch, 0):
-            await choose_expired(goal, source, batch.take)
+        for source in await self._sources([holding], batch, window):
+            await choose_expired(goal, source, batch)
         return await batch.end()
 
     async def mark(
@@ -342,8 +329,8 @@ class Reclaimer:
 
 
 class _Batch:
-    """Victims of one choice. Over indexes of this process each is marked as it is chosen: the orders and the usage are
-    told at once. Over a shared store they are gathered, since every compare-and-set is a journey.
+    """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
+    memory, too, a few at a time cost half of one by one.
 
     Args:
         reclaimer: marks them.
@@ -351,7 +338,7 @@ class _Batch:
 
     Attributes:
         indexes: by uid.
-        is_shared: whether they are gathered.
+        is_shared: whether other managers change an index too.
         most: blocks of a batch.
     """
 
@@ -364,25 +351,33 @@ class _Batch:
         self._gathered: dict[int, tuple[Source, dict[int, Eviction]]] = {}
         self._marked: dict[int, tuple[Source, list[tuple[str, Change]]]] = {}
 
-    async def take(self, victim: Victim) -> None:
-        """Mark a victim, or keep it for the end."""
+    def take(self, victim: Victim) -> None:
+        """Keep a victim for the end."""
         source, eviction, _ = victim
-        if self.is_shared:
-            _, evictions = self._gathered.setdefault(source.holding.uid, (source, {}))
-            evictions[eviction.key] = eviction
-        else:
-            await self._mark(source, {eviction.key: eviction})
+        _, evictions = self._gathered.setdefault(source.holding.uid, (source, {}))
+        known = evictions.get(eviction.key, eviction)  # a block may give one copy after another
+        evictions[eviction.key] = eviction._replace(location_ids=known.location_ids | eviction.location_ids)
 
-    async def _mark(self, source: Source, evictions: Mapping[int, Eviction]) -> None:
-        uid = source.holding.uid
-        _, blocks = self._marked.setdefault(uid, (source, []))
-        blocks += await self._reclaimer.mark(source, self.indexes[uid], evictions)
+    async def rest(self) -> None:
+        """Let requests run. Of an index of this process what was chosen is marked before: its order has let go of it.
+        What others share changes under the choice anyway, and the compare-and-set decides."""
+        if not self.is_shared:
+            await self._mark_gathered()
+        await asyncio.sleep(0)
+
+    async def _mark_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        try:
+            for uid, (source, evictions) in gathered.items():
+                _, blocks = self._marked.setdefault(uid, (source, []))
+                blocks += await self._reclaimer.mark(source, self.indexes[uid], evictions)
+        finally:
+            for source, _ in gathered.values():
+                await source.order.settle()
 
     async def end(self) -> int:
         """Mark what was gathered; return how many blocks were marked in all."""
-        for source, evictions in self._gathered.values():
-            await self._mark(source, evictions)
-            await source.order.settle()
+        await self._mark_gathered()
         return sum(self._reclaimer.tell(self._need, source.holding, blocks) for source, blocks in self._marked.values())
 
 

@@ -7,20 +7,19 @@ head. A block that lies elsewhere, too, loses only what helps.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.reclaim.chains import Chains
 from kvcm.reclaim.guard import TailFirst
-from kvcm.reclaim.lanes import Candidate
+from kvcm.reclaim.lanes import Candidate, IsOverBudget
 from kvcm.reclaim.marking import Eviction, locations_to_evict, thinned_size
 from kvcm.reclaim.needs import Holding, Need
 from kvcm.reclaim.shares import Shares
 
-__all__ = ["Goal", "Order", "Reach", "Source", "Take", "Victim", "choose", "choose_expired"]
+__all__ = ["Goal", "Order", "Reach", "Source", "Taker", "Victim", "choose", "choose_expired"]
 
 _LOOKS_WITHOUT_REST = 128
 _MOST_THINNING_LOOKS = 512  # candidates that are looked at for states between, before whole blocks go
@@ -36,7 +35,10 @@ class Order(Protocol):
         """Fetch what is needed to name so many candidates; if those were of no help, of the next window, and so on.
         Return the records that were read for that."""
 
-    def candidates(self, capacity_bytes: int) -> Iterator[Candidate]:
+    def class_bytes(self, name: str) -> int:
+        """Return the bytes of a prefix class."""
+
+    def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         """Yield blocks in the order in which they are to go."""
 
     def expired(self, now: float) -> Iterator[Candidate]:
@@ -56,11 +58,13 @@ class Source(NamedTuple):
         holding: what it holds.
         order: of its blocks.
         chains: a look at its blocks that lasts as long as the choice.
+        is_over_budget: about a prefix class of its group.
     """
 
     holding: Holding
     order: Order
     chains: Chains
+    is_over_budget: IsOverBudget
 
 
 class Goal(NamedTuple):
@@ -95,21 +99,26 @@ class Victim(NamedTuple):
     amount: int
 
 
-Take = Callable[[Victim], Awaitable[None]]
-"""Told of every victim as it is chosen. Where orders are told of every change it marks the victim at once, so that the
-next one is chosen in the knowledge that this one is gone."""
+class Taker(Protocol):
+    """Gathers victims and marks them."""
+
+    def take(self, victim: Victim) -> None:
+        """A victim was chosen. Whatever is chosen next is chosen as if it were gone."""
+
+    async def rest(self) -> None:
+        """Let requests run. What they could find half gone is marked before."""
 
 
-async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, take: Take) -> list[Victim]:
+async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, taker: Taker) -> list[Victim]:
     """Choose victims.
 
     Args:
         goal: what they are for.
         sources: where from.
         shares: whose turn it is.
-        take: told of each.
+        taker: told of each.
     """
-    choice = _Choice(goal, shares, take)
+    choice = _Choice(goal, shares, taker)
     for source in sources:
         if source.holding.instance.linear_spec_names and not goal.need.counts_blocks:
             await choice.thin(source)
@@ -120,9 +129,9 @@ async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, take: Ta
     return choice.victims
 
 
-async def choose_expired(goal: Goal, source: Source, take: Take) -> list[Victim]:
+async def choose_expired(goal: Goal, source: Source, taker: Taker) -> list[Victim]:
     """Choose what has reached its age."""
-    choice = _Choice(goal, Shares(goal.need, goal.now), take)
+    choice = _Choice(goal, Shares(goal.need, goal.now), taker)
     await choice.expire(source)
     return choice.victims
 
@@ -141,7 +150,7 @@ class Reach(IntEnum):
 class _Choice:
     """Victims as they are chosen."""
 
-    def __init__(self, goal: Goal, shares: Shares, take: Take) -> None:
+    def __init__(self, goal: Goal, shares: Shares, taker: Taker) -> None:
         self.victims: list[Victim] = []
         self.reach = Reach.AS_COLD
         self._looks = 0
@@ -151,14 +160,14 @@ class _Choice:
         self._most = goal.most
         self._now = goal.now
         self._shares = shares
-        self._take = take
+        self._taker = taker
 
     def is_enough(self) -> bool:
         return min(self._left, self._bytes_left) <= 0 or len(self.victims) >= self._most
 
     async def take(self, sources: Sequence[Source]) -> None:
         """Take whole blocks, each time from the source whose turn it is."""
-        walks = [source.order.candidates(source.holding.group.quota.capacity) for source in sources]
+        walks = [source.order.candidates(source.is_over_budget) for source in sources]
         heads = [
             (source, walk, head) for source, walk in zip(sources, walks, strict=True) if (head := next(walk, None))
         ]
@@ -178,9 +187,9 @@ class _Choice:
         """Let requests run where many candidates are of no help; what was read of them may be old then."""
         self._looks += 1
         if self._looks % _LOOKS_WITHOUT_REST == 0:
-            await asyncio.sleep(0)
+            await self._taker.rest()
             for source in sources:
-                source.chains.forget()
+                await source.chains.renew()
 
     async def _take_with_tail(self, source: Source, head: Candidate) -> None:
         record = await source.chains.record(head.key)
@@ -190,7 +199,7 @@ class _Choice:
             if not await source.chains.is_leaf(head.key) and not self._stays_readable(source, head.key, record):
                 await self._take_tail(source, head.key, head.policy)
                 return
-            await self._evict(source, head.key, record, head.policy)
+            self._evict(source, head.key, record, head.policy)
         if source.chains.is_living(head.key, record):
             await self._take_before(source, head, record)
 
@@ -200,18 +209,20 @@ class _Choice:
             return
         tail = TailFirst(source.chains, key)
         while not self.is_enough() and (leaf := await tail.next()) is not None:
-            await self._evict(source, *leaf, policy)
+            self._evict(source, *leaf, policy)
 
     async def _take_before(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """A block has nothing more that helps, and an order that names ends of chains only names none before it."""
-        while record.parent is not None and not self.is_enough():
+        seen = {head.key}  # writers can make two blocks each other's parents
+        while record.parent is not None and record.parent not in seen and not self.is_enough():
+            seen.add(record.parent)
             key, parent = record.parent, await source.chains.record(record.parent)
             if parent is None:
                 return
             if self._stays_readable(source, key, parent):
                 if not await self._is_in_reach(source, key, head):
                     return
-                await self._evict(source, key, parent, head.policy)
+                self._evict(source, key, parent, head.policy)
             elif self.reach is Reach.DESCENDANTS and self._helping(source, key, parent):
                 await self._take_tail(source, key, head.policy)
                 return
@@ -250,7 +261,7 @@ class _Choice:
         names = {name for each in serving if each.id not in going for name in each.spec_names}
         return bool(going) and bool(names) and source.holding.instance.is_readable_with(names)
 
-    async def _evict(self, source: Source, key: int, record: BlockRecord, policy: str) -> None:
+    def _evict(self, source: Source, key: int, record: BlockRecord, policy: str) -> None:
         free = self._free(source, key, record)
         helping = [each for each in free if self._need.wanted(each.place)]
         if helping:
@@ -264,12 +275,12 @@ class _Choice:
         source.chains.choose(key, ids)
         if not source.chains.is_living(key, record):
             source.order.took(key)
-        await self._add(source, Eviction(key, ids, policy), amount, sum(each.size_bytes for each in going))
+        self._add(source, Eviction(key, ids, policy), amount, sum(each.size_bytes for each in going))
 
-    async def _add(self, source: Source, eviction: Eviction, amount: int, size_bytes: int) -> None:
+    def _add(self, source: Source, eviction: Eviction, amount: int, size_bytes: int) -> None:
         victim = Victim(source, eviction, amount)
         self.victims.append(victim)
-        await self._take(victim)
+        self._taker.take(victim)
         self._shares.took(source.holding.uid, amount)
         self._left -= amount
         self._bytes_left -= size_bytes
@@ -278,7 +289,7 @@ class _Choice:
         """Take linear-attention state of blocks that have exactly one follower: of candidates, and of the blocks that
         these follow, since some policies name ends of chains only."""
         seen: set[int] = set()
-        for candidate in source.order.candidates(source.holding.group.quota.capacity):
+        for candidate in source.order.candidates(source.is_over_budget):
             key: int | None = candidate.key
             while key is not None and key not in seen:
                 if self.is_enough() or len(seen) >= _MOST_THINNING_LOOKS:
@@ -297,7 +308,7 @@ class _Choice:
         if helping and await self._is_between(source, key, record, linear):
             amount = sum(thinned_size(each, linear) for each in helping)
             ids = frozenset(each.id for each in helping)
-            await self._add(source, Eviction(key, ids, policy, linear), amount, amount)
+            self._add(source, Eviction(key, ids, policy, linear), amount, amount)
 
     async def _is_between(self, source: Source, key: int, record: BlockRecord, linear: frozenset[str]) -> bool:
         """Whether a block has state, could be read without it, and has exactly one follower."""

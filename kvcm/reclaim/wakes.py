@@ -55,11 +55,11 @@ class SharedWakes:
         """
         if self._is_leader():
             version = await self._table.version()
-            if version != self._version:
-                self._version = version
+            if self._is_pressed or version != self._version:
+                self._is_pressed, self._version = False, version
                 self._wake()
         elif self._is_pressed:
-            self._is_pressed = False
             known = await self._table.get(_DOCUMENT)
             following = (int.from_bytes(known or b"") + 1) % (1 << 64)
             await self._table.replace(_DOCUMENT, known, following.to_bytes(8))
+            self._is_pressed = False  # if another manager was faster, it told the leader for both

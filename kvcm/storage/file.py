@@ -102,7 +102,14 @@ class FileStorage:
 
     async def _for_each_file(self, uris: Sequence[str], work: Callable[[_Deletion], None]) -> list[str | None]:
         """Do the work in a thread, file by file; return per uri why it failed, None where it did not."""
-        return await self._threads.run(lambda: _file_by_file([LocationUri.parse(uri) for uri in uris], work))
+        return await self._threads.run(lambda: self._file_by_file([LocationUri.parse(uri) for uri in uris], work))
+
+    def _file_by_file(self, uris: Sequence[LocationUri], work: Callable[[_Deletion], None]) -> list[str | None]:
+        try:
+            self._check_mounted()
+        except StorageIOError as error:  # else every file would count as gone already
+            return [str(error)] * len(uris)
+        return _file_by_file(uris, work)
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return await self._ask(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 
 from kvcm.reclaim.policies.ordered import Ordered
 from kvcm.reclaim.policies.policy import IsLeaf, Summary
-from kvcm.reclaim.policies.queue import Cursor
+from kvcm.reclaim.policies.queue import END, Cursor
 
 __all__ = ["LeafLru"]
+
+_MOST_LOOKS = 256
 
 
 class LeafLru(Ordered):
@@ -47,9 +49,9 @@ class LeafLru(Ordered):
     def victims(self) -> Iterator[int]:
         """Yield leaves from the oldest to the newest, the first always being the oldest leaf there is.
 
-        A block that was looked past and becomes a leaf during the iteration is yielded next if it is the older
-        neighbour of the one that left: so a chain leaves in one iteration, whichever end of it was touched first.
-        Another one waits for the next iteration.
+        A block that was looked past and becomes a leaf, because the one just yielded left, comes in its turn: the look
+        begins at the oldest again. Only where more than `_MOST_LOOKS` blocks that are followed are older than any leaf
+        it goes on where it was, and such a block waits for the next iteration unless it is the older neighbour.
         """
         cursor = self._links.open_cursor()
         try:
@@ -65,10 +67,22 @@ class LeafLru(Ordered):
             self._links.close_cursor(cursor)
 
     def _next_leaf(self, cursor: Cursor) -> int:
-        at, is_leaf, newer = cursor.at, self._is_leaf, self._queue.newer
-        if cursor.stepped_back and at >= 0 and at not in cursor.passed and is_leaf(at):
+        at, passed, is_leaf, newer = cursor.at, cursor.passed, self._is_leaf, self._queue.newer
+        if cursor.stepped_back and (slot := self._oldest_leaf(passed)) >= 0:
+            return slot
+        if at >= 0 and at not in passed and is_leaf(at):
             return at
         slot = newer(at)
-        while slot >= 0 and not is_leaf(slot):
+        # Behind an older leaf that came in its turn lie blocks that were passed over before.
+        while slot >= 0 and (slot in passed or not is_leaf(slot)):
             slot = newer(slot)
         return slot
+
+    def _oldest_leaf(self, passed: set[int]) -> int:
+        """Return the oldest leaf if it is near the old end of the queue, the end if it is not."""
+        slot = self._queue.newer(END)
+        for _ in range(_MOST_LOOKS):
+            if slot < 0 or (slot not in passed and self._is_leaf(slot)):
+                return slot
+            slot = self._queue.newer(slot)
+        return END

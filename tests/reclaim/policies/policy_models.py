@@ -13,7 +13,8 @@ __all__ = ["MODELS", "FifoModel", "LeafLruModel", "LfuModel", "LruModel", "Polic
 
 
 class Walk:
-    """An iteration: it yields at most `left` more; `behind` are the blocks it has left behind, the latest last."""
+    """An iteration: it yields at most `left` more, standing on the block `at`, before all while it is None; `at` is
+    the one before that when that has left its place."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -25,6 +26,7 @@ class Walk:
     def ask(self, find: Callable[[Walk], int | None]) -> int | None:
         self.left -= 1
         self.yielded = self.at = find(self) if self.left >= 0 else None
+        self.stepped_back = False
         self.stepped_back = False
         return self.yielded
 
@@ -65,6 +67,7 @@ class PolicyModel(ABC):
                 order = self.order()
                 place = order.index(block)
                 walk.at = order[place - 1] if place else None
+                walk.stepped_back = True
                 walk.stepped_back = True
             if walk.yielded == block:
                 walk.yielded = None
@@ -136,10 +139,8 @@ class LruModel(SortedModel):
 
 class LeafLruModel(LruModel):
     def find(self, walk: Walk) -> int | None:
-        here = walk.at
-        if walk.stepped_back and here is not None and here not in walk.passed and self.is_leaf(here):
-            return here
-        return next((block for block in self.following(walk) if self.is_leaf(block)), None)
+        blocks = self.order() if walk.stepped_back else self.following(walk)
+        return next((block for block in blocks if block not in walk.passed and self.is_leaf(block)), None)
 
 
 class LfuModel(SortedModel):

@@ -33,8 +33,8 @@ MAKE: dict[str, Callable[[IsLeaf], Policy]] = {
     "s3fifo": lambda is_leaf: S3Fifo(),
     "sieve": lambda is_leaf: Sieve(),
 }
-SLOTS = 40
-BLOCKS = 60
+SLOTS = 16
+BLOCKS = 24
 PICKS = st.integers(0, 10**6)
 
 
@@ -60,7 +60,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def is_leaf(self, block: int) -> bool:
         return block not in self.parents.values()
 
-    def slot_of(self, block: int) -> int:
+    def slot_of(self, block: int | None) -> int:
         return next(slot for slot, each in self.blocks.items() if each == block)
 
     def resident(self, pick: int) -> int:
@@ -81,7 +81,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def insert(self, slot: int, block: int, parent: int) -> None:
         if block in self.blocks.values():
             return
-        if self.blocks and parent % 3:
+        if self.blocks and parent % 2:
             self.parents[block] = self.blocks[self.resident(parent)]
         slot = self.free(slot)
         self.blocks[slot] = block

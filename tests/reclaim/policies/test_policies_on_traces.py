@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from trace_runner import TRACE, CacheOf
 
@@ -9,7 +11,7 @@ from kvcm.model.groups import EvictionPolicy
 from kvcm.reclaim.policies import POLICIES, Fifo, LeafLru, Lfu, Lru, S3Fifo, Sieve, by_age
 from kvcm.reclaim.policies.policy import IsLeaf, Policy
 
-MAKE = {
+MAKE: dict[str, Callable[[IsLeaf], Policy]] = {
     "fifo": lambda is_leaf: Fifo(),
     "leaf_lru": LeafLru,
     "lfu": lambda is_leaf: Lfu(ageing=False),

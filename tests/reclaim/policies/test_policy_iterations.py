@@ -53,6 +53,30 @@ def test_an_iteration_that_evicts_all_names_every_block_once(name: str) -> None:
     assert list(policy.victims()) == []
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_an_iteration_that_evicts_some_names_none_twice(name: str, every: int) -> None:
+    policy = filled(name)
+    found = []
+    for slot in policy.victims():
+        found.append(slot)
+        if len(found) % every == 0:
+            policy.remove(slot)
+    assert sorted(found) == list(range(COUNT))
+    assert len(policy) == COUNT - COUNT // every
+
+
+def test_a_new_block_in_the_slot_of_one_that_was_passed_over_is_another_block(name: str) -> None:
+    policy = POLICIES[name](no_child, EvictionPolicy(name))
+    for slot in range(3):
+        policy.insert(slot, slot)
+    victims = policy.victims()
+    assert [next(victims), next(victims)] == [0, 1]
+    policy.remove(0)
+    policy.insert(0, 99)
+    policy.remove(2)
+    assert list(victims) == [0]
+
+
 def touch_it(policy: Policy, slot: int) -> None:
     policy.touch(slot)
 
@@ -127,7 +151,7 @@ forests = st.lists(st.integers(-1, 10**6), min_size=1, max_size=25).map(
 def test_leaf_lru_takes_every_chain_from_its_tail(
     forest: Forest, reads: list[int], tail_first: bool, at_once: bool
 ) -> None:
-    """Invariant 7; the first victim of an iteration is the leaf that was read least lately, and one is enough for all."""
+    """Invariant 7; the first victim of an iteration is the leaf that was read least lately, and one takes all."""
     policy = LeafLru(forest.is_leaf)
     order = list(forest.resident)
     for slot in order:
@@ -166,3 +190,37 @@ def test_leaf_lru_looks_at_few_blocks_of_chains_that_are_touched_from_the_tail()
         policy.remove(slot)
     assert len(policy) == 0
     assert looks <= 2000
+
+
+def test_leaf_lru_goes_on_where_it_was_when_many_followed_blocks_are_older() -> None:
+    looks = 0
+
+    def is_leaf(slot: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return slot >= 1000 and (slot % 2 == 1 or slot + 1 not in policy)
+
+    policy = LeafLru(is_leaf)
+    for slot in [*range(1000), *range(1000, 1200)]:
+        policy.insert(slot, slot)
+    found = []
+    for slot in policy.victims():
+        found.append(slot)
+        policy.remove(slot)
+    # An even block is followed by the odd one behind it, and comes right after it.
+    assert found == [slot for odd in range(1001, 1200, 2) for slot in (odd, odd - 1)]
+    assert looks < 1000 + 200 * 260
+
+
+def test_leaf_lru_takes_a_block_in_its_turn_though_another_lies_between() -> None:
+    """Only the tail was read lately, so its parent is not its neighbour in the order."""
+    followers = {0: 2, 1: 0}  # the chain is 1, 0, 2
+    policy = LeafLru(lambda slot: followers.get(slot, -1) not in policy)
+    for slot in (0, 1, 3, 2):
+        policy.insert(slot, slot)
+    victims = policy.victims()
+    assert next(victims) == 3  # stays
+    assert next(victims) == 2
+    for slot in (2, 0, 1):
+        policy.remove(slot)
+        assert next(victims, None) == {2: 0, 0: 1, 1: None}[slot]
