@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager acceptance-index clean
+.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager acceptance-index acceptance-capacity clean
 
 setup: $(VENV)/.dev
 
@@ -77,6 +77,9 @@ smoke: setup redis
 	$(BIN)/python benchmarks/crash.py --quick --json build/crash.json
 	$(BIN)/python benchmarks/contention.py --quick --json build/contention.json
 	$(BIN)/python benchmarks/faults.py --quick --json build/faults.json
+	$(BIN)/python benchmarks/capacity.py --quick --json build/capacity.json
+	$(BIN)/python benchmarks/reclaim_faults.py --quick --json build/reclaim_faults.json
+	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -86,6 +89,13 @@ acceptance-index: setup redis
 	$(BIN)/python benchmarks/crash.py --json benchmarks/results/crash.json
 	$(BIN)/python benchmarks/contention.py --json benchmarks/results/contention.json
 	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
+	$(BIN)/python benchmarks/readme.py
+
+# Eviction: what goes and how much, kills and failing storages, and what readers notice. Half an hour on two cores.
+acceptance-capacity: setup redis
+	$(BIN)/python benchmarks/capacity.py --json benchmarks/results/capacity.json
+	$(BIN)/python benchmarks/reclaim_faults.py --json benchmarks/results/reclaim_faults.json
+	$(BIN)/python benchmarks/reclaim.py --json benchmarks/results/reclaim.json
 	$(BIN)/python benchmarks/readme.py
 
 clean:

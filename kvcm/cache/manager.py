@@ -255,6 +255,8 @@ class CacheManager:
         cache = self.cache(instance_id)
         await self._expire_if_alone()
         finished = await self.endings.finish(cache, session_id, success, retention)
+        if (group := self._registry.groups.find(cache.instance.instance_group_name)) is not None:
+            self._sessions.look_at_marks(group)
         await self._store.flush()
         return finished
 

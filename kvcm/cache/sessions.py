@@ -110,8 +110,12 @@ class WriteSessions:
         finally:
             if reservation is not None:
                 self._usage.settle(reservation, cache.index)
-                if self._crossed(group):
-                    self._on_pressure(group.name)
+                self.look_at_marks(group)
+
+    def look_at_marks(self, group: InstanceGroup) -> None:
+        """Tell whoever evicts if a group is above a mark, now that something was begun or can be evicted."""
+        if self._crossed(group):
+            self._on_pressure(group.name)
 
     def _refused(self, group: InstanceGroup) -> None:
         self._usage.refusals[group.name] += 1

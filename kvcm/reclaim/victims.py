@@ -16,7 +16,7 @@ from kvcm.reclaim.chains import Chains
 from kvcm.reclaim.guard import TailFirst
 from kvcm.reclaim.lanes import Candidate, IsOverBudget
 from kvcm.reclaim.marking import Eviction, locations_to_evict, thinned_size
-from kvcm.reclaim.needs import Holding, Need
+from kvcm.reclaim.needs import Holding, Need, Reason
 from kvcm.reclaim.shares import Shares
 
 __all__ = ["Goal", "Order", "Reach", "Source", "Taker", "Victim", "choose", "choose_expired"]
@@ -205,7 +205,7 @@ class _Choice:
 
     async def _take_tail(self, source: Source, key: int, policy: str) -> None:
         """Take what follows a block, and the block at last."""
-        if self.reach is Reach.DESCENDANTS and await self._is_held(source, key):
+        if self.reach is Reach.DESCENDANTS and await self._spares(source, key):
             return
         tail = TailFirst(source.chains, key)
         while not self.is_enough() and (leaf := await tail.next()) is not None:
@@ -228,14 +228,19 @@ class _Choice:
                 return
             record = parent
 
-    async def _is_held(self, source: Source, key: int) -> bool:
-        """Whether something at or behind a block is pinned or being written: then nothing is won by taking the rest."""
-        return any(
-            place.status is LocationStatus.WRITING or place.pinned_until > self._now
+    async def _spares(self, source: Source, key: int) -> bool:
+        """Whether a block and what follows it is left alone: where something is pinned or being written nothing is won
+        by taking the rest, and where more than one block helps the lower ones cost less, and have their own turn."""
+        places = [
+            [place for place in record.locations if place.status is not LocationStatus.DELETING]
             for record in await source.chains.family(key)
-            for place in record.locations
-            if place.status is not LocationStatus.DELETING
-        )
+        ]
+        if any(
+            each.status is LocationStatus.WRITING or each.pinned_until > self._now for some in places for each in some
+        ):
+            return True
+        helping = sum(any(self._need.wanted(each.place) for each in some) for some in places)
+        return helping > 1 and self._need.reason is not Reason.TTL
 
     async def _is_in_reach(self, source: Source, key: int, head: Candidate) -> bool:
         return self.reach > Reach.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at

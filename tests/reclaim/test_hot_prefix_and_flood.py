@@ -46,11 +46,19 @@ async def hot_blocks_after_a_flood(policy: str, backends: Rig) -> int:
     return len((await rig.manager.match("g-i", rig.prefix(HOT), peek=True)).keys)
 
 
+@pytest.mark.parametrize("backends", ["memory"], indirect=True)
 @pytest.mark.parametrize("policy", ["leaf_lru", "lfu", "lru", "s3fifo", "sieve"])
 async def test_a_hot_prefix_survives_a_flood(policy: str, backends: Rig) -> None:
     assert await hot_blocks_after_a_flood(policy, backends) == len(HOT)
 
 
+@pytest.mark.parametrize("backends", ["redis"], indirect=True)
+@pytest.mark.parametrize("policy", ["leaf_lru", "s3fifo"])
+async def test_a_hot_prefix_survives_over_a_shared_store(policy: str, backends: Rig) -> None:
+    assert await hot_blocks_after_a_flood(policy, backends) == len(HOT)
+
+
+@pytest.mark.parametrize("backends", ["memory"], indirect=True)
 async def test_first_in_first_out_loses_it(backends: Rig) -> None:
     """So the flood is one."""
     assert await hot_blocks_after_a_flood("fifo", backends) == 0
