@@ -186,6 +186,25 @@ async def test_ugly_names_are_real_files_below_the_root(kind: Kind, tmp_path: Pa
     assert files_below(tmp_path) == []
 
 
+@pytest.mark.parametrize("is_file", [False, True], ids=["gone", "a file"])
+async def test_nothing_counts_as_deleted_while_the_storage_is_not_mounted(
+    kind: Kind, tmp_path: Path, is_file: bool
+) -> None:
+    written = Written.into(kind.open(tmp_path / "root"), allocation({"tp0": 64}, range(3)))
+    (tmp_path / "root").rename(tmp_path / "away")
+    if is_file:
+        (tmp_path / "root").touch()
+    reasons = [*await written.backend.delete(written.uris[:1]), *await written.backend.discard(written.uris[1:2])]
+    assert all(reason is not None and "mounted" in reason for reason in reasons)
+    if is_file:
+        (tmp_path / "root").unlink()
+    assert not (tmp_path / "root").exists()
+    (tmp_path / "away").rename(tmp_path / "root")
+    written.assert_intact(range(3))
+    assert await written.backend.delete(written.uris) == [None] * 3
+    assert files_below(tmp_path) == []
+
+
 async def test_a_storage_that_is_gone_says_so(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path / "root")
     shutil.rmtree(tmp_path / "root")

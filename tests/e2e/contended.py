@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from store_look import look_at, records_left, used_bytes, verified
 
 from kvcm.protocol import meta_service_pb2 as pb
 
-__all__ = ["ContendedReport", "Handover", "contend", "contended_rig", "hand_over", "visibility"]
+__all__ = ["ContendedReport", "Handover", "contend", "contended_rig", "hand_over", "leader_of", "visibility"]
 
 _KEYS = range(64)
 _CLIENTS_PER_MANAGER = 4
@@ -211,11 +211,11 @@ class Handover:
     wrong: list[str]
 
 
-async def leader_of(rig: ContendedRig) -> Manager:
+async def leader_of(managers: Sequence[Manager]) -> Manager:
     """Return the manager that leads."""
     limit = time.monotonic() + 10
     while time.monotonic() < limit:
-        for manager in rig.managers:
+        for manager in managers:
             wire = manager.connect()
             info = await wire.meta.GetClusterInfo(pb.GetClusterInfoRequest())
             await wire.close()
@@ -227,7 +227,7 @@ async def leader_of(rig: ContendedRig) -> Manager:
 
 async def hand_over(rig: ContendedRig) -> Handover:
     """Kill the leader while something is to be deleted and to expire, under load on the others; start it again."""
-    leader = await leader_of(rig)
+    leader = await leader_of(rig.managers)
     wires = [manager.connect() for manager in rig.managers if manager is not leader]
     load = Load(rig.site, _KEYS, History(), survives=True)
     await _set_up(rig, wires[0])

@@ -19,6 +19,7 @@ from redis_servers import free_port
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
+from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
 __all__ = ["BLOCK_BYTES", "GroupPlan", "Manager", "Site", "Wire", "code_of"]
@@ -41,6 +42,7 @@ class Wire:
         self._channels = [grpc.aio.insecure_channel(each, _CHANNEL) for each in (rpc_address, admin_address)]
         self.meta: Any = MetaServiceStub(self._channels[0])  # type: ignore[no-untyped-call]
         self.admin: Any = AdminServiceStub(self._channels[1])  # type: ignore[no-untyped-call]
+        self.capacity: Any = CapacityServiceStub(self._channels[1])  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -164,12 +166,18 @@ class GroupPlan:
         instances: ids of its instances.
         capacity_bytes: its quota.
         root: directory of its `file` storage, None for a storage without bytes.
+        mark: ratio of its quota above which blocks are evicted; above 1: never.
+        delay_ms: how long removed bytes stay.
+        keys_per_file: blocks that share a file.
     """
 
     name: str
     instances: tuple[str, ...]
     capacity_bytes: int
     root: Path | None = None
+    mark: float = 2.0
+    delay_ms: int = 200
+    keys_per_file: int = 8
 
     @property
     def storage(self) -> admin_pb.StorageConfig:
@@ -180,19 +188,21 @@ class GroupPlan:
                 global_unique_name=name, dummy=admin_pb.DummyStorageSpec(root_path=name, key_count_per_file=1)
             )
         return admin_pb.StorageConfig(
-            global_unique_name=name, nfs=admin_pb.NfsStorageSpec(root_path=f"{self.root}/", key_count_per_file=8)
+            global_unique_name=name,
+            nfs=admin_pb.NfsStorageSpec(root_path=f"{self.root}/", key_count_per_file=self.keys_per_file),
         )
 
     @property
     def group(self) -> admin_pb.InstanceGroup:
-        """Its settings: removed bytes stay 200 ms."""
+        """Its settings."""
         name = f"{self.name}-storage"
         group = admin_pb.InstanceGroup(name=self.name, storage_candidates=[name], global_quota_group_name="quota")
         group.version = 1
         group.quota.capacity = self.capacity_bytes
         reclaim = group.cache_config.reclaim_strategy
-        reclaim.storage_unique_name, reclaim.delay_before_delete_ms = name, 200
+        reclaim.storage_unique_name, reclaim.delay_before_delete_ms = name, self.delay_ms
         reclaim.reclaim_policy = admin_pb.POLICY_LRU
+        reclaim.trigger_strategy.used_percentage = self.mark
         group.cache_config.data_storage_strategy = admin_pb.CPS_PREFER_3FS
         indexer = group.cache_config.meta_indexer_config
         indexer.mutex_shard_num = 8

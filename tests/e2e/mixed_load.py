@@ -32,6 +32,7 @@ __all__ = [
     "finish_later",
     "metas_of",
     "served_blocks",
+    "store_bytes",
 ]
 
 MIXED = (0.66, 0.18, 0.145, 0.015)
@@ -180,7 +181,7 @@ class Client:
         if fate < 0.22:
             written = [key for key in written if self._random.random() < 0.6]
         for key in written:
-            _store(write.uris[key])
+            store_bytes(write.uris[key])
         if fate > 0.88 or self._load.is_over:
             return  # abandoned
         await asyncio.sleep(self._random.uniform(0, 0.02))
@@ -258,7 +259,7 @@ def bytes_of(uri: str) -> bytes:
     return blake2b(uri.encode(), digest_size=32).digest() * (BLOCK_BYTES // 32)
 
 
-def _store(uri: str) -> None:
+def store_bytes(uri: str) -> None:
     place = LocationUri.parse(uri)
     if place.scheme != "file":
         return
@@ -326,7 +327,7 @@ async def finish_later(load: Load, wire: Wire, random: Random) -> list[str]:
         if is_open:
             write.succeeded = frozenset(write.uris)
             for uri in write.uris.values():
-                _store(uri)
+                store_bytes(uri)
         if is_open or write.outcome is Outcome.UNKNOWN:
             left = write.sent + write.seconds - time.monotonic()
             await client.finish(write)

@@ -15,13 +15,14 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvcm.cache.accounts import group_account
 from kvcm.cache.write_values import WriteSession
 from kvcm.config import Settings, load_settings
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.metadata import Metadata, open_metadata
 from kvcm.model.clock import SystemClock
 from kvcm.model.instances import Instance, Placement
-from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
+from kvcm.model.locations import BlockRecord, LocationStatus, Place, decode_chunk
 from kvcm.model.uri import LocationUri
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import StorageDirectory
@@ -69,30 +70,38 @@ class Look:
         """Look at the records of one instance."""
         where, group = instance.instance_id, instance.instance_group_name
         await backend.refresh()
-        kept, kept_count = dict(backend.usage_bytes), backend.key_count
-        used: Counter[int] = Counter()
+        kept, kept_count = +Counter(backend.usage_bytes), backend.key_count
+        kept_deleting = +Counter(backend.deleting_bytes), backend.deleting_keys
+        used, deleting = Counter[Place](), Counter[Place]()
         keys = list(dict.fromkeys([key async for page in backend.scan(1024) for key in page]))
         records = [record for record in await backend.get_many(keys) if record is not None]
         for key, record in zip(keys, await backend.get_many(keys), strict=True):
             if record is None:
                 self.wrong.append(f"{where}: {key} is listed and has no record")
             else:
-                self._record(f"{where}/{key}", record, used)
+                self._record(f"{where}/{key}", record, used, deleting)
         await self._pending(where, backend, keys)
         if kept_count != len(records):
             self.wrong.append(f"{where}: {kept_count} keys counted, {len(records)} records")
-        if {int(kind): size for kind, size in kept.items() if size} != +used:
-            self.wrong.append(f"{where}: usage is kept as {kept}, recounted {dict(used)}")
+        leaving = sum(all(each.status is LocationStatus.DELETING for each in record.locations) for record in records)
+        if kept != used:
+            self.wrong.append(f"{where}: usage is kept as {dict(kept)}, recounted {dict(used)}")
+        if kept_deleting != (deleting, leaving):
+            self.wrong.append(f"{where}: deletions are kept as {kept_deleting}, recounted {(deleting, leaving)}")
         self.blocks += len(records)
         self.used_bytes[group] += sum(used.values())
-        self._fields[group].update({f"b{kind}": size for kind, size in used.items()})
+        self._fields[group].update(
+            {f"b{int(place.storage_type)}/{place.storage}": size for place, size in used.items()}
+        )
         self._fields[group][f"k{placement.uid}"] += len(records)
 
-    def _record(self, where: str, record: BlockRecord, used: Counter[int]) -> None:
+    def _record(self, where: str, record: BlockRecord, used: Counter[Place], deleting: Counter[Place]) -> None:
         now = time.time()
         for location in record.locations:
             self.statuses[location.status] += 1
-            used[int(location.storage_type)] += location.size_bytes
+            used[location.place] += location.size_bytes
+            if location.status is LocationStatus.DELETING:
+                deleting[location.place] += location.size_bytes
             if location.status is not LocationStatus.SERVING and location.deadline < now - _LATE_SECONDS:
                 late = now - location.deadline
                 self.wrong.append(f"{where}: {location.status.name} for {late:.1f} s longer than allowed: {location}")
@@ -195,7 +204,7 @@ async def _counters(metadata: Metadata, registry: Registry) -> dict[str, Counter
     if metadata.client is None:
         return {}
     counters = QuotaCounters(metadata.client)
-    return {group.name: await counters.read(group.name) for group in registry.groups.all()}
+    return {group.name: await counters.read(group_account(group.name)) for group in registry.groups.all()}
 
 
 def _placements(registry: Registry) -> Iterator[tuple[Instance, Placement]]:

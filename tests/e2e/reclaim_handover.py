@@ -1,0 +1,116 @@
+"""The leader of two managers is killed in the middle of an eviction: the other goes on, and takes no more than due."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from contended import leader_of
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
+from reclaim_site import remaining_bytes, set_mark, until, usage_of, write
+from store_look import look_at, verified
+
+__all__ = ["Takeover", "take_over"]
+
+_BLOCKS = 4000
+_STEP_BLOCKS = 200
+_BATCH = 500
+_LEASE_SECONDS = 2.0
+_MOST_SECONDS = 40.0
+_PLAN = GroupPlan("wide", ("w/one",), _BLOCKS * BLOCK_BYTES * 2, delay_ms=100)
+_MARK = 0.25  # of the quota: half of the blocks have to go
+
+
+@dataclass(slots=True)
+class Takeover:
+    """What the death of a leader in the middle of an eviction meant.
+
+    Attributes:
+        left_blocks: that were still to be evicted when it died.
+        seconds: from the kill until the low mark was reached.
+        beyond_blocks: evicted below the low mark, by both together.
+        quiet_seconds: from then until the bytes were free and the counters equalled the records.
+        wrong: broken invariants.
+    """
+
+    left_blocks: int = 0
+    seconds: float = float("inf")
+    beyond_blocks: float = 0.0
+    quiet_seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+async def take_over(directory: Path, uri: str, rounds: int, seed: int) -> list[Takeover]:
+    """Run two managers on a store and kill the leader so many times, each time in the middle of an eviction."""
+    settings = {
+        "kvcm.registry_storage.uri": uri,
+        "kvcm.leader_elector.lease_ms": str(int(_LEASE_SECONDS * 1000)),
+    }
+    managers = [Manager(directory / f"manager-{number}", settings) for number in range(2)]
+    random = Random(seed)
+    with running(*managers):
+        wire = managers[0].connect()
+        await Site(_PLAN).set_up(wire)
+        await wire.close()
+        await asyncio.sleep(1.0)  # the other manager hears of the storage
+        return [await _round(managers, number, random) for number in range(rounds)]
+
+
+async def _round(managers: list[Manager], number: int, random: Random) -> Takeover:
+    leader = await leader_of(managers)
+    (survivor,) = (manager for manager in managers if manager is not leader)
+    wire = survivor.connect()
+    await _fill(wire, number)
+    report = Takeover()
+    await set_mark(wire, _PLAN, _MARK, _STEP_BLOCKS)
+    low = (await usage_of(wire, _PLAN.name)).low_mark_bytes
+    to_go = await remaining_bytes(wire, _PLAN.name) - low
+    kill_at = low + to_go * random.uniform(0.2, 0.9)
+    await until(lambda: _is_at_most(wire, kill_at), _MOST_SECONDS, 0.01)
+    leader.kill()
+    killed = time.monotonic()
+    report.left_blocks = (await remaining_bytes(wire, _PLAN.name) - low) // BLOCK_BYTES
+    await until(lambda: _is_at_most(wire, low), _MOST_SECONDS)
+    report.seconds = time.monotonic() - killed
+    await _settle(survivor, wire, low, report)
+    await set_mark(wire, _PLAN, 2.0)
+    await wire.close()
+    report.wrong += [text[-1500:] for manager in managers for text in manager.failures()]
+    await asyncio.to_thread(leader.start)
+    return report
+
+
+async def _fill(wire: Wire, number: int) -> None:
+    missing = _BLOCKS - await remaining_bytes(wire, _PLAN.name) // BLOCK_BYTES
+    first = (number + 1) * 100_000
+    for start in range(first, first + missing, _BATCH):
+        keys = range(start, min(start + _BATCH, first + missing))
+        await write(wire, "w/one", keys, with_bytes=False)
+
+
+async def _is_at_most(wire: Wire, size_bytes: float) -> bool:
+    return await remaining_bytes(wire, _PLAN.name) <= size_bytes
+
+
+async def _settle(survivor: Manager, wire: Wire, low: int, report: Takeover) -> None:
+    """Wait for the deletions, and recount."""
+    begin = time.monotonic()
+    while True:
+        look = await look_at(survivor.settings)
+        report.quiet_seconds = time.monotonic() - begin
+        is_quiet = not look.unfinished and not look.groups_off
+        if is_quiet or report.quiet_seconds > _MOST_SECONDS:
+            break
+        await asyncio.sleep(0.2)
+    report.wrong += [*look.wrong, *look.groups_off]
+    report.wrong += await asyncio.to_thread(verified, survivor.store_options)
+    remaining = await remaining_bytes(wire, _PLAN.name)
+    report.beyond_blocks = (low - remaining) / BLOCK_BYTES
+    # Each of the two may have had a step under way, and the last block may have been needed in part only.
+    if not 0 <= report.beyond_blocks <= _STEP_BLOCKS + 1:
+        report.wrong.append(f"{remaining} bytes remain, the low mark is {low} and a step {_STEP_BLOCKS * BLOCK_BYTES}")
+    if not is_quiet:
+        report.wrong.append(f"not quiet: {dict(look.statuses)}")

@@ -1,0 +1,272 @@
+"""Managers killed while they evict and delete, started again, and judged: real files, groups at their marks.
+
+Eviction may take any block that serves, so a confirmed write may be gone; what is served must have been confirmed, and
+its bytes must be there. What is left of the rest: records that become due, and bytes of sessions that were cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from key_history import Block, History, Outcome, Removal
+from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, running
+from mixed_load import Client, Load, bytes_of, bytes_stored, finish_later, metas_of, served_blocks
+from reclaim_site import remaining_bytes, until, usage_of, write
+from store_look import look_at, verified
+
+from kvcm.model.uri import LocationUri
+from kvcm.protocol import meta_service_pb2 as pb
+
+__all__ = ["EvictionReport", "EvictionRig", "evict_and_kill", "eviction_rig", "eviction_site", "judge_files"]
+
+_KEYS = range(1000)
+_CLIENTS = 8
+_SHARES = (0.75, 0.2, 0.05, 0.0)
+_SOME_SECONDS = 5.0
+_EVICTION_SECONDS = 5.0
+_USAGE_SECONDS = 25.0
+
+
+@dataclass(slots=True)
+class EvictionReport:
+    """What a run saw.
+
+    Attributes:
+        kills: managers killed under load.
+        wrong: broken invariants, with the number of the kill.
+        left_deleting: kills that left blocks marked for deletion.
+        checked_blocks: served blocks whose bytes were compared after a restart.
+        quiet_seconds: per kill, from the restart until nothing was being written or deleted.
+        low_mark_seconds: per crossing of a mark after a restart, until what remains was at the low mark.
+        cut_off: files without a record, of sessions that never ended well.
+        requests: answered.
+        looks: times that the store itself was recounted.
+    """
+
+    kills: int = 0
+    wrong: list[str] = field(default_factory=list)
+    left_deleting: int = 0
+    checked_blocks: int = 0
+    quiet_seconds: list[float] = field(default_factory=list)
+    low_mark_seconds: list[float] = field(default_factory=list)
+    cut_off: set[str] = field(default_factory=set)
+    requests: int = 0
+    looks: int = 0
+
+
+def eviction_site(directory: Path) -> Site:
+    """A group whose bytes go at once, in files of their own, and one whose packed bytes stay a second."""
+    swift = GroupPlan("swift", ("s/one",), 400 * BLOCK_BYTES, directory / "swift", 0.8, 0, 1)
+    patient = GroupPlan("patient", ("p/one",), 800 * BLOCK_BYTES, directory / "patient", 0.4, 1000, 8)
+    return Site(swift, patient)
+
+
+def history_of(site: Site, base: dict[Block, str]) -> History:
+    """Return a history in which every block may be gone at any time."""
+    history = History(base)
+    for instance in site.instances:
+        history.removing(Removal(instance, None, float("-inf"), float("inf"), is_confirmed=False))
+    return history
+
+
+@dataclass(slots=True)
+class EvictionRig:
+    """A manager that evicts, and what is known of its blocks.
+
+    Attributes:
+        site: groups and instances.
+        manager: the one.
+        random: of the run.
+        is_shared: whether the store can be looked at while the manager runs.
+    """
+
+    site: Site
+    manager: Manager
+    random: Random
+    is_shared: bool
+    report: EvictionReport = field(default_factory=EvictionReport)
+    base: dict[Block, str] = field(default_factory=dict)
+    _confirmed: set[str] = field(default_factory=set)
+
+    async def set_up(self) -> None:
+        """Create groups and instances, and fill them up to their marks."""
+        wire = self.manager.connect()
+        await self.site.set_up(wire)
+        for group in self.site.groups:
+            await self._cross(wire, group)
+        self.base = await served_blocks(wire, Load(self.site, _KEYS, History()))
+        self._confirmed.update(map(_path, self.base.values()))
+        await wire.close()
+
+    async def round(self, *, look: bool) -> None:
+        """Load, kill, start again, judge, and cross the marks once more."""
+        load = Load(self.site, _KEYS, history_of(self.site, self.base))
+        await self._loaded(load)
+        self.report.kills += 1
+        await asyncio.to_thread(self.manager.start)
+        wire = self.manager.connect()
+        wrong = await self._judge(load, wire)
+        if look:
+            wrong += await self._look()
+        for group in self.site.groups:
+            wrong += await self._cross(wire, group)
+        self.base = await served_blocks(wire, load)
+        self._confirmed.update(map(_path, self.base.values()))
+        await wire.close()
+        self.report.wrong += [f"kill {self.report.kills}: {text}" for text in wrong]
+        self.report.requests += sum(sent.code is not None for sent in load.requests)
+
+    async def _loaded(self, load: Load) -> None:
+        wire = self.manager.connect()
+        clients = [Client(load, wire, Random(self.random.random()), 0.01, _SHARES) for _ in range(_CLIENTS)]
+        tasks = [asyncio.create_task(client.run()) for client in clients]
+        await asyncio.sleep(self.random.uniform(0.05, 1.0))
+        self.manager.kill()
+        load.is_over = True
+        await asyncio.gather(*tasks)
+        await wire.close()
+
+    async def _judge(self, load: Load, wire: Wire) -> list[str]:
+        begin = time.monotonic()
+        totals = [await usage_of(wire, group.name) for group in self.site.groups]
+        self.report.left_deleting += any(total.deleting_bytes for total in totals)
+        wrong = _without_bytes("at once", await served_blocks(wire, load))
+        wrong += await finish_later(load, wire, self.random)
+        wrong += await self._quiet(load, wire, begin)
+        served = await served_blocks(wire, load)
+        self.report.checked_blocks += len(served)
+        wrong += load.history.verdicts(load.blocks, served)
+        wrong += _without_bytes("when quiet", served)
+        wrong += await self._usage(wire, served)
+        confirmed = (each for each in load.history.writes if each.outcome is Outcome.OK)
+        self._confirmed.update(_path(uri) for each in confirmed for uri in each.uris.values())
+        wrong += self._files(served)
+        wrong += [text[-2000:] for text in self.manager.failures()]
+        wrong += [f"{sent}" for sent in load.requests if sent.code in {pb.INTERNAL_ERROR, pb.IO_ERROR}]
+        return wrong
+
+    async def _quiet(self, load: Load, wire: Wire, begin: float) -> list[str]:
+        """Wait until nothing is being written or deleted: for the longest session and delay, and some seconds."""
+        unfinished: list[str] = []
+
+        async def is_quiet() -> bool:
+            metas = await metas_of(wire, load)
+            totals = [await usage_of(wire, group.name) for group in self.site.groups]
+            unfinished[:] = [f"{block}: {text}" for block, text in metas.items() if "CLS_SERVING" not in text]
+            unfinished.extend(f"{total.deleting_bytes} bytes deleting" for total in totals if total.deleting_bytes)
+            return not unfinished
+
+        longest = max(group.delay_ms for group in self.site.groups) / 1000 + load.most_seconds
+        await until(is_quiet, longest + _SOME_SECONDS, 0.1)
+        self.report.quiet_seconds.append(time.monotonic() - begin)
+        return [f"unfinished too long after the restart: {text}" for text in unfinished]
+
+    async def _usage(self, wire: Wire, served: dict[Block, str]) -> list[str]:
+        """Compare what is used with what is served: when all is quiet there is nothing else."""
+        wrong: list[str] = []
+        for group in self.site.groups:
+            expected = sum(BLOCK_BYTES for instance, _ in served if instance in group.instances)
+            if self.is_shared:  # counters are put right within seconds of a death
+                continue
+            total = await usage_of(wire, group.name)
+            if total.used_bytes != expected:
+                wrong.append(f"{group.name}: {total.used_bytes} bytes are used, {expected} are served")
+            if total.used_bytes > total.high_mark_bytes:
+                wrong.append(f"{group.name}: {total.used_bytes} bytes stay above the mark {total.high_mark_bytes}")
+        return wrong
+
+    def _files(self, served: dict[Block, str]) -> list[str]:
+        roots = [group.root for group in self.site.groups if group.root is not None]
+        without_record = judge_files(roots, served)
+        self.report.cut_off |= without_record - self._confirmed
+        return [f"{path} is still there and nobody knows it" for path in sorted(without_record & self._confirmed)]
+
+    async def _cross(self, wire: Wire, group: GroupPlan) -> list[str]:
+        """Write until the mark is crossed, and wait until what remains is at the low mark, and not below it."""
+        (instance,) = group.instances
+        total = await usage_of(wire, group.name)
+        low, high = total.low_mark_bytes, total.high_mark_bytes
+        served = await served_blocks(wire, Load(Site(group), _KEYS, History()))
+        free = [key for key in _KEYS if (instance, key) not in served]
+        missing = (high - await remaining_bytes(wire, group.name)) // BLOCK_BYTES + 2
+        await write(wire, instance, free[: max(2, missing)])
+
+        async def is_low() -> bool:
+            return await remaining_bytes(wire, group.name) <= low
+
+        seconds = await until(is_low, _EVICTION_SECONDS, 0.02)
+        remaining = await remaining_bytes(wire, group.name)
+        self.report.low_mark_seconds.append(seconds)
+        if not low - BLOCK_BYTES < remaining <= low:
+            return [f"{group.name}: {remaining} bytes remain {seconds:.1f} s after the mark was crossed, not {low}"]
+        return []
+
+    async def _look(self) -> list[str]:
+        """Recount the store; on a shared one until the counters agree."""
+        self.report.looks += 1
+        begin = time.monotonic()
+        capacities = {group.name: group.capacity_bytes for group in self.site.groups}
+        if not self.is_shared:
+            await asyncio.to_thread(self.manager.kill)
+        while True:
+            look = await look_at(self.manager.settings, capacities=capacities)
+            is_good = not look.unfinished and not look.sessions and not look.groups_off
+            if is_good or not self.is_shared or time.monotonic() > begin + _USAGE_SECONDS:
+                break
+            await asyncio.sleep(0.2)
+        wrong = [*look.wrong, *look.groups_off]
+        if look.unfinished or look.sessions:
+            wrong.append(f"recounted: {dict(look.statuses)}, {look.sessions} sessions")
+        wrong += await asyncio.to_thread(verified, self.manager.store_options)
+        if not self.is_shared:
+            await asyncio.to_thread(self.manager.start)
+        return wrong
+
+
+def _path(uri: str) -> str:
+    return LocationUri.parse(uri).path
+
+
+def _without_bytes(when: str, served: dict[Block, str]) -> list[str]:
+    wrong = {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
+    return [f"{when}: {block} is served without the bytes that were written to {uri}" for block, uri in wrong.items()]
+
+
+def judge_files(roots: list[Path], served: dict[Block, str]) -> set[str]:
+    """Return the files below directories that no served block lies in."""
+    known = set(map(_path, served.values()))
+    files = {str(path).removesuffix(".deleted") for root in roots for path in root.rglob("*") if path.is_file()}
+    return files - known
+
+
+@contextlib.contextmanager
+def eviction_rig(directory: Path, uri: str, seed: int, fsync: str = "always") -> Iterator[EvictionRig]:
+    """Run a rig inside the block.
+
+    Args:
+        directory: for data and logs.
+        uri: of a shared store; "" for a RocksDB.
+        seed: of what the clients do and when the manager dies.
+        fsync: of the RocksDB.
+    """
+    store = {"kvcm.registry_storage.uri": uri} if uri else {"kvcm.data_dir": str(directory / "data")}
+    settings = {**store, "kvcm.store.fsync": fsync, "kvcm.leader_elector.lease_ms": "1000"}
+    manager = Manager(directory / "manager", settings)
+    with running(manager):
+        yield EvictionRig(eviction_site(directory), manager, Random(seed), bool(uri))
+
+
+async def evict_and_kill(
+    rig: EvictionRig, kills: int, look_every: int, tell: Callable[[str], None] = lambda _text: None
+) -> None:
+    """Do so many rounds, and recount the store every few."""
+    await rig.set_up()
+    for number in range(1, kills + 1):
+        await rig.round(look=number % look_every == 0 or number == kills)
+        tell(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")
