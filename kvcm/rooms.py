@@ -23,14 +23,14 @@ from kvcm.index.search_cache import CacheBudget
 from kvcm.metadata import Metadata
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError, UnknownInstanceError
-from kvcm.model.groups import InstanceGroup
 from kvcm.reclaim.evicted import Evicted
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.reclaim.needs import Limits
-from kvcm.reclaim.pressure import Blocks, is_above_a_mark
+from kvcm.reclaim.pressure import Pressure
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.reclaim.scrub import StorageScrubber
+from kvcm.reclaim.turns import Turns
 from kvcm.reclaim.wakes import SharedWakes
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
@@ -133,6 +133,7 @@ class Rooms:
         cache: CacheManager  # asks for what is built after it
         wakes: SharedWakes
         deletions: DeletionExecutor
+        pressure = Pressure(registry, lambda: cache.usage, lambda group_name: cache.open_caches.key_counts(group_name))
         cache = CacheManager(
             registry,
             storages,
@@ -142,19 +143,23 @@ class Rooms:
             usage=metadata.usage,
             budget=budget,
             events=events,
-            crossed=partial(_is_above_a_mark, registry, lambda: cache),
+            crossed=pressure.is_above_a_mark,
             on_pressure=lambda group_name: wakes.press(group_name),
         )
+        turns = Turns()  # eviction and deletion take theirs by turns, with room for requests between them
         reclaimer = Reclaimer(
             cache.indexes,
             registry.groups.find,
             partial(_limits, registry),
             clock,
             partial(_tell_evicted, told, lambda: deletions.wake()),
+            turns=turns,
         )
         table = metadata.store.table("wakes")
         wakes = SharedWakes(table, reclaimer.wake, lambda: leadership.is_leader or not metadata.store.is_shared)
-        deletions = DeletionExecutor(storages, clock, settings.deletion_workers, events)
+        deletions = DeletionExecutor(
+            storages, clock, settings.deletion_workers, events, registry.storages.is_configured, turns
+        )
         deletions.serve(cache)
         custody = GarbageCustody(cache, registry, metadata.store)
         garbage = GarbageCollector(
@@ -248,13 +253,6 @@ async def _every(seconds: float, duty: Callable[[], Awaitable[None]]) -> None:
 
 def _limits(registry: Registry) -> Limits:
     return Limits(registry.storages.all(), registry.quotas.all(), registry.groups.all())
-
-
-def _is_above_a_mark(registry: Registry, cache: Callable[[], CacheManager], group: InstanceGroup) -> bool:
-    blocks = [
-        Blocks(each.instance.block_bytes, each.index.key_count) for each in cache().open_caches.of_group(group.name)
-    ]
-    return is_above_a_mark(group, cache().usage, _limits(registry), blocks)
 
 
 def _tell_evicted(events: ChangeEvents, wake_deletions: Callable[[], None], evicted: Evicted) -> None:

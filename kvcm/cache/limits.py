@@ -96,13 +96,4 @@ class LimitBook:
 
 
 def _guaranteed(config: StorageConfig, groups: Sequence[InstanceGroup]) -> dict[str, int]:
-    """Return what groups are guaranteed on a storage; what a group's quota forbids to use needs no keeping."""
-    guaranteed: dict[str, int] = {}
-    for group in groups:
-        wanted = group.guaranteed_bytes(config.global_unique_name)
-        allowed = [wanted, group.quota.capacity]
-        on_type = group.quota.capacity_of(config.storage_type)
-        size = min(allowed if on_type is None else [*allowed, on_type])
-        if size > 0:
-            guaranteed[group.name] = size
-    return guaranteed
+    return {group.name: size for group in groups if (size := group.guaranteed_on(config))}

@@ -116,9 +116,11 @@ class CacheManager:
         pins = self._store.table("pins", _SESSION_SHARDS)
         self.pins = Pins(pins, budgets, self._find, storages, clock, lambda: new_id(16))
         self._missing = MissingParts(storages, self._remover)
-        self._removals = InstanceRemovals(registry, self._caches, self._remover, clock, is_shared=is_shared)
         self.accesses = AccessRecorder(clock, self._policy_of)
         self.read_modes = ReadModes(self._store.table("modes"))
+        self._removals = InstanceRemovals(
+            registry, self._caches, self._remover, self.pins, self.read_modes, clock, is_shared=is_shared
+        )
 
     async def load(self) -> None:
         """Open every index and hear of the open read leases, before the manager serves."""
@@ -165,9 +167,6 @@ class CacheManager:
 
     async def purge_removed(self) -> None:
         """Go on with the removal of instances: mark what is left, and forget those that have no blocks any more."""
-        for removal in self._registry.instances.removals():
-            await self.pins.forget(self._caches.of_removal(removal.instance, removal.placement))
-            await self.read_modes.forget(removal.placement.uid)
         await self._removals.go_on()
 
     async def match(self, instance_id: str, query: MatchQuery, *, peek: bool = False) -> Match:

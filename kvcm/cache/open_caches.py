@@ -61,6 +61,10 @@ class OpenCaches:
         """Return what is open of a group."""
         return [cache for cache in self._caches.values() if cache.instance.instance_group_name == group_name]
 
+    def key_counts(self, group_name: str) -> list[int]:
+        """Return the blocks of each of these, as last heard."""
+        return [cache.index.key_count for cache in self.of_group(group_name)]
+
     def by_uid(self, uid: int) -> InstanceCache | None:
         """Return what is kept for a registration, None when it is gone for good."""
         return self._caches.get(uid) or next((cache for cache in self.all() if cache.placement.uid == uid), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import msgspec
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.names import check_name
 
-__all__ = ["MAX_PIN_SECONDS", "HeldPlace", "Pin", "PinRequest"]
+__all__ = ["MAX_PIN_SECONDS", "HeldPlace", "HeldPlaces", "Pin", "PinRequest"]
 
 MAX_PIN_SECONDS = 30 * 86400
 _FORMAT = 1
@@ -53,6 +53,35 @@ class HeldPlace(NamedTuple):
     size_bytes: int
 
 
+class HeldPlaces(NamedTuple):
+    """What a pin holds, in the order of the prefix. Packed, since ending one pin reads all those of its instance.
+
+    Attributes:
+        keys: of the blocks, as 64-bit numbers.
+        sizes: in bytes, likewise.
+        location_ids: one for each.
+    """
+
+    keys: bytes
+    sizes: bytes
+    location_ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, places: Sequence[HeldPlace]) -> HeldPlaces:
+        """Pack places."""
+        return cls(
+            array("q", (place.key for place in places)).tobytes(),
+            array("q", (place.size_bytes for place in places)).tobytes(),
+            tuple(place.location_id for place in places),
+        )
+
+    def pages(self, size: int) -> Iterator[list[tuple[int, str]]]:
+        """Yield keys with location ids, so many at a time."""
+        keys = array("q", self.keys)
+        for start in range(0, len(keys), size):
+            yield list(zip(keys[start : start + size], self.location_ids[start : start + size], strict=True))
+
+
 class _Document(msgspec.Struct, array_like=True, frozen=True):
     version: int
     uid: int
@@ -62,7 +91,7 @@ class _Document(msgspec.Struct, array_like=True, frozen=True):
     is_ended: bool
     keys: bytes
     sizes: bytes
-    location_ids: list[str]
+    location_ids: tuple[str, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -79,7 +108,7 @@ class Pin:
         group: the instance's group, whose budget it takes.
         owner: who pinned.
         deadline: unix seconds.
-        places: what it holds, in the order of the prefix.
+        held: what it holds.
         is_ended: it ends before its deadline, and holds nothing any more.
     """
 
@@ -88,27 +117,33 @@ class Pin:
     group: str
     owner: str
     deadline: float
-    places: tuple[HeldPlace, ...]
+    held: HeldPlaces
     is_ended: bool = False
+
+    @property
+    def places(self) -> tuple[HeldPlace, ...]:
+        """What it holds, in the order of the prefix."""
+        keys, sizes = array("q", self.held.keys), array("q", self.held.sizes)
+        return tuple(map(HeldPlace._make, zip(keys, self.held.location_ids, sizes, strict=True)))
 
     @property
     def size_bytes(self) -> int:
         """Bytes of what it holds."""
-        return sum(place.size_bytes for place in self.places)
+        return sum(array("q", self.held.sizes))
 
     @property
     def block_count(self) -> int:
         """Blocks that it holds."""
-        return len({place.key for place in self.places})
+        return len(set(array("q", self.held.keys)))
 
     @property
     def last_key(self) -> int:
         """Last block of the prefix, 0 when it holds nothing."""
-        return self.places[-1].key if self.places else 0
+        return array("q", self.held.keys)[-1] if self.held.keys else 0
 
-    def holding(self, places: tuple[HeldPlace, ...]) -> Pin:
+    def holding(self, places: Sequence[HeldPlace]) -> Pin:
         """Return the pin with other places."""
-        return replace(self, places=places)
+        return replace(self, held=HeldPlaces.of(places))
 
     def encoded(self) -> bytes:
         """Return the pin's document; its id is the document's name."""
@@ -120,9 +155,7 @@ class Pin:
                 self.owner,
                 self.deadline,
                 self.is_ended,
-                array("q", (place.key for place in self.places)).tobytes(),
-                array("q", (place.size_bytes for place in self.places)).tobytes(),
-                [place.location_id for place in self.places],
+                *self.held,
             )
         )
 
@@ -135,10 +168,11 @@ class Pin:
         """
         try:
             stored = _decoder.decode(document)
-            keys, sizes = array("q", stored.keys), array("q", stored.sizes)
-            places = tuple(map(HeldPlace._make, zip(keys, stored.location_ids, sizes, strict=True)))
-        except ValueError as error:  # msgspec's errors are such, too
+        except msgspec.MsgspecError as error:
             raise StorageIOError(f"a stored pin cannot be read: {error}") from error
         if stored.version != _FORMAT:
             raise StorageIOError(f"a stored pin has format {stored.version}, this release knows {_FORMAT}")
-        return cls(pin_id, stored.uid, stored.group, stored.owner, stored.deadline, places, stored.is_ended)
+        held = HeldPlaces(stored.keys, stored.sizes, stored.location_ids)
+        if not len(held.keys) == len(held.sizes) == 8 * len(held.location_ids):
+            raise StorageIOError("a stored pin cannot be read: it has not one size and one location id for each key")
+        return cls(pin_id, stored.uid, stored.group, stored.owner, stored.deadline, held, stored.is_ended)

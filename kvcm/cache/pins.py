@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ import structlog
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
 from kvcm.cache.pin_budget import PinBudgets, PinEntry
-from kvcm.cache.pin_values import HeldPlace, Pin, PinRequest
+from kvcm.cache.pin_values import HeldPlace, HeldPlaces, Pin, PinRequest
 from kvcm.index.answers import StorageView
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
@@ -42,6 +42,7 @@ __all__ = ["Pin", "PinRequest", "Pins"]
 _MOST_ATTEMPTS = 16
 _MOST_DUE = 1024
 _READ_AT_ONCE = 32
+_PLACES_AT_ONCE = 4096
 _CARRY_OUT_SECONDS = 5.0  # then whoever looks for due pins takes an early end over
 
 _log = structlog.get_logger("kvcm.cache")
@@ -97,7 +98,7 @@ class Pins:
             if not found:
                 return None
             deadline = self._clock.now() + request.ttl_seconds
-            pin = Pin(self._new_id(), cache.placement.uid, group.name, request.owner, deadline, found)
+            pin = Pin(self._new_id(), cache.placement.uid, group.name, request.owner, deadline, HeldPlaces.of(found))
             try:
                 return await self._begin(cache, group, pin)
             except CapacityError:
@@ -126,7 +127,7 @@ class Pins:
 
     async def of_instance(self, cache: InstanceCache) -> list[Pin]:
         """Return the pins of an instance, those that end first first."""
-        pins = await self._all_of(cache.instance.instance_group_name, cache.placement.uid)
+        pins = [pin async for pin in self._all_of(cache.instance.instance_group_name, cache.placement.uid)]
         return sorted(pins, key=lambda pin: (pin.deadline, pin.id))
 
     async def pinned_bytes(self, group: str) -> int:
@@ -197,7 +198,7 @@ class Pins:
 
     async def _shrink(self, cache: InstanceCache, pin: Pin, held: Pin) -> Pin | None:
         """Give back what was not there any more."""
-        if not held.places:
+        if not held.held.keys:
             await self._end(cache, pin)
             return None
         if not await self._table.replace(pin.id, pin.encoded(), held.encoded(), held.deadline):
@@ -240,31 +241,28 @@ class Pins:
 
     async def _deadlines(self, pin: Pin) -> dict[tuple[int, str], float]:
         """Return until when documents hold the locations of a pin, the latest each."""
-        wanted = {place[:2] for place in pin.places}
+        wanted = {at for page in pin.held.pages(_PLACES_AT_ONCE) for at in page}
         deadlines: dict[tuple[int, str], float] = {}
-        for other in await self._all_of(pin.group, pin.uid):
-            for place in other.places:
-                if place[:2] in wanted:
-                    deadlines[place[:2]] = max(other.deadline, deadlines.get(place[:2], 0.0))
+        async for other in self._all_of(pin.group, pin.uid):
+            for page in other.held.pages(_PLACES_AT_ONCE):
+                for at in wanted.intersection(page):
+                    deadlines[at] = max(other.deadline, deadlines.get(at, 0.0))
+                await asyncio.sleep(0)
         return deadlines
 
-    async def _all_of(self, group: str, uid: int) -> list[Pin]:
+    async def _all_of(self, group: str, uid: int) -> AsyncIterator[Pin]:
+        """Yield the pins of an instance; each is read when other requests have had their turn."""
         ids = [pin_id for pin_id, entry in (await self._budgets.entries(group)).items() if entry.uid == uid]
-        pins: list[Pin | None] = []
         for start in range(0, len(ids), _READ_AT_ONCE):
-            pins += await asyncio.gather(*map(self._read, ids[start : start + _READ_AT_ONCE]))
-        return [pin for pin in pins if pin is not None and not pin.is_ended]
-
-    async def _read(self, pin_id: str) -> Pin | None:
-        document = await self._table.get(pin_id)
-        try:
-            return Pin.decoded(pin_id, document) if document is not None else None
-        except StorageIOError as error:  # nobody can tell what it holds; it must not hold up the others
-            _log.warning("pin_unreadable", pin=pin_id, reason=str(error))
-            return None
+            some = ids[start : start + _READ_AT_ONCE]
+            for pin_id, document in zip(some, await asyncio.gather(*map(self._table.get, some)), strict=True):
+                pin = _readable_pin(pin_id, document)
+                if pin is not None and not pin.is_ended:
+                    yield pin
+                await asyncio.sleep(0)
 
     async def _end_due(self, pin_id: str) -> None:
-        pin = await self._read(pin_id)
+        pin = _readable_pin(pin_id, await self._table.get(pin_id))
         if pin is None or pin.deadline <= self._clock.now():
             await self._drop(pin_id)
         elif pin.is_ended:
@@ -281,6 +279,14 @@ class Pins:
         document = await self._table.get(pin_id)
         if document is not None:
             await self._table.replace(pin_id, document, None)
+
+
+def _readable_pin(pin_id: str, document: bytes | None) -> Pin | None:
+    try:
+        return Pin.decoded(pin_id, document) if document is not None else None
+    except StorageIOError as error:  # nobody can tell what it holds; it must not hold up the others
+        _log.warning("pin_unreadable", pin=pin_id, reason=str(error))
+        return None
 
 
 def _serves(location: Location) -> bool:

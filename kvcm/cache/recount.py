@@ -1,13 +1,16 @@
 """Recounts of usage: what managers that died did not report any more is put right by whoever leads.
 
-The counters that change with the records, shard by shard, are the truth; an account (`kvcm.cache.accounts`) that
-differs from them in two looks in a row, or holds reservations that nobody ends, is recounted. Nothing scans an index.
+The counters that change with the records, shard by shard, are the truth. An account (`kvcm.cache.accounts`) is
+recounted when two looks in a row find the very same difference from them, reports that were dropped, or a reservation
+that nobody ended in time. Two different differences are no reason: reports of a busy account are always on their way,
+and a recount meanwhile drops some of them. Nothing scans an index.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import structlog
 
@@ -26,6 +29,21 @@ _LOOK_SECONDS = 5.0
 _log = structlog.get_logger("kvcm.cache")
 
 
+class _Doubt(NamedTuple):
+    """What may be wrong with an account.
+
+    Attributes:
+        differences: by how much each field differs.
+        is_lasting: reports were dropped or a reservation is overdue, which does not pass by itself.
+    """
+
+    differences: Mapping[str, int]
+    is_lasting: bool
+
+    def confirms(self, earlier: _Doubt) -> bool:
+        return (self.is_lasting and earlier.is_lasting) or bool(self.differences.items() & earlier.differences.items())
+
+
 class UsageRecount:
     """Looks after the shared counters of all accounts.
 
@@ -41,12 +59,12 @@ class UsageRecount:
         self._caches = caches
         self._ledger = ledger
         self._clock = clock
-        self._suspects: frozenset[str] = frozenset()
+        self._suspects: dict[str, _Doubt] = {}
         self._look_at = 0.0
 
     async def look(self) -> None:
         """Compare accounts with the truth, those that differed the last time sooner than the others, and recount what
-        differs for the second time.
+        differs in the same way for the second time.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -59,10 +77,11 @@ class UsageRecount:
             looked_at = self._suspects
         if not looked_at:
             return
-        suspects, self._suspects = self._suspects, frozenset()
-        different = frozenset(await self.different(looked_at))
-        await self.recount(sorted(different & suspects))
-        self._suspects = different - suspects
+        suspects, self._suspects = self._suspects, {}
+        doubts = await self._doubts(looked_at, now)
+        again = suspects.keys() & doubts.keys()
+        await self.recount(sorted(account for account in again if doubts[account].confirms(suspects[account])))
+        self._suspects = {account: doubt for account, doubt in doubts.items() if account not in suspects}
 
     def accounts(self) -> dict[str, str]:
         """Return every account in which something may count, and what it is, for people."""
@@ -80,22 +99,32 @@ class UsageRecount:
         Raises:
             StorageIOError: the store cannot be asked.
         """
+        doubts = await self._doubts(accounts, self._clock.now())
+        return {account: dict(doubt.differences) for account, doubt in doubts.items()}
+
+    async def _doubts(self, accounts: Collection[str], now: float) -> dict[str, _Doubt]:
         heard = await self._ledger.refresh(accounts)
-        truth = await counted(self.census())
-        return {
-            account: differences(counters, truth.get(account, {}))
+        overdue = await self._ledger.overdue([name for name, each in heard.items() if any(each.reserved.values())], now)
+        truth = await counted(await self._current_census())
+        doubts = {
+            account: _Doubt(differences(counters, truth.get(account, {})), counters.dropped > 0 or account in overdue)
             for account, counters in heard.items()
-            if counters.dropped or any(counters.reserved.values()) or differences(counters, truth.get(account, {}))
         }
+        return {account: doubt for account, doubt in doubts.items() if doubt.differences or doubt.is_lasting}
 
     async def recount(self, accounts: Collection[str]) -> bool:
         """Recount accounts; False when another manager does just now."""
         if not accounts:
             return True
-        done = await self._ledger.recount(accounts, self.census(), self._clock.now())
+        done = await self._ledger.recount(accounts, self._current_census, self._clock.now())
         for account, is_done in done.items():
             _log.info("usage_recounted", account=account, done=is_done)
         return all(done.values())
+
+    async def _current_census(self) -> Census:
+        """Return every index that anybody may have written to by now: it was registered before."""
+        await self._registry.refresh()
+        return self.census()
 
     def census(self) -> Census:
         """Return every index by group and uid."""

@@ -8,10 +8,15 @@ one that had not may have finished a write; and with several managers the end is
 
 from __future__ import annotations
 
+import structlog
+
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.open_caches import OpenCaches
+from kvcm.cache.pins import Pins
+from kvcm.cache.read_modes import ReadModes
 from kvcm.cache.removal import Remover
 from kvcm.model.clock import Clock
+from kvcm.model.errors import KvcmError
 from kvcm.registry.registry import Registry
 
 __all__ = ["InstanceRemovals"]
@@ -21,6 +26,8 @@ _REASON = "RemoveInstance"
 _GRACE_SECONDS = 60.0  # other managers hear of a removal within a second; a write takes seconds at most
 _RARELY_SECONDS = 600.0
 
+_log = structlog.get_logger("kvcm.cache")
+
 
 class InstanceRemovals:
     """Instances that are being removed.
@@ -29,16 +36,28 @@ class InstanceRemovals:
         registry: remembers them.
         caches: their indexes.
         remover: marks their blocks.
+        pins: give back what those of the instances take of budgets.
+        read_modes: forget the instances.
         clock: time source.
         is_shared: whether other managers work on the store.
     """
 
     def __init__(
-        self, registry: Registry, caches: OpenCaches, remover: Remover, clock: Clock, *, is_shared: bool
+        self,
+        registry: Registry,
+        caches: OpenCaches,
+        remover: Remover,
+        pins: Pins,
+        read_modes: ReadModes,
+        clock: Clock,
+        *,
+        is_shared: bool,
     ) -> None:
         self._registry = registry
         self._caches = caches
         self._remover = remover
+        self._pins = pins
+        self._read_modes = read_modes
         self._clock = clock
         self._grace_seconds = _GRACE_SECONDS if is_shared else 0.0
         self._next_scan: dict[int, float] = {}
@@ -49,9 +68,19 @@ class InstanceRemovals:
         await self._remover.remove_all(cache, most_pages=_PAGES_AT_ONCE, reason=_REASON)
 
     async def go_on(self) -> None:
-        """Mark what is left of every removed instance, and forget those that have no blocks any more."""
+        """Mark what is left of every removed instance, and forget those that have no blocks any more.
+
+        Raises:
+            KvcmError: of the first instance with which this was not possible; all have been tried.
+        """
+        errors: list[KvcmError] = []
         for removal in self._registry.instances.removals():
-            await self._go_on(self._caches.of_removal(removal.instance, removal.placement))
+            try:
+                await self._go_on(self._caches.of_removal(removal.instance, removal.placement))
+            except KvcmError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     async def _go_on(self, cache: InstanceCache) -> None:
         uid, now = cache.placement.uid, self._clock.now()
@@ -60,10 +89,23 @@ class InstanceRemovals:
             self._empty_since.pop(uid, None)
             if now >= self._next_scan.get(uid, 0.0):
                 await self._remover.remove_all(cache, reason=_REASON)
+                await self._forget_pins(cache)
                 pause = _RARELY_SECONDS if uid in self._next_scan else _GRACE_SECONDS
                 self._next_scan[uid] = self._clock.now() + pause
-        elif now >= self._empty_since.setdefault(uid, now) + self._grace_seconds:
+            return
+        since = self._empty_since.setdefault(uid, now)
+        is_over = now >= since + self._grace_seconds
+        if is_over or since == now:
+            await self._forget_pins(cache)
+        if is_over:
+            await self._read_modes.forget(uid)
             await cache.index.drop()
             await self._registry.instances.forget_removal(uid)
             self._empty_since.pop(uid, None)
             self._next_scan.pop(uid, None)
+
+    async def _forget_pins(self, cache: InstanceCache) -> None:
+        try:
+            await self._pins.forget(cache)
+        except KvcmError as error:  # they end at their deadlines all the same
+            _log.warning("pins_not_forgotten", registration=cache.placement.uid, reason=str(error))

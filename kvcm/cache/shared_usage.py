@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -98,19 +98,25 @@ class SharedLedger:
 
     def used(self, group_name: str) -> Mapping[Place, int]:
         """Return the bytes that a group uses, by place, as last heard."""
-        return bytes_by_place(self._heard_of(group_account(group_name)))
+        heard = self._heard.get(group_account(group_name))
+        return bytes_by_place(heard.used) if heard is not None else {}
 
-    def used_on(self, group_name: str, storage: str) -> int:
-        """Return the bytes that a group uses on a storage, as last heard."""
-        return sum(size for place, size in self.used(group_name).items() if place.storage == storage)
+    def held(self, group_name: str) -> Mapping[Place, int]:
+        """Return the bytes that a group uses or has reserved, by place, as last heard. What was stored a moment ago and
+        is not reported yet is still reserved."""
+        return bytes_by_place(self._held_in(group_account(group_name)))
 
-    def storage_used(self, storage: str) -> int:
-        """Return the bytes that all groups use on a storage, as last heard."""
-        return sum(self._heard_of(storage_account(storage)).values())
+    def held_on(self, storage: str) -> Mapping[str, int]:
+        """Return the same of a storage, by group. Writes hear of one that has a capacity."""
+        return bytes_by_group(self._held_in(storage_account(storage)))
 
-    def _heard_of(self, account: str) -> Mapping[str, int]:
+    def held_by_group(self) -> Mapping[str, int]:
+        """Return the same in total, by group. Writes hear of it that draw from a global quota."""
+        return bytes_by_group(self._held_in(OVERALL))
+
+    def _held_in(self, account: str) -> Mapping[str, int]:
         heard = self._heard.get(account)
-        return heard.used if heard is not None else {}
+        return _taken(heard) if heard is not None else {}
 
     async def hear(self, group_name: str, storages: Collection[str] = ()) -> None:
         """Ask the store what a group uses, and what all groups use on some storages."""
@@ -212,19 +218,26 @@ class SharedLedger:
             self._epochs = {**self._epochs, account: counters.epoch}
         return counters
 
-    async def recount(self, accounts: Collection[str], census: Census, now: float) -> dict[str, bool]:
+    async def overdue(self, accounts: Collection[str], now: float) -> frozenset[str]:
+        """Return the accounts with a reservation whose deadline has passed."""
+        return await self._counters.overdue(list(accounts), now)
+
+    async def recount(
+        self, accounts: Collection[str], census: Callable[[], Awaitable[Census]], now: float
+    ) -> dict[str, bool]:
         """Put the sum of the counters that change with the records in the place of what was reported.
 
         Args:
             accounts: which.
-            census: the indexes of all instances that count in them.
+            census: returns the indexes of all instances that count in them. Asked when the recount has begun: what it
+                does not name counts as nothing but what grew since then.
             now: unix seconds.
 
         Returns:
             By account whether it was carried through: not where another manager does just now.
         """
         begun = {account: await self._counters.begin_recount(account, now) for account in accounts}
-        truth = await counted(census)
+        truth = await counted(await census())
         return {
             account: await self._counters.end_recount(account, recount, truth.get(account, {}))
             for account, recount in begun.items()

@@ -53,11 +53,14 @@ class Ledger(Protocol):
     def used(self, group_name: str) -> Mapping[Place, int]:
         """Return the bytes that a group uses, by place."""
 
-    def used_on(self, group_name: str, storage: str) -> int:
-        """Return the bytes that a group uses on a storage."""
+    def held(self, group_name: str) -> Mapping[Place, int]:
+        """Return the bytes that a group uses, by place, at least: what is reserved for writes may be among them."""
 
-    def storage_used(self, storage: str) -> int:
-        """Return the bytes that all groups use on a storage."""
+    def held_on(self, storage: str) -> Mapping[str, int]:
+        """Return the same of a storage, by group."""
+
+    def held_by_group(self) -> Mapping[str, int]:
+        """Return the same in total, by group."""
 
     async def hear(self, group_name: str, storages: Collection[str] = ()) -> None:
         """Ask the store what a group uses, and what all groups use on some storages."""
@@ -119,11 +122,14 @@ class UsageLedger:
     def used(self, group_name: str) -> Mapping[Place, int]:
         return self._used.places.get(group_name, Counter())
 
-    def used_on(self, group_name: str, storage: str) -> int:
-        return self._used.storages[storage][group_name]
+    def held(self, group_name: str) -> Mapping[Place, int]:
+        return self.used(group_name)
 
-    def storage_used(self, storage: str) -> int:
-        return sum(self._used.storages[storage].values())
+    def held_on(self, storage: str) -> Mapping[str, int]:
+        return self._used.storages.get(storage, Counter())
+
+    def held_by_group(self) -> Mapping[str, int]:
+        return self._used.groups
 
     async def hear(self, group_name: str, storages: Collection[str] = ()) -> None:
         """Everything is known here already."""

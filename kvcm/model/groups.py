@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvcm.model.storages import StorageType
+from kvcm.model.storages import StorageConfig, StorageType
 
 __all__ = [
     "DEFAULT_HYSTERESIS",
@@ -297,6 +297,11 @@ class InstanceGroup:
         overrides = self.cache_config.reclaim_strategy.instance_overrides
         return next((each for each in overrides if each.instance_id == instance_id), InstanceOverride(instance_id))
 
-    def guaranteed_bytes(self, storage: str) -> int:
-        """Return the bytes on a storage that no other group may take."""
-        return sum(each.guaranteed_bytes for each in self.storage_guarantees if each.storage_unique_name == storage)
+    def guaranteed_on(self, storage: StorageConfig) -> int:
+        """Return the bytes on a storage that no other group may take: what the group's quota forbids it to use there
+        needs no keeping."""
+        named = (each for each in self.storage_guarantees if each.storage_unique_name == storage.global_unique_name)
+        wanted = sum(each.guaranteed_bytes for each in named)
+        on_type = self.quota.capacity_of(storage.storage_type)
+        allowed = self.quota.capacity if on_type is None else min(self.quota.capacity, on_type)
+        return max(0, min(wanted, allowed))

@@ -84,8 +84,8 @@ class Chains:
         records = zip(keys, await self.records(keys), strict=True)
         return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
 
-    async def family(self, key: int) -> list[BlockRecord]:
-        """Return the records of a block and of everything living that follows it."""
+    async def family(self, key: int, most: int) -> list[BlockRecord] | None:
+        """Return the records of a block and of everything living that follows it, None where that is more."""
         found: list[BlockRecord] = []
         level, seen = await self.living([key]), {key}
         while level:
@@ -93,6 +93,8 @@ class Chains:
             await self.families([parent for parent, _ in level])
             below = [child for parent, _ in level for child in await self.children(parent) if child not in seen]
             seen.update(below)
+            if len(seen) > most:
+                return None
             level = await self.living(below)
         return found
 
@@ -105,6 +107,11 @@ class Chains:
             if each.status is LocationStatus.SERVING and each.id not in chosen:
                 return True
         return False
+
+    def keeps_some(self, key: int, record: BlockRecord, going: Collection[Location]) -> bool:
+        """Return whether something of a block stays when some locations go."""
+        going_ids = {each.id for each in going} | self._chosen.get(key, _NOTHING)
+        return any(each.status is not LocationStatus.DELETING and each.id not in going_ids for each in record.locations)
 
     def serving(self, key: int, record: BlockRecord) -> list[Location]:
         """Return the locations of a block that can be read and were not chosen."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -22,6 +22,7 @@ from kvcm.model.deletion import DeletionItem
 from kvcm.model.locations import Location
 from kvcm.reclaim.custody import IndexInCustody, StorageFinder
 from kvcm.reclaim.deletion_marks import due_later, without
+from kvcm.reclaim.turns import Turns
 from kvcm.reclaim.workers import Backlog, StorageWorkers
 from kvcm.storage.backend import StorageBackend
 
@@ -68,13 +69,24 @@ class Deletions:
     """What is being deleted.
 
     Args:
-        storages: the open storages; items on a storage that is gone lose their metadata only.
+        storages: the open storages.
         clock: time source.
         workers_per_storage: batches that a storage deletes at a time.
+        is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
+            more lose their metadata only; one that is not open here fails.
+        turns: lets one slice of background work run at a time.
     """
 
-    def __init__(self, storages: StorageFinder, clock: Clock, workers_per_storage: int) -> None:
+    def __init__(
+        self,
+        storages: StorageFinder,
+        clock: Clock,
+        workers_per_storage: int,
+        is_configured: Callable[[str], bool],
+        turns: Turns,
+    ) -> None:
         self._storages = storages
+        self._is_configured = is_configured
         self._clock = clock
         self._workers_per_storage = workers_per_storage
         self._batch_size = min(_MOST_IN_A_BATCH, _MOST_IN_FLIGHT // workers_per_storage)
@@ -82,7 +94,7 @@ class Deletions:
         self._in_flight: set[tuple[int, int, str]] = set()
         self._in_flight_of: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by uid and storage
         self._tasks: set[asyncio.Task[None]] = set()
-        self._gate = asyncio.Lock()
+        self.give_way = turns.give_way
         self.progress = asyncio.Event()
         self.deleted = Deleted()
 
@@ -121,11 +133,6 @@ class Deletions:
         for storage, workers in self._workers.items():
             if count := workers.fail_late():
                 _log.warning("deletion_hangs", storage=storage, count=count, retry_seconds=workers.pause_seconds)
-
-    async def give_way(self) -> None:
-        """Let others run, and be the only one here to go on in this turn of the event loop."""
-        async with self._gate:
-            await asyncio.sleep(0)
 
     def begin(self, custody: IndexInCustody, items: Sequence[DeletionItem]) -> None:
         """Delete what was taken up, in the background; given back when it is done or put off."""
@@ -173,7 +180,7 @@ class Deletions:
 
     async def _delete(self, custody: IndexInCustody, storage: str, items: Sequence[DeletionItem]) -> None:
         backend, workers = self._storages.backend(storage), self._workers_of(storage)
-        if backend is None:
+        if backend is None and not self._is_configured(storage):
             await self._drop(custody, items)
             return
         async with workers.turn(len(items)):
@@ -192,8 +199,10 @@ class Deletions:
             workers.succeeded()
         await self._drop(custody, [item for item, reason in zip(items, reasons, strict=True) if reason is None])
 
-    async def _delete_bytes(self, backend: StorageBackend, items: Sequence[DeletionItem]) -> list[str | None]:
+    async def _delete_bytes(self, backend: StorageBackend | None, items: Sequence[DeletionItem]) -> list[str | None]:
         """Return per item why its bytes are still there, None when they are gone."""
+        if backend is None:
+            return ["the storage is not open on this manager"] * len(items)
         await self.give_way()
         try:
             results = iter(await backend.delete([uri for item in items for uri in item.uris]))

@@ -29,6 +29,7 @@ from kvcm.model.locations import LocationStatus
 from kvcm.reclaim.custody import Custodian, IndexInCustody, StorageFinder
 from kvcm.reclaim.deletion_marks import expired, is_expired
 from kvcm.reclaim.deletions import SLICE_BLOCKS, Deleted, Deletions, slices
+from kvcm.reclaim.turns import Turns
 from kvcm.reclaim.workers import Backlog
 from kvcm.telemetry.events import EventLog
 
@@ -46,10 +47,13 @@ class DeletionExecutor:
     """Deletes locations that are marked as deleting.
 
     Args:
-        storages: the open storages; items on a storage that is gone lose their metadata only.
+        storages: the open storages.
         clock: time source.
         workers_per_storage: batches that a storage deletes at a time.
         events: told of what expires.
+        is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
+            more lose their metadata only; one that is not open here is tried again. By default every storage is open.
+        turns: shared with other background work; by default a slice runs every turn.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class DeletionExecutor:
         clock: Clock,
         workers_per_storage: int = _WORKERS,
         events: EventLog | None = None,
+        is_configured: Callable[[str], bool] = lambda _storage: False,
+        turns: Turns | None = None,
     ) -> None:
         self._clock = clock
         self._custodian: Custodian | None = None
-        self._deletions = Deletions(storages, clock, workers_per_storage)
+        self._deletions = Deletions(storages, clock, workers_per_storage, is_configured, turns or Turns(1))
         self._events = ChangeEvents(events if events is not None else EventLog())
         self._woken = asyncio.Event()
         self._behind: dict[int, IndexInCustody] = {}  # there is more in them, to be taken up when some is done

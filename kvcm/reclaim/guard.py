@@ -12,7 +12,11 @@ from heapq import heappop, heappush
 from kvcm.model.locations import BlockRecord
 from kvcm.reclaim.chains import Chains
 
-__all__ = ["TailFirst"]
+__all__ = ["MOST_FOLLOWERS", "TailFirst"]
+
+MOST_FOLLOWERS = 1024
+"""Blocks behind a victim that are looked through for the coldest leaf: some milliseconds. A system prompt that more
+than that follow is passed over: what follows it has its own turn."""
 
 _Leaf = tuple[float, int, int]
 """When it was read, its depth with the sign turned, its key."""
@@ -21,12 +25,17 @@ _Leaf = tuple[float, int, int]
 class TailFirst:
     """The living descendants of a block in the order in which they are to go, and the block itself at last.
 
+    None where more than `MOST_FOLLOWERS` blocks follow.
+
     Whoever asks chooses a block (`Chains.choose`) before asking for the next, or does not: then nothing before it in
     its chain is named either, since that block would be left without its prefix.
 
     Args:
         chains: the blocks.
         key: of the block.
+
+    Attributes:
+        seen: the block and what follows it, once the first was named.
     """
 
     def __init__(self, chains: Chains, key: int) -> None:
@@ -34,12 +43,12 @@ class TailFirst:
         self._root = key
         self._leaves: list[_Leaf] = []
         self._open: dict[int, int] = {}  # living children that are left, of blocks that are no leaves
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
         self._named: tuple[int, BlockRecord] | None = None
 
     async def next(self) -> tuple[int, BlockRecord] | None:
         """Return the next block, None when there is none."""
-        if not self._seen:
+        if not self.seen:
             await self._grow_from(self._root)
         if self._named is not None:
             await self._shrink(*self._named)
@@ -48,22 +57,24 @@ class TailFirst:
 
     async def _grow_from(self, key: int) -> None:
         """Find the leaves at and below a block, level by level."""
-        self._seen.add(key)
+        self.seen.add(key)
         leaves: list[tuple[int, BlockRecord]] = []
         level = await self._chains.living([key])
         while level:
             await self._chains.families([key for key, _ in level])
             below: list[tuple[int, BlockRecord]] = []
             for parent, record in level:
-                self._seen.add(parent)
+                self.seen.add(parent)
                 children = await self._chains.living(await self._chains.children(parent))
-                children = [child for child in children if child[0] not in self._seen]
+                children = [child for child in children if child[0] not in self.seen]
                 if children:
                     self._open[parent] = len(children)
                     below += children
                 else:
                     leaves.append((parent, record))
             level = below
+            if len(self.seen) + len(below) > MOST_FOLLOWERS:
+                return
         await self._push(leaves)
 
     async def _push(self, leaves: list[tuple[int, BlockRecord]]) -> None:

@@ -70,14 +70,14 @@ class Limits(NamedTuple):
     quotas: Sequence[GlobalQuota]
     groups: Sequence[InstanceGroup] = ()
 
-    def kept_on(self, storage: str, used: Mapping[str, int]) -> int:
+    def kept_on(self, storage: StorageConfig, used: Mapping[str, int]) -> int:
         """Return the bytes on a storage that groups are guaranteed and do not use: nobody else may.
 
         Args:
-            storage: its name.
+            storage: as configured.
             used: bytes on it by group.
         """
-        return sum(max(0, _guarantee(group, storage) - used.get(group.name, 0)) for group in self.groups)
+        return sum(max(0, group.guaranteed_on(storage) - used.get(group.name, 0)) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,10 @@ class _Look:
         name = storage.global_unique_name
         wanted = partial(_is_on, name)
         users = {group: members for group, members in self._groups.items() if _sum(members, wanted)}
-        everyone = [holding for members in users.values() for holding in members]
-        mark = storage_mark(storage, _largest_block(everyone))
+        mark = storage_mark(storage, self._largest_block_of(lambda group: name in group.storage_candidates))
         used = {group: _sum(members, wanted) for group, members in users.items()}
-        kept = self._limits.kept_on(name, used)
-        guarantees = {group.name: _guarantee(group, name) for group in self._limits.groups}
+        kept = self._limits.kept_on(storage, used)
+        guarantees = {group.name: group.guaranteed_on(storage) for group in self._limits.groups}
         yield from self._fair_needs(_Contest(Reason.STORAGE, name, mark, users, wanted, guarantees, kept))
 
     def _of_quota(self, quota: GlobalQuota) -> Iterator[Need]:
@@ -186,9 +185,12 @@ class _Look:
             for group, members in self._groups.items()
             if members[0].group.global_quota_group_name == quota.name and _sum(members, _anywhere)
         }
-        everyone = [holding for members in drawing.values() for holding in members]
-        mark = global_mark(quota, _largest_block(everyone))
+        mark = global_mark(quota, self._largest_block_of(lambda group: group.global_quota_group_name == quota.name))
         yield from self._fair_needs(_Contest(Reason.GLOBAL, quota.name, mark, drawing, _anywhere, {}))
+
+    def _largest_block_of(self, may_use: Callable[[InstanceGroup], bool]) -> int:
+        """Return the largest block of all groups that may use something, whether they do or not."""
+        return _largest_block([each for members in self._groups.values() for each in members if may_use(each.group)])
 
     def _excess(self, label: Label, mark: Mark | None, used: int) -> int:
         return mark.excess(used, is_active=label in self._active) if mark is not None else 0
@@ -240,10 +242,6 @@ class _Contest(NamedTuple):
     wanted: Wanted
     guarantees: Mapping[str, int]
     kept: int = 0
-
-
-def _guarantee(group: InstanceGroup, storage: str) -> int:
-    return min(group.guaranteed_bytes(storage), group.quota.capacity)
 
 
 def _anywhere(_place: Place) -> bool:

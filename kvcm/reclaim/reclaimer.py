@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
+from typing import NamedTuple
 
 import structlog
 
@@ -24,6 +25,7 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import InstanceGroup, PrefixClass
 from kvcm.model.locations import BlockRecord
+from kvcm.reclaim.batch import Batch
 from kvcm.reclaim.chains import Chains
 from kvcm.reclaim.custody import IndexInCustody
 from kvcm.reclaim.evicted import Evicted, ReclaimStats
@@ -32,7 +34,8 @@ from kvcm.reclaim.live_order import LiveOrder
 from kvcm.reclaim.marking import Eviction, marked
 from kvcm.reclaim.needs import Holding, Label, Limits, Need, Reason, needs
 from kvcm.reclaim.shares import Shares
-from kvcm.reclaim.victims import Goal, Source, Victim, choose, choose_expired
+from kvcm.reclaim.turns import Turns
+from kvcm.reclaim.victims import Goal, Source, Walk, choose, choose_expired
 from kvcm.reclaim.window_order import WindowOrder
 
 __all__ = ["Reclaimer"]
@@ -41,9 +44,8 @@ _TRIGGER_SECONDS = 1.0
 _SHARED_SECONDS = 0.5  # other managers' writes are only seen by looking
 _STEP_SECONDS = 0.1  # between looks of a group that a step limit holds back
 _BETWEEN_LOOKS_SECONDS = 0.01  # many writes that cross a mark are one reason to look
-_BATCH = 32  # victims per compare-and-set: the longest that requests wait for
-_SHARED_BATCH = 256
-_MOST_WINDOWS = 64
+_MOST_WINDOWS = 16  # of 1,024 blocks; the next look goes on behind them
+_REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
 
 _log = structlog.get_logger("kvcm.reclaim")
@@ -59,6 +61,7 @@ class Reclaimer:
         clock: time source.
         on_evicted: told of everything that is marked.
         random: draws samples of shared indexes.
+        turns: lets one slice of background work run at a time; deletions should share it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Reclaimer:
         clock: Clock,
         on_evicted: Callable[[Evicted], None] = lambda _evicted: None,
         random: Random | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._indexes = indexes
         self._find_group = find_group
@@ -76,10 +80,15 @@ class Reclaimer:
         self._clock = clock
         self._on_evicted = on_evicted
         self._random = random if random is not None else Random()  # noqa: S311 - a sample, no secret
+        self._turns = turns if turns is not None else Turns()
         self._orders: dict[int, LiveOrder | WindowOrder] = {}
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
+        self._windows: dict[_Payment, int] = {}
+        self._hopeless: set[_Payment] = set()
+        self._refreshed_at = 0.0
+        self._is_leader: Callable[[], bool] = lambda: True
         self._stepped: Counter[str] = Counter()
         self._active: set[Label] = set()
         self.is_held_back = False
@@ -93,14 +102,20 @@ class Reclaimer:
         """Look at once if what is configured has changed, whoever did that: it may move a mark."""
         if generation != self._generation:
             self._generation = generation
+            self._hopeless.clear()
             self._wake.set()
 
     async def run(self, is_leader: Callable[[], bool] = lambda: True) -> None:
         """Look again and again while this manager leads, until cancelled."""
+        self._is_leader = is_leader
+        loop, thorough_at = asyncio.get_running_loop(), 0.0
         while True:
             if is_leader():
+                is_hasty = loop.time() < thorough_at
+                if not is_hasty:
+                    thorough_at = loop.time() + _TRIGGER_SECONDS
                 try:
-                    await self.look()
+                    await self.look(is_hasty=is_hasty)
                 except KvcmError as error:  # the store cannot be asked: the next look tries again
                     _log.warning("reclaim_interrupted", reason=str(error))
                 except Exception:
@@ -153,8 +168,11 @@ class Reclaimer:
             or any(quota.name == group.global_quota_group_name for quota in limits.quotas)
         )
 
-    async def look(self) -> int:
+    async def look(self, *, is_hasty: bool = False) -> int:
         """Bring everything below its mark; return the number of blocks that were marked.
+
+        Args:
+            is_hasty: leave out what the last look could not serve: little will have changed.
 
         Raises:
             StorageIOError: the store cannot be asked.
@@ -164,26 +182,39 @@ class Reclaimer:
         self.follow()
         self._stepped.clear()
         self.is_held_back = False
+        if not is_hasty:
+            self._hopeless.clear()
+        await self._refresh()
+        return await self._expire() + await self._serve_needs()
+
+    async def _refresh(self) -> None:
+        """Hear what shared indexes hold."""
         for custody in self._indexes():
             if custody.uid in self._orders and custody.meta_index.is_shared:
                 await custody.meta_index.refresh()
-        return await self._expire() + await self._serve_needs()
+        self._refreshed_at = self._clock.now()
 
     async def _serve_needs(self) -> int:
-        total, hopeless, shares = 0, set[tuple[Label, str]](), dict[tuple[Label, str], Shares]()
-        while True:
+        total, turns, held_back = 0, dict[_Payment, _Turn](), set[_Payment]()
+        while self._is_leader():
             found = list(needs(self._holdings(), self._limits(), self._active))
             self._active = {need.label for need in found}
-            need = next((need for need in found if (need.label, need.payer) not in hopeless), None)
+            need = next((each for each in found if (each.label, each.payer) not in self._hopeless | held_back), None)
             if need is None:
                 self._note_unmet(found)
-                return total
-            source = (need.label, need.payer)
-            blocks = await self._serve(need, shares.setdefault(source, Shares(need, self._clock.now())))
+                break
+            payment = (need.label, need.payer)
+            turn = turns.get(payment)
+            if turn is None or turn.uids != _uids(need):
+                turn = turns[payment] = _Turn(_uids(need), Shares(need, self._clock.now()), Walk())
+            blocks = await self._serve(need, turn)
             total += blocks
             if not blocks:
-                hopeless.add(source)
-            await asyncio.sleep(0)
+                (held_back if self.is_held_back else self._hopeless).add(payment)
+            await self._turns.give_way()
+            if self._clock.now() >= self._refreshed_at + _REFRESH_SECONDS:  # others write and remove meanwhile
+                await self._refresh()
+        return total
 
     def _note_unmet(self, hopeless: Sequence[Need]) -> None:
         """Count what is left to do, once per mark whoever could have paid; what a step limit left is done later."""
@@ -213,19 +244,32 @@ class Reclaimer:
         """Return the indexes by uid."""
         return {custody.uid: custody.meta_index for custody in self._indexes()}
 
-    async def _serve(self, need: Need, shares: Shares) -> int:
+    async def _serve(self, need: Need, turn: _Turn) -> int:
         """Mark a batch of victims for a need; return how many blocks were marked, 0 when there are none to be had."""
         allowed = self._step_allowance(need)
         if allowed <= 0:
             self.is_held_back = True
             return 0
-        batch = _Batch(self, need)
-        for window in range(_MOST_WINDOWS if batch.is_shared else 1):
-            sources = await self._sources(need.holdings, batch, window)
-            goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
-            if not sources or await choose(goal, sources, shares, batch):
-                break
+        batch = Batch(self, need)
+        goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
+        if batch.is_shared:
+            await self._choose_in_windows(goal, turn.shares, batch)
+        else:
+            await choose(goal, await self._sources(need.holdings, batch, 0), turn.shares, batch, turn.walk)
         return await batch.end()
+
+    async def _choose_in_windows(self, goal: Goal, shares: Shares, batch: Batch) -> None:
+        """Look for victims window by window, from where the last batch or look found some, round to where it began."""
+        payment = (goal.need.label, goal.need.payer)
+        first = window = self._windows.get(payment, 0)
+        for _ in range(_MOST_WINDOWS):
+            sources = await self._sources(goal.need.holdings, batch, window)
+            if sources and await choose(goal, sources, shares, batch, Walk()):
+                break
+            window = window + 1 if sources else 0
+            if window == first:
+                break
+        self._windows[payment] = window
 
     def _step_allowance(self, need: Need) -> int:
         """Return how many bytes this look may still mark."""
@@ -239,7 +283,7 @@ class Reclaimer:
                 allowances.append(step - self._stepped[name])
         return min(allowances)
 
-    async def _sources(self, holdings: Sequence[Holding], batch: _Batch, window: int) -> list[Source]:
+    async def _sources(self, holdings: Sequence[Holding], batch: Batch, window: int) -> list[Source]:
         sources = []
         for holding in holdings:
             order = self._orders[holding.uid]
@@ -266,16 +310,18 @@ class Reclaimer:
             if self._orders[holding.uid].plan.expires:
                 while blocks := await self._expire_some(holding):
                     total += blocks
-                    await asyncio.sleep(0)
+                    await self._turns.give_way()
                 total += await self._expire_behind(holding)
         return total
 
     async def _expire_behind(self, holding: Holding) -> int:
-        """Over a shared store blocks of a class with a short age may stand behind many older ones of others: walk on
-        from where the last look stopped, some windows at a time."""
+        """Over a shared store what has reached its age may stand behind many blocks that are pinned, or of a class that
+        grows older: walk on from where the last look stopped, some windows at a time."""
         order = self._orders.get(holding.uid)
-        if not isinstance(order, WindowOrder) or not order.plan.classes:
+        if not isinstance(order, WindowOrder):
             return 0
+        if not order.plan.classes and next(order.expired(self._clock.now()), None) is None:
+            return 0  # the coldest blocks are young enough
         total, window = 0, self._expiry_windows.get(holding.uid, 1)
         for _ in range(_EXPIRY_WINDOWS):
             blocks = await self._expire_some(holding, window)
@@ -291,7 +337,7 @@ class Reclaimer:
         if holding.uid not in self.indexes():
             return 0  # it was removed since the look began
         need = Need(Reason.TTL, 1 << 62, lambda _place: True, [holding], holding.instance.instance_id)
-        batch = _Batch(self, need)
+        batch = Batch(self, need)
         goal = Goal(need, need.amount, need.amount, batch.most, self._clock.now())
         for source in await self._sources([holding], batch, window):
             await choose_expired(goal, source, batch)
@@ -328,57 +374,26 @@ class Reclaimer:
         return len(marked_blocks)
 
 
-class _Batch:
-    """Victims of one choice, which are marked together: over a shared store every compare-and-set is a journey, and in
-    memory, too, a few at a time cost half of one by one.
+_Payment = tuple[Label, str]
+"""A mark, and the group that pays."""
 
-    Args:
-        reclaimer: marks them.
-        need: what they are for.
+
+class _Turn(NamedTuple):
+    """One need as a look serves it, from batch to batch.
 
     Attributes:
-        indexes: by uid.
-        is_shared: whether other managers change an index too.
-        most: blocks of a batch.
+        uids: of the instances that pay.
+        shares: which of them is next.
+        walk: where the last batch stopped.
     """
 
-    def __init__(self, reclaimer: Reclaimer, need: Need) -> None:
-        self._reclaimer = reclaimer
-        self._need = need
-        self.indexes = reclaimer.indexes()
-        self.is_shared = any(self.indexes[holding.uid].is_shared for holding in need.holdings)
-        self.most = _SHARED_BATCH if self.is_shared else _BATCH
-        self._gathered: dict[int, tuple[Source, dict[int, Eviction]]] = {}
-        self._marked: dict[int, tuple[Source, list[tuple[str, Change]]]] = {}
+    uids: frozenset[int]
+    shares: Shares
+    walk: Walk
 
-    def take(self, victim: Victim) -> None:
-        """Keep a victim for the end."""
-        source, eviction, _ = victim
-        _, evictions = self._gathered.setdefault(source.holding.uid, (source, {}))
-        known = evictions.get(eviction.key, eviction)  # a block may give one copy after another
-        evictions[eviction.key] = eviction._replace(location_ids=known.location_ids | eviction.location_ids)
 
-    async def rest(self) -> None:
-        """Let requests run. Of an index of this process what was chosen is marked before: its order has let go of it.
-        What others share changes under the choice anyway, and the compare-and-set decides."""
-        if not self.is_shared:
-            await self._mark_gathered()
-        await asyncio.sleep(0)
-
-    async def _mark_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, {}
-        try:
-            for uid, (source, evictions) in gathered.items():
-                _, blocks = self._marked.setdefault(uid, (source, []))
-                blocks += await self._reclaimer.mark(source, self.indexes[uid], evictions)
-        finally:
-            for source, _ in gathered.values():
-                await source.order.settle()
-
-    async def end(self) -> int:
-        """Mark what was gathered; return how many blocks were marked in all."""
-        await self._mark_gathered()
-        return sum(self._reclaimer.tell(self._need, source.holding, blocks) for source, blocks in self._marked.values())
+def _uids(need: Need) -> frozenset[int]:
+    return frozenset(holding.uid for holding in need.holdings)
 
 
 def _delay_seconds(group: InstanceGroup) -> float:

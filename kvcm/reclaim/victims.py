@@ -13,15 +13,17 @@ from typing import NamedTuple, Protocol
 
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.reclaim.chains import Chains
-from kvcm.reclaim.guard import TailFirst
+from kvcm.reclaim.guard import MOST_FOLLOWERS, TailFirst
 from kvcm.reclaim.lanes import Candidate, IsOverBudget
 from kvcm.reclaim.marking import Eviction, locations_to_evict, thinned_size
-from kvcm.reclaim.needs import Holding, Need, Reason
+from kvcm.reclaim.needs import Holding, Need
 from kvcm.reclaim.shares import Shares
 
-__all__ = ["Goal", "Order", "Reach", "Source", "Taker", "Victim", "choose", "choose_expired"]
+__all__ = ["Goal", "Order", "Reach", "Source", "Taker", "Victim", "Walk", "choose", "choose_expired"]
 
 _LOOKS_WITHOUT_REST = 128
+_NAMES_LEAVES = "leaf_lru"
+_DELETING = LocationStatus.DELETING
 _MOST_THINNING_LOOKS = 512  # candidates that are looked at for states between, before whole blocks go
 
 
@@ -109,33 +111,6 @@ class Taker(Protocol):
         """Let requests run. What they could find half gone is marked before."""
 
 
-async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, taker: Taker) -> list[Victim]:
-    """Choose victims.
-
-    Args:
-        goal: what they are for.
-        sources: where from.
-        shares: whose turn it is.
-        taker: told of each.
-    """
-    choice = _Choice(goal, shares, taker)
-    for source in sources:
-        if source.holding.instance.linear_spec_names and not goal.need.counts_blocks:
-            await choice.thin(source)
-    for reach in (Reach.AS_COLD, Reach.ANY_COPY, Reach.DESCENDANTS):
-        if not choice.victims:
-            choice.reach = reach
-            await choice.take(sources)
-    return choice.victims
-
-
-async def choose_expired(goal: Goal, source: Source, taker: Taker) -> list[Victim]:
-    """Choose what has reached its age."""
-    choice = _Choice(goal, Shares(goal.need, goal.now), taker)
-    await choice.expire(source)
-    return choice.victims
-
-
 class Reach(IntEnum):
     """How far the choice goes beyond the blocks that an order names; further only where nothing nearer helps."""
 
@@ -147,12 +122,79 @@ class Reach(IntEnum):
     """What follows a block that is named, although it lies where it does not help: nobody could read it."""
 
 
+class Walk:
+    """How far a look has come through the orders for one need. It lasts from batch to batch: what was of no help once
+    is not looked at again until the next look.
+
+    Attributes:
+        reach: how far the choice goes.
+        climbed: blocks before which nothing is looked for any more.
+    """
+
+    def __init__(self) -> None:
+        self.reach = Reach.AS_COLD
+        self.climbed: set[tuple[int, int]] = set()
+        self._walks: dict[int, Iterator[Candidate]] = {}
+        self._heads: dict[int, Candidate | None] = {}
+
+    def head(self, source: Source) -> Candidate | None:
+        """Return the candidate of a source, None when it has no more."""
+        uid = source.holding.uid
+        if uid not in self._walks:
+            self._walks[uid] = source.order.candidates(source.is_over_budget)
+            self.advance(source)
+        return self._heads[uid]
+
+    def advance(self, source: Source) -> None:
+        """Go on to the next candidate of a source."""
+        uid = source.holding.uid
+        self._heads[uid] = next(self._walks[uid], None)
+
+    def reach_further(self) -> bool:
+        """Begin again and go further; False when that is not possible."""
+        if self.reach is Reach.DESCENDANTS:
+            return False
+        self.reach = Reach(self.reach + 1)
+        self.climbed.clear()
+        self._walks.clear()
+        self._heads.clear()
+        return True
+
+
+async def choose(goal: Goal, sources: Sequence[Source], shares: Shares, taker: Taker, walk: Walk) -> list[Victim]:
+    """Choose victims.
+
+    Args:
+        goal: what they are for.
+        sources: where from.
+        shares: whose turn it is.
+        taker: told of each.
+        walk: where the last batch of this look stopped.
+    """
+    choice = _Choice(goal, shares, taker, walk)
+    for source in sources:
+        if source.holding.instance.linear_spec_names and not goal.need.counts_blocks:
+            await choice.thin(source)
+    while not choice.victims:
+        await choice.take(sources)
+        if not choice.victims and not walk.reach_further():
+            break
+    return choice.victims
+
+
+async def choose_expired(goal: Goal, source: Source, taker: Taker) -> list[Victim]:
+    """Choose what has reached its age and is not followed by anything that has not."""
+    choice = _Choice(goal, Shares(goal.need, goal.now), taker, Walk())
+    await choice.expire(source)
+    return choice.victims
+
+
 class _Choice:
     """Victims as they are chosen."""
 
-    def __init__(self, goal: Goal, shares: Shares, taker: Taker) -> None:
+    def __init__(self, goal: Goal, shares: Shares, taker: Taker, walk: Walk) -> None:
         self.victims: list[Victim] = []
-        self.reach = Reach.AS_COLD
+        self._walk = walk
         self._looks = 0
         self._need = goal.need
         self._left = goal.amount
@@ -167,21 +209,16 @@ class _Choice:
 
     async def take(self, sources: Sequence[Source]) -> None:
         """Take whole blocks, each time from the source whose turn it is."""
-        walks = [source.order.candidates(source.is_over_budget) for source in sources]
-        heads = [
-            (source, walk, head) for source, walk in zip(sources, walks, strict=True) if (head := next(walk, None))
-        ]
-        while heads and not self.is_enough():
+        while not self.is_enough():
             await self._rest(sources)
-            turn = (
-                self._shares.first([(source.holding.uid, head) for source, _, head in heads]) if len(heads) > 1 else 0
-            )
-            source, walk, head = heads[turn]
+            heads = [(source, head) for source in sources if (head := self._walk.head(source)) is not None]
+            if not heads:
+                return
+            turn = self._shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0
+            source, head = heads[turn]
             await self._take_with_tail(source, head)
-            if self.is_enough():
-                break  # the order stands where it was: this candidate may have more to give
-            following = next(walk, None)
-            heads[turn : turn + 1] = [(source, walk, following)] if following is not None else []
+            if not self.is_enough():  # else this candidate may have more to give
+                self._walk.advance(source)
 
     async def _rest(self, sources: Sequence[Source]) -> None:
         """Let requests run where many candidates are of no help; what was read of them may be old then."""
@@ -195,27 +232,33 @@ class _Choice:
         record = await source.chains.record(head.key)
         if record is None:
             return
+        is_leaf = await source.chains.is_leaf(head.key)
         if self._helping(source, head.key, record):
-            if not await source.chains.is_leaf(head.key) and not self._stays_readable(source, head.key, record):
-                await self._take_tail(source, head.key, head.policy)
+            if not is_leaf and not self._stays_readable(source, head.key, record):
+                # Over a shared store it may take for a leaf what is none: then what follows goes if it is as cold.
+                await self._take_tail(source, head, head.read_at if head.policy == _NAMES_LEAVES else None)
                 return
             self._evict(source, head.key, record, head.policy)
-        if source.chains.is_living(head.key, record):
+        if head.policy == _NAMES_LEAVES and source.chains.is_living(head.key, record):
             await self._take_before(source, head, record)
 
-    async def _take_tail(self, source: Source, key: int, policy: str) -> None:
-        """Take what follows a block, and the block at last."""
-        if self.reach is Reach.DESCENDANTS and await self._spares(source, key):
+    async def _take_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
+        """Take what follows a block, and the block at last; only up to what was read later than some time, if any."""
+        if self._walk.reach is Reach.DESCENDANTS and await self._spares(source, head.key):
             return
-        tail = TailFirst(source.chains, key)
-        while not self.is_enough() and (leaf := await tail.next()) is not None:
-            self._evict(source, *leaf, policy)
+        tail = TailFirst(source.chains, head.key)
+        leaf = await tail.next()
+        read_at = await source.chains.read_at(list(tail.seen)) if leaf is not None and as_cold_as is not None else {}
+        while leaf is not None and not self.is_enough():
+            if as_cold_as is not None and read_at.get(leaf[0], 0.0) > as_cold_as:
+                return
+            self._evict(source, *leaf, head.policy)
+            leaf = await tail.next()
 
     async def _take_before(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """A block has nothing more that helps, and an order that names ends of chains only names none before it."""
-        seen = {head.key}  # writers can make two blocks each other's parents
-        while record.parent is not None and record.parent not in seen and not self.is_enough():
-            seen.add(record.parent)
+        climbed, uid = self._walk.climbed, source.holding.uid
+        while record.parent is not None and (uid, record.parent) not in climbed and not self.is_enough():
             key, parent = record.parent, await source.chains.record(record.parent)
             if parent is None:
                 return
@@ -223,33 +266,36 @@ class _Choice:
                 if not await self._is_in_reach(source, key, head):
                     return
                 self._evict(source, key, parent, head.policy)
-            elif self.reach is Reach.DESCENDANTS and self._helping(source, key, parent):
-                await self._take_tail(source, key, head.policy)
+            elif self._walk.reach is Reach.DESCENDANTS and self._helping(source, key, parent):
+                await self._take_tail(source, head._replace(key=key))
                 return
+            climbed.add((uid, key))  # writers can make two blocks each other's parents
             record = parent
+            await self._rest([source])
 
     async def _spares(self, source: Source, key: int) -> bool:
         """Whether a block and what follows it is left alone: where something is pinned or being written nothing is won
         by taking the rest, and where more than one block helps the lower ones cost less, and have their own turn."""
-        places = [
-            [place for place in record.locations if place.status is not LocationStatus.DELETING]
-            for record in await source.chains.family(key)
-        ]
+        family = await source.chains.family(key, MOST_FOLLOWERS)
+        if family is None:
+            return True
+        places = [[each for each in record.locations if each.status is not _DELETING] for record in family]
         if any(
             each.status is LocationStatus.WRITING or each.pinned_until > self._now for some in places for each in some
         ):
             return True
-        helping = sum(any(self._need.wanted(each.place) for each in some) for some in places)
-        return helping > 1 and self._need.reason is not Reason.TTL
+        return sum(any(self._need.wanted(each.place) for each in some) for some in places) > 1
 
     async def _is_in_reach(self, source: Source, key: int, head: Candidate) -> bool:
-        return self.reach > Reach.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
+        return self._walk.reach > Reach.AS_COLD or (await source.chains.read_at([key]))[key] <= head.read_at
 
     async def expire(self, source: Source) -> None:
-        """Take what has reached its age, and what follows it: nobody could read that."""
-        self.reach = Reach.DESCENDANTS
+        """Take what has reached its age, the tail of a chain first; what others follow that have not stays for them."""
         for candidate in source.order.expired(self._now):
-            await self._take_with_tail(source, candidate)
+            await self._rest([source])
+            record = await source.chains.record(candidate.key)
+            if record is not None and await source.chains.is_leaf(candidate.key):
+                self._evict(source, candidate.key, record, candidate.policy)
             if self.is_enough():
                 return
 
@@ -271,10 +317,12 @@ class _Choice:
         helping = [each for each in free if self._need.wanted(each.place)]
         if helping:
             going = locations_to_evict(source.holding.instance, free, helping)
-        elif self.reach is Reach.DESCENDANTS and free:
+        elif self._walk.reach is Reach.DESCENDANTS and free:
             going = free
         else:
             return
+        if self._need.counts_blocks and source.chains.keeps_some(key, record, going):
+            return  # the block would stay
         amount = 1 if self._need.counts_blocks else sum(map(self._need.size_of, going))
         ids = frozenset(each.id for each in going)
         source.chains.choose(key, ids)

@@ -180,6 +180,10 @@ class StorageRegistry:
         """Return those of `names` that exist, ordered by name."""
         return [config for name in sorted(set(names)) if (config := self._shelf.get(name)) is not None]
 
+    def is_configured(self, name: str) -> bool:
+        """Return whether there is a storage of a name, open here or not, readable by this release or not."""
+        return self._shelf.get(name) is not None or name in self._shelf.unreadable
+
     async def open_missing(self, wait_seconds: float) -> None:
         """Make what is open here agree with what is configured; media are opened in threads.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from kvcm.cache.manager import CacheManager
@@ -73,7 +74,11 @@ class PinApi:
     async def list_pins(self, request: Any) -> Reply:
         """Answer ListPins."""
         pins = await self._cache.pins.of_instance(self._cache.cache(request.instance_id))
-        return Reply(pb.ListPinsResponse(pins=map(_message, pins)))
+        answer = pb.ListPinsResponse()
+        for pin in pins:
+            answer.pins.append(_message(pin))
+            await asyncio.sleep(0)  # a pin of 65,536 blocks takes milliseconds to count
+        return Reply(answer)
 
     async def report_missing(self, request: Any) -> Reply:
         """Answer ReportMissing."""

@@ -89,8 +89,11 @@ def _enum(enum: type[IntEnum], name: str, number: int) -> IntEnum:
 
 
 def fill(message: Any, value: Any) -> None:
-    """Set the fields of a message from a model value of the same field names. Additions to the original's messages that
-    say nothing are left out, so that its clients get back what they sent."""
+    """Set the fields of a message from a model value of the same field names.
+
+    Messages that were added to the original's and say nothing are left out, so that its clients get back over gRPC what
+    they sent. JSON answers name every field that is no message, added ones, too.
+    """
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         if isinstance(item, tuple):

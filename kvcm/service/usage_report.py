@@ -148,7 +148,7 @@ def _group_usage(
         name,
         sums.usage(0) if group is None else sums.usage(group.quota.capacity, _total_mark(group, sums)),
         tuple(_type_usages(group, sums)),
-        tuple(_group_storages(group, sums)),
+        tuple(_group_storages(sources, group, sums)),
         tuple(sorted(_instance_usages(group, indexes), key=lambda each: each.instance_id)),
         sources.pinned.get(name, 0),
         group.pin_budget_bytes if group is not None else 0,
@@ -173,12 +173,15 @@ def _type_usages(group: InstanceGroup | None, sums: _Sums) -> Iterator[TypeUsage
             yield TypeUsage(kind, part.usage(group.quota.capacity_of(kind), mark))
 
 
-def _group_storages(group: InstanceGroup | None, sums: _Sums) -> Iterator[GroupStorageUsage]:
+def _group_storages(sources: UsageSources, group: InstanceGroup | None, sums: _Sums) -> Iterator[GroupStorageUsage]:
+    configured = {storage.global_unique_name: storage for storage in sources.storages}
     parts = sums.split(lambda place: place.storage)
     named = group.storage_candidates if group is not None else ()
     for name in sorted(parts.keys() | set(named)):
         used_bytes = parts[name].used_bytes if name in parts else 0
-        yield GroupStorageUsage(name, used_bytes, group.guaranteed_bytes(name) if group is not None else 0)
+        storage = configured.get(name)
+        guaranteed = group.guaranteed_on(storage) if group is not None and storage is not None else 0
+        yield GroupStorageUsage(name, used_bytes, guaranteed)
 
 
 def _instance_usages(group: InstanceGroup | None, indexes: Iterable[IndexUsage]) -> Iterator[InstanceUsage]:
@@ -208,7 +211,7 @@ def _storage_usages(sources: UsageSources, groups: Iterable[_Sums]) -> Iterator[
         yield StorageUsage(
             name,
             part.usage(capacity or None, mark),
-            sum(group.guaranteed_bytes(name) for group in sources.groups),
+            sum(group.guaranteed_on(storage) for group in sources.groups) if storage is not None else 0,
             _quotas_on(sources.groups, name) / capacity if capacity else 0.0,
             backlog.waiting + backlog.executing,
             backlog.failures,

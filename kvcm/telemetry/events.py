@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
@@ -37,7 +37,8 @@ _MOST_WEIGHT = 1 << 20  # waiting keys: some 32 MiB
 _EVENT_WEIGHT = 16
 _HEAVY = 4096  # some 100 µs of encoding: done beside the loop
 _MOST_BYTES = 16 << 20  # per listener
-_AT_ONCE = 64
+_AT_ONCE = 4096  # weight that is handed out between two turns of others
+_LEAST_AT_ONCE = 64  # weight that even a small event counts as then
 _CLOSE_SECONDS = 5.0
 
 _encode = msgspec.json.Encoder().encode
@@ -149,6 +150,7 @@ class EventLog:
         self._weight = 0
         self._arrived = asyncio.Event()
         self._listeners: list[Subscription] = []
+        self._is_over = False
         self._file = _EventFile(Path(path), max_bytes) if path else None
         self._for_file = self.subscribe() if path else None
         self.published = 0
@@ -192,7 +194,10 @@ class EventLog:
         Whoever takes them too slowly loses some, and finds a line of type `dropped` with their `count` instead.
         """
         subscription = Subscription(self._forget)
-        self._listeners.append(subscription)
+        if self._is_over:
+            subscription.close()
+        else:
+            self._listeners.append(subscription)
         return subscription
 
     def _forget(self, subscription: Subscription) -> None:
@@ -223,20 +228,27 @@ class EventLog:
         self._end()
 
     def _end(self) -> None:
-        """End everybody but the file, which still gets what happens while the manager stops."""
+        """End everybody but the file, which still gets what happens while the manager stops; nobody new is let in."""
+        self._is_over = True
         for listener in list(self._listeners):
             if listener is not self._for_file:
                 listener.close()
 
     async def _hand_out(self) -> None:
+        encoded = 0
         while self._queue:
-            for _ in range(min(_AT_ONCE, len(self._queue))):
-                event, weight = self._queue.popleft()
-                self._weight -= weight
-                line = self._line(event) if weight < _HEAVY else await asyncio.to_thread(self._line, event)
-                for listener in self._listeners:
-                    listener.put(line, self._lost_line)
-            await asyncio.sleep(0)
+            event, weight = self._queue.popleft()
+            self._weight -= weight
+            if weight < _HEAVY:
+                line = self._line(event)
+                encoded += max(weight, _LEAST_AT_ONCE)
+            else:
+                line = await asyncio.to_thread(self._line, event)
+            for listener in self._listeners:
+                listener.put(line, self._lost_line)
+            if encoded >= _AT_ONCE:
+                encoded = 0
+                await asyncio.sleep(0)
 
     def _line(self, event: Event) -> bytes:
         envelope = {
@@ -265,34 +277,57 @@ class _EventFile:
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._is_failing = False
+        self._is_stuck = False
         self.lost = 0
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Write lines. What cannot be written is lost; the log says so once."""
         with self._lock:
+            left = deque(lines)
             try:
-                self._append(lines)
+                self._append(left)
             except OSError as error:
-                self.lost += len(lines)
+                self.lost += len(left)
                 if not self._is_failing:
                     _log.warning("events_not_written", file=str(self._path), reason=str(error))
                 self._is_failing = True
             else:
                 self._is_failing = False
 
-    def _append(self, lines: Sequence[bytes]) -> None:
-        file = self._open()
+    def _append(self, left: deque[bytes]) -> None:
+        """Write lines, and take away those that are written."""
+        is_stuck = False
+        while left:
+            with self._open() as file:
+                size = file.tell()
+                batch = list(left) if is_stuck else self._fitting(left, size)
+                file.write(b"".join(batch))
+            for _ in batch:
+                left.popleft()
+            if left:
+                is_stuck = not self._put_aside()
+
+    def _fitting(self, lines: Iterable[bytes], size: int) -> list[bytes]:
+        """Return the first lines that belong into a file of that size: one at least if it is empty."""
+        batch: list[bytes] = []
+        for line in lines:
+            if size and size + len(line) > self._max_bytes:
+                break
+            batch.append(line)
+            size += len(line)
+        return batch
+
+    def _put_aside(self) -> bool:
+        """Rename the full file. Where only the file may be written, not its directory, it grows rather than ends."""
         try:
-            size = file.tell()
-            for line in lines:
-                if size and size + len(line) > self._max_bytes:
-                    file.close()
-                    self._path.replace(f"{self._path}.1")
-                    file, size = self._open(), 0
-                file.write(line)
-                size += len(line)
-        finally:
-            file.close()
+            self._path.replace(f"{self._path}.1")
+        except OSError as error:
+            if not self._is_stuck:
+                _log.warning("event_file_not_put_aside", file=str(self._path), reason=str(error))
+            self._is_stuck = True
+        else:
+            self._is_stuck = False
+        return not self._is_stuck
 
     def _open(self) -> BufferedWriter:
         # Ids of write sessions are the right to finish them: not for everybody's eyes.

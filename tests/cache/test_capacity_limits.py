@@ -57,7 +57,7 @@ async def test_a_full_storage_makes_way_for_the_next_and_a_full_group_for_nobody
             "slow": 2 * BLOCK,
             "slow2": 3 * BLOCK,
         }
-        assert rig.manager.usage.storage_used("slow") == 2 * BLOCK
+        assert sum(rig.manager.usage.held_on("slow").values()) == 2 * BLOCK
 
 
 Limiter = Callable[[Rig, int], None]
@@ -212,9 +212,12 @@ def test_no_limit_is_ever_exceeded(
         assert totals["group"] <= quota * BLOCK
         assert totals["group"] + totals["b"] <= shared * BLOCK
         for storage, blocks in zip(("slow", "slow2"), capacities, strict=True):
-            on = sum(usage.used_on(name, storage) for name in totals)
-            assert on == usage.storage_used(storage) <= blocks * BLOCK
-        others = usage.used_on("group", "slow") + usage.used_on("b", "slow")
+            on = usage.held_on(storage)
+            for name in totals:
+                used = [size for place, size in usage.used(name).items() if place.storage == storage]
+                assert on.get(name, 0) == sum(used)
+            assert sum(on.values()) <= blocks * BLOCK
+        others = sum(usage.held_on("slow").get(name, 0) for name in ("group", "b"))
         assert others <= max(0, capacities[0] - kept) * BLOCK
 
     asyncio.run(play())

@@ -15,7 +15,7 @@ from redis_servers import Standalone
 
 from kvcm.cache.audit_report import AuditReport
 from kvcm.cache.leases import ReadLease
-from kvcm.cache.pin_values import HeldPlace, Pin
+from kvcm.cache.pin_values import HeldPlace, HeldPlaces, Pin
 from kvcm.cache.write_values import WriteSession
 from kvcm.index.shards import shard_of
 from kvcm.model.instances import Placement
@@ -137,7 +137,7 @@ async def test_sessions_leases_and_pins_of_instances_that_are_gone_are_removed(r
     store = rig.metadata.store
     session = WriteSession("ab" * 16, 999, NOW + 30, "l", (1,))
     lease = ReadLease("cd" * 16, 998, NOW + 30, ((998, 1, "l"),))
-    pin = Pin("ef" * 8, 997, "g", "me", NOW + 30, (HeldPlace(1, "l", 1),))
+    pin = Pin("ef" * 8, 997, "g", "me", NOW + 30, HeldPlaces.of([HeldPlace(1, "l", 1)]))
     await store.table("sessions", 16).replace(session.id, None, session.encoded(), session.deadline)
     await store.table("leases", 16).replace(lease.id, None, lease.encoded(), lease.deadline)
     await store.table("pins", 16).replace(pin.id, None, pin.encoded(), pin.deadline)

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_rig import opened
+from cache_rig import group, opened
 
 from kvcm.cache.pages import PAGE_KEYS, pages
+from kvcm.cache.pin_values import PinRequest
 from kvcm.cache.sessions import WriteRequest
 from kvcm.model.errors import NotReadyError
 from kvcm.model.masks import NO_MASK, BlockMask
@@ -48,6 +50,20 @@ async def test_every_call_over_many_blocks_lets_others_in_between() -> None:
         removed, turns = await turns_of_others(manager.remove("i", KEYS, NO_MASK))
         assert removed == len(KEYS)
         assert turns >= PAGES
+
+
+async def test_many_pins_of_the_same_blocks_let_others_in_between() -> None:
+    """Ending one pin, and listing all, reads every pin of the instance."""
+    count = 40
+    with opened(replace(group(), pin_budget_bytes=1 << 40)) as rig:
+        await rig.store([1, 2])
+        pins = [await rig.manager.pin("i", PinRequest([1, 2], "me", 100)) for _ in range(count)]
+        listed, turns = await turns_of_others(rig.manager.pins.of_instance(rig.manager.cache("i")))
+        assert len(listed) == count
+        assert turns >= count
+        assert pins[0] is not None
+        _, turns = await turns_of_others(rig.manager.unpin("i", pins[0].id))
+        assert turns >= count
 
 
 async def test_two_large_writers_share_blocks_without_overlap() -> None:

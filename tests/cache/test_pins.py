@@ -217,6 +217,23 @@ async def test_the_pins_of_a_removed_instance_give_their_budget_back() -> None:
         await pin(rig, [1])
 
 
+async def test_a_budget_that_cannot_be_read_does_not_hold_up_the_removal_of_instances() -> None:
+    """Invariant 4: their bytes count for the group until they are deleted."""
+    with opened(BUDGETED) as rig:
+        await rig.store([1, 2])
+        await pin(rig, [1])
+        table = rig.tables.table("pinbudgets")
+        assert await table.replace("group", await table.get("group"), b"\xff", rig.clock.now() + 10)
+        instance = rig.manager.cache("i").instance
+        await rig.manager.remove_instance("i")
+        await rig.manager.register_instance(replace(instance, instance_id="other"))
+        await rig.manager.remove_instance("other")
+        for _ in range(2):
+            await rig.manager.purge_removed()
+            await rig.executor.run_due()
+        assert (rig.registry.instances.removals(), rig.used_bytes) == ([], 0)
+
+
 @pytest.mark.parametrize(
     ("owner", "seconds", "text"),
     [

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 from redis_servers import Standalone
 
-from kvcm.cache.accounts import OVERALL, counted, group_account, storage_account
+from kvcm.cache.accounts import OVERALL, Census, counted, group_account, storage_account
 from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
 from kvcm.cache.shared_usage import SharedLedger
 from kvcm.cache.usage import Reservation
@@ -107,9 +107,12 @@ class World:
         keys = [key async for page in self.truth[name].scan() for key in page]
         await manager.indexes[name].delete(keys[:count])
 
+    async def counted_indexes(self) -> Census:
+        return self.census
+
     async def recount(self, manager: Manager) -> None:
         accounts = [*map(group_account, GROUPS), *map(storage_account, STORAGES), OVERALL]
-        await manager.ledger.recount(accounts, self.census, now=0.0)
+        await manager.ledger.recount(accounts, self.counted_indexes, now=0.0)
 
     async def check(self) -> None:
         """Counters are at least the truth, and the truth is within the limits."""
@@ -241,7 +244,21 @@ async def test_what_is_used_is_heard_by_group_and_storage(client: RedisClient) -
         assert await world.reserve(writer, name, place, count)
         await world.store(writer)
     await writer.ledger.flush()
-    assert (other.ledger.used(A), other.ledger.storage_used("s")) == ({}, 0)
+    assert (other.ledger.used(A), other.ledger.held_on("s")) == ({}, {})
     await other.ledger.hear(A, ["s"])
     assert other.ledger.used(A) == {NFS: 30, POOL: 20}
-    assert (other.ledger.used_on(A, "s"), other.ledger.storage_used("s")) == (30, 40)
+    assert other.ledger.held_on("s") == {A: 30, C: 10}
+
+
+async def test_what_was_just_stored_is_held_before_it_is_reported(client: RedisClient) -> None:
+    """A write asks right afterwards whether a mark was crossed, and other groups count in what they share."""
+    world = World(client)
+    one, two = world.manager(), world.manager()
+    for manager, name in ((one, A), (two, B)):
+        assert await world.reserve(manager, name, NFS, 4)
+        await world.store(manager)
+    assert one.ledger.held(A) == two.ledger.held(B) == {NFS: 40}
+    assert two.ledger.used(B) == {}
+    assert two.ledger.held_on("s") == two.ledger.held_by_group() == {A: 40, B: 40}
+    await two.ledger.flush()
+    assert two.ledger.held_on("s") == two.ledger.held_by_group() == {A: 40, B: 40}

@@ -62,8 +62,8 @@ def test_usage_is_counted_by_group_and_place() -> None:
     assert dict(ledger.used("group")) == {NFS: 13, FS: 3}
     assert dict(ledger.used("other")) == {NFS: 100}
     assert dict(ledger.used("unknown")) == {}
-    assert [ledger.storage_used(name) for name in ("nfs", "fs", "pool")] == [113, 3, 0]
-    assert [ledger.used_on(name, "nfs") for name in ("group", "other", "unknown")] == [13, 100, 0]
+    assert [sum(ledger.held_on(name).values()) for name in ("nfs", "fs", "pool")] == [113, 3, 0]
+    assert [ledger.held_on("nfs").get(name, 0) for name in ("group", "other", "unknown")] == [13, 100, 0]
 
 
 @pytest.mark.parametrize(

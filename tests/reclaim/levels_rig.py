@@ -43,7 +43,7 @@ from kvcm.protocol import meta_service_pb2
 from kvcm.reclaim.evicted import Evicted
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.needs import Limits
-from kvcm.reclaim.pressure import Blocks, is_above_a_mark
+from kvcm.reclaim.pressure import Pressure
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import OPENERS, StorageDirectory
@@ -129,6 +129,9 @@ class Levels:
         self.storages = StorageDirectory("cluster", openers={**OPENERS, **_STAND_INS})
         self.registry = Registry(self.storages)
         self.executor = DeletionExecutor(self.storages, self.clock)
+        self.pressure = Pressure(
+            self.registry, lambda: self.manager.usage, lambda name: self.manager.open_caches.key_counts(name)
+        )
         self.evicted: list[Evicted] = []
         self.woken: list[str] = []
         ids = iter(range(1, 1 << 30))
@@ -138,7 +141,7 @@ class Levels:
             self.clock,
             lambda length: f"{next(ids):0{length}x}",
             self.new_backend,
-            crossed=self._is_above_a_mark,
+            crossed=self.pressure.is_above_a_mark,
             on_pressure=self.woken.append,
         )
         self.executor.serve(self.manager)
@@ -164,11 +167,6 @@ class Levels:
 
     def _limits(self) -> Limits:
         return Limits(self.registry.storages.all(), self.registry.quotas.all(), self.registry.groups.all())
-
-    def _is_above_a_mark(self, written: InstanceGroup) -> bool:
-        caches = self.manager.open_caches.of_group(written.name)
-        blocks = [Blocks(each.instance.block_bytes, each.index.key_count) for each in caches]
-        return is_above_a_mark(written, self.manager.usage, self._limits(), blocks)
 
     # What clients and operators do.
 

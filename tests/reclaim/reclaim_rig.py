@@ -123,8 +123,13 @@ class Rig:
         self.index = MetaIndex(self.backend, self.directory)
         self.owned = [OwnedIndex("i", 1, self.index)]
 
-    def new_executor(self) -> DeletionExecutor:
-        executor = DeletionExecutor(self.storages, self.clock, events=self.events)  # type: ignore[arg-type]
+    def new_executor(self, is_configured: Callable[[str], bool] = lambda _storage: False) -> DeletionExecutor:
+        executor = DeletionExecutor(
+            self.storages,  # type: ignore[arg-type]
+            self.clock,
+            events=self.events,
+            is_configured=is_configured,
+        )
         executor.serve(self)
         return executor
 

@@ -137,17 +137,15 @@ class Level(NamedTuple):
         sizes = self.sizes(locations, self.instances)
         return sum(size > 0 for size in sizes) if self.counts_blocks else sum(sizes)
 
-    def high(self, locations: Locations) -> int:
-        """What leaves no room for the largest block of the groups that use it is too much as well."""
-        groups = [set(GROUPS[name]) & set(self.instances) for name in GROUPS]
-        using = [members for members in groups if any(self.sizes(locations, members))]
-        largest = max((SIZES[one] for members in using for one in members), default=0)
+    def high(self) -> int:
+        """What leaves no room for the largest block of the groups that may use it is too much as well."""
+        largest = max(SIZES[one] for one in self.instances)
         return min(int(self.capacity * self.ratio + 1e-6), self.capacity - (1 if self.counts_blocks else largest))
 
-    def low(self, locations: Locations) -> int:
+    def low(self) -> int:
         """What an eviction leaves at most."""
         below = DEFAULT_HYSTERESIS if self.hysteresis is None else self.hysteresis
-        return min(self.high(locations), int(self.capacity * max(0.0, self.ratio - below) + 1e-6))
+        return min(self.high(), int(self.capacity * max(0.0, self.ratio - below) + 1e-6))
 
 
 class Run:
@@ -220,7 +218,7 @@ class Run:
 
     async def settle(self, _step: Step) -> None:
         before = await self.records()
-        crossed = [each for each in self.levels if each.count(alive(before)) > each.high(alive(before))]
+        crossed = [each for each in self.levels if each.count(alive(before)) > each.high())]
         seen = len(self.rig.evicted)
         await self.rig.settle()
         after = await self.records()
@@ -231,7 +229,7 @@ class Run:
         if not crossed:
             assert not told, "evicted though no mark was crossed"
             return
-        assert all(each.count(alive(after)) <= each.low(alive(before)) for each in crossed), (
+        assert all(each.count(alive(after)) <= each.low()) for each in crossed), (
             "what was above its mark still is"
         )
         self.check_each_was_needed(crossed, before, after)
@@ -259,7 +257,7 @@ class Run:
             change = evicted.changes[-1]
             assert change.old is not None
             spared = alive(after) | {instance_id: alive(after)[instance_id] | {change.key: change.old.locations}}
-            if any(each.count(spared) > each.low(spared) for each in crossed):
+            if any(each.count(spared) > each.low() for each in crossed):
                 return
         raise AssertionError(f"more was evicted than {crossed} ask for")
 

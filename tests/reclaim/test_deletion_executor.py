@@ -153,6 +153,25 @@ async def test_a_storage_that_is_gone_loses_metadata_only() -> None:
     assert rig.storages.faults["b"].deleted == []
 
 
+async def test_a_storage_that_is_configured_and_not_open_here_keeps_what_lies_on_it() -> None:
+    """Invariant 4: the bytes are still there, on a mount that is missing now; metadata goes when they do."""
+    rig = Rig()
+    closed = rig.storages.faults.pop("a")
+    rig.executor = rig.new_executor(is_configured=lambda storage: storage in {"a", "b"})
+    uris = await rig.block(1, "a")
+    await rig.block(2, "b")
+    await rig.block(3, "never-was")
+    await rig.executor.run_due()
+    assert (await rig.left(), sum(rig.index.usage_bytes.values())) == ([1], 16)
+    backlog = rig.executor.backlog("a")
+    assert (backlog.waiting, backlog.failures) == (1, 1)
+    rig.storages.faults["a"] = closed
+    rig.clock.time += 1
+    await rig.executor.run_due()
+    assert await rig.left() == []
+    assert closed.deleted == list(uris)
+
+
 async def test_what_is_serving_stays() -> None:
     rig = Rig()
     await rig.block(1, status=LocationStatus.SERVING)

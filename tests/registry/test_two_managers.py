@@ -255,6 +255,7 @@ async def test_a_storage_that_does_not_open_here_is_tried_again_less_and_less_of
     opener.refusal = StorageIOError("no such mount")
     await b.load()
     assert (b.storages.all(), opener.calls) == ([NFS], [])
+    assert [b.storages.is_configured(name) for name in ("nfs", "never-was")] == [True, False]
     for _ in range(30):
         await b.refresh()
     assert opener.refused == 5  # in rounds 1, 3, 7, 15 and 31

@@ -183,3 +183,14 @@ def test_a_report_goes_over_the_wire_and_back() -> None:
     assert read(UsageReport, pb.GetUsageResponse.FromString(message.SerializeToString())) == report
     without_header = {field.name for field in message.DESCRIPTOR.fields} - {"header"}
     assert {field.name for field, _ in message.ListFields()} == without_header
+
+
+def test_a_guarantee_is_shown_as_far_as_the_quota_lets_a_group_use_it() -> None:
+    kept = (StorageGuarantee("a", 40), StorageGuarantee("removed", 40))
+    group = _group("x", types=(QuotaConfig(StorageType.ST_DUMMY, 30),), storage_guarantees=kept)
+    report = usage_report(UsageSources([group], [_storage("a", 2000)], [], [_index("x", {Place("removed", NFS): 1})]))
+    assert {each.storage_unique_name: each.guaranteed_bytes for each in report.groups[0].storages} == {
+        "a": 30,
+        "removed": 0,
+    }
+    assert {each.storage_unique_name: each.guaranteed_bytes for each in report.storages} == {"a": 30, "removed": 0}

@@ -100,6 +100,30 @@ async def test_listeners_end_when_the_log_stops_and_keep_what_they_have_not_take
     assert [numbers(lines) async for lines in listener] == [[7]]
 
 
+async def test_who_comes_when_the_log_has_stopped_is_told_so_at_once() -> None:
+    """As a listener does that connects while the manager stops."""
+    log = new_log()
+    async with running(log):
+        pass
+    late = log.subscribe()
+    assert ([lines async for lines in late], log.is_active) == ([], False)
+    late.close()
+
+
+async def test_events_of_many_keys_give_way_to_requests_as_they_are_handed_out() -> None:
+    log = new_log()
+    listener = log.subscribe()
+    async with running(log):
+        for number in range(100):
+            tell(log, number, keys=[7] * 4000)
+        turns = 0
+        while log._queue:
+            turns += 1
+            await asyncio.sleep(0)
+    assert turns >= 50, "one turn for some 8,000 keys"
+    assert numbers(b"".join(listener.waiting())) == list(range(100))
+
+
 async def test_what_does_not_fit_is_dropped_and_counted_and_never_refused() -> None:
     """Nobody hands events out here: the queue is bounded by the keys in it."""
     log = new_log()
@@ -165,6 +189,23 @@ async def test_a_full_file_is_put_aside_between_two_lines(tmp_path: Path) -> Non
     kept = numbers(old) + numbers(new)
     assert kept == list(range(40 - len(kept), 40)), "the latest, without a gap"
     assert not (tmp_path / "events.log.2").exists()
+
+
+async def test_a_full_file_that_cannot_be_put_aside_goes_on_growing(tmp_path: Path) -> None:
+    """As where a log directory may be written by root alone."""
+    path, aside = tmp_path / "events.log", tmp_path / "events.log.1"
+    (aside / "in the way").mkdir(parents=True)
+    log = new_log(path, max_bytes=500)
+    for number in range(20):
+        tell(log, number)
+    await log.close()
+    assert (numbers(path.read_bytes()), log.unwritten) == (list(range(20)), 0)
+    aside.joinpath("in the way").rmdir()
+    aside.rmdir()
+    log = new_log(path, max_bytes=500)
+    tell(log, 20)
+    await log.close()
+    assert (numbers(aside.read_bytes()), numbers(path.read_bytes())) == (list(range(20)), [20])
 
 
 async def test_what_happens_while_the_manager_stops_is_written(tmp_path: Path) -> None:

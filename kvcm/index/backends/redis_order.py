@@ -78,7 +78,13 @@ def merged(answers: Sequence[Sequence[bytes]], count: int, asked: int) -> tuple[
         The coldest of those that can be evicted, and whether no shard can hold a colder one behind its answer.
     """
     orders = [list(zip(answer[::2], map(float, answer[1::2]), strict=True)) for answer in answers]
-    evictable = (placed for order in orders for placed in order if not is_retired(placed[1]))
-    coldest = nsmallest(count, evictable, key=lambda placed: placed[1])
+    # Of equals one of each shard after the other: a call that asks for what comes behind begins equally far in each.
+    evictable = (
+        (placed[1], position, placed)
+        for order in orders
+        for position, placed in enumerate(order)
+        if not is_retired(placed[1])
+    )
+    coldest = [placed for _, _, placed in nsmallest(count, evictable, key=lambda each: each[:2])]
     end = coldest[-1][1] if len(coldest) == count else RETIRED
     return coldest, all(len(order) < asked or order[-1][1] >= end for order in orders)

@@ -14,7 +14,7 @@ from kvcm.reclaim.policies.queue import END, Cursor
 
 __all__ = ["LeafLru"]
 
-_MOST_LOOKS = 256
+_MOST_LOOKS = 64
 
 
 class LeafLru(Ordered):

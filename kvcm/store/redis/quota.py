@@ -16,8 +16,8 @@ limits of several accounts reserves in one after the other, always in the same o
 later one refuses. The truth is in the counters that change with the records, shard by shard. A manager that dies loses
 reports; the leader's recount puts the sum of those counters in place of `used`:
 
-1. `begin`: a new epoch, and a copy of grown. 2. The counters of all shards are read. 3. `end`: used becomes what was
-read plus what grew since 1, and the epoch changes again.
+1. `begin`: a new epoch, and a copy of grown. 2. The counters of all shards are read, also of instances that were
+registered just now. 3. `end`: used becomes what was read plus what grew since 1, and the epoch changes again.
 
 Additions between 1 and 3 may count twice, never zero times. What shrank is reported with the epoch in which it happened
 and is dropped if that is over, since the recount may have seen it; that errs on the safe side too, is counted in
@@ -103,6 +103,13 @@ return redis.call('HGETALL', counters)
 """,
     allow_oom=True,
 )
+
+_OVERDUE = Script("""
+for _, row in ipairs(redis.call('HVALS', KEYS[1])) do
+  if tonumber(cmsgpack.unpack(row)[1]) < tonumber(ARGV[1]) then return 1 end
+end
+return 0
+""")
 
 _BEGIN = Script(
     "local counters, rows = KEYS[1], KEYS[2]\n"
@@ -284,6 +291,12 @@ class QuotaCounters:
         heard = counters.replace(b":q{", b":s{", 1) + report.node.encode()
         (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, heard), arguments)])
         return Counters.of(answer)
+
+    async def overdue(self, accounts: Sequence[str], now: float) -> frozenset[str]:
+        """Return the accounts with a reservation that a recount would void."""
+        calls = [ScriptCall(_OVERDUE, self._keys(account)[1:], (repr(now),)) for account in accounts]
+        answers = await self._client.run(calls)
+        return frozenset(account for account, answer in zip(accounts, answers, strict=True) if answer)
 
     async def begin_recount(self, account: str, now: float) -> Recount:
         """Begin a recount, and void the reservations whose deadline has passed."""
