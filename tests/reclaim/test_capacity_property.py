@@ -218,7 +218,7 @@ class Run:
 
     async def settle(self, _step: Step) -> None:
         before = await self.records()
-        crossed = [each for each in self.levels if each.count(alive(before)) > each.high())]
+        crossed = [each for each in self.levels if each.count(alive(before)) > each.high()]
         seen = len(self.rig.evicted)
         await self.rig.settle()
         after = await self.records()
@@ -229,9 +229,7 @@ class Run:
         if not crossed:
             assert not told, "evicted though no mark was crossed"
             return
-        assert all(each.count(alive(after)) <= each.low()) for each in crossed), (
-            "what was above its mark still is"
-        )
+        assert all(each.count(alive(after)) <= each.low() for each in crossed), "what was above its mark still is"
         self.check_each_was_needed(crossed, before, after)
         self.check_that_the_last_was_needed(crossed, told, after)
 
