@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 import structlog
 
@@ -33,6 +32,7 @@ from kvcm.reclaim.lanes import OrderPlan
 from kvcm.reclaim.live_order import LiveOrder
 from kvcm.reclaim.marking import Eviction, marked
 from kvcm.reclaim.needs import Holding, Label, Limits, Need, Reason, needs
+from kvcm.reclaim.servings import Payment, Serving, Servings, payment_of
 from kvcm.reclaim.shares import Shares
 from kvcm.reclaim.turns import Turns
 from kvcm.reclaim.victims import Goal, Source, Walk, choose, choose_expired
@@ -85,8 +85,8 @@ class Reclaimer:
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
-        self._windows: dict[_Payment, int] = {}
-        self._hopeless: set[_Payment] = set()
+        self._windows: dict[Payment, int] = {}
+        self._hopeless: set[Payment] = set()
         self._refreshed_at = 0.0
         self._is_leader: Callable[[], bool] = lambda: True
         self._stepped: Counter[str] = Counter()
@@ -195,22 +195,17 @@ class Reclaimer:
         self._refreshed_at = self._clock.now()
 
     async def _serve_needs(self) -> int:
-        total, turns, held_back = 0, dict[_Payment, _Turn](), set[_Payment]()
+        total, servings = 0, Servings(self._hopeless)
         while self._is_leader():
             found = list(needs(self._holdings(), self._limits(), self._active))
             self._active = {need.label for need in found}
-            need = next((each for each in found if (each.label, each.payer) not in self._hopeless | held_back), None)
+            need = servings.next(found)
             if need is None:
                 self._note_unmet(found)
                 break
-            payment = (need.label, need.payer)
-            turn = turns.get(payment)
-            if turn is None or turn.uids != _uids(need):
-                turn = turns[payment] = _Turn(_uids(need), Shares(need, self._clock.now()), Walk())
-            blocks = await self._serve(need, turn)
+            blocks = await self._serve(need, servings.of(need, self._clock.now()))
+            servings.note(need, blocks, is_held_back=self.is_held_back)
             total += blocks
-            if not blocks:
-                (held_back if self.is_held_back else self._hopeless).add(payment)
             await self._turns.give_way()
             if self._clock.now() >= self._refreshed_at + _REFRESH_SECONDS:  # others write and remove meanwhile
                 await self._refresh()
@@ -244,7 +239,7 @@ class Reclaimer:
         """Return the indexes by uid."""
         return {custody.uid: custody.meta_index for custody in self._indexes()}
 
-    async def _serve(self, need: Need, turn: _Turn) -> int:
+    async def _serve(self, need: Need, serving: Serving) -> int:
         """Mark a batch of victims for a need; return how many blocks were marked, 0 when there are none to be had."""
         allowed = self._step_allowance(need)
         if allowed <= 0:
@@ -253,14 +248,14 @@ class Reclaimer:
         batch = Batch(self, need)
         goal = Goal(need, need.amount, allowed, batch.most, self._clock.now())
         if batch.is_shared:
-            await self._choose_in_windows(goal, turn.shares, batch)
+            await self._choose_in_windows(goal, serving.shares, batch)
         else:
-            await choose(goal, await self._sources(need.holdings, batch, 0), turn.shares, batch, turn.walk)
+            await choose(goal, await self._sources(need.holdings, batch, 0), serving.shares, batch, serving.walk)
         return await batch.end()
 
     async def _choose_in_windows(self, goal: Goal, shares: Shares, batch: Batch) -> None:
         """Look for victims window by window, from where the last batch or look found some, round to where it began."""
-        payment = (goal.need.label, goal.need.payer)
+        payment = payment_of(goal.need)
         first = window = self._windows.get(payment, 0)
         for _ in range(_MOST_WINDOWS):
             sources = await self._sources(goal.need.holdings, batch, window)
@@ -372,28 +367,6 @@ class Reclaimer:
             self.stats.note(evicted)
             self._on_evicted(evicted)
         return len(marked_blocks)
-
-
-_Payment = tuple[Label, str]
-"""A mark, and the group that pays."""
-
-
-class _Turn(NamedTuple):
-    """One need as a look serves it, from batch to batch.
-
-    Attributes:
-        uids: of the instances that pay.
-        shares: which of them is next.
-        walk: where the last batch stopped.
-    """
-
-    uids: frozenset[int]
-    shares: Shares
-    walk: Walk
-
-
-def _uids(need: Need) -> frozenset[int]:
-    return frozenset(holding.uid for holding in need.holdings)
 
 
 def _delay_seconds(group: InstanceGroup) -> float:

@@ -192,7 +192,7 @@ async def test_a_write_session_that_expires_is_told_once(node: Node) -> None:
         await node.cache.expire()
         await node.executor.run_due()
     assert [(event["type"], event["reason"], event["keys"], event["bytes"]) for event in events] == [
-        ("expired", "session", [1, 2], 16)
+        ("expired", "session", [2, 1], 16)
     ]
 
 

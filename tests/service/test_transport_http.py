@@ -231,6 +231,8 @@ def test_answers_print_int64_as_text_int32_as_number_enums_as_names_and_defaults
             "global_unique_name": name,
             "dummy": {"root_path": "", "key_count_per_file": 0},
             "check_storage_available_when_open": False,
+            "capacity_bytes": "0",
+            "used_percentage": 0.0,
         }
     ]
 
