@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -205,7 +206,8 @@ class EvictionRig:
 
         seconds = await until(is_low, _EVICTION_SECONDS, 0.02)
         remaining = await remaining_bytes(wire, group.name)
-        self.report.low_mark_seconds.append(seconds)
+        if math.isfinite(seconds):
+            self.report.low_mark_seconds.append(seconds)
         if not low - BLOCK_BYTES < remaining <= low:
             return [f"{group.name}: {remaining} bytes remain {seconds:.1f} s after the mark was crossed, not {low}"]
         return []
