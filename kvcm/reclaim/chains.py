@@ -33,6 +33,11 @@ class Chains:
         self._chosen: dict[int, frozenset[str]] = {}
         self._around: Collection[int] = ()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the index is asked over the network."""
+        return self._index.is_shared
+
     async def look_around(self, keys: Collection[int]) -> None:
         """Read blocks and what directly follows them, all at once: asked one by one over the network, each costs
         journeys to every shard of the store."""

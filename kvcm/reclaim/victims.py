@@ -239,8 +239,24 @@ class _Choice:
                 await self._take_tail(source, head, head.read_at if head.policy == _NAMES_LEAVES else None)
                 return
             self._evict(source, head.key, record, head.policy)
-        if head.policy == _NAMES_LEAVES and source.chains.is_living(head.key, record):
+        if head.policy != _NAMES_LEAVES:
+            return
+        if source.chains.is_living(head.key, record):
             await self._take_before(source, head, record)
+        elif not source.chains.is_shared:
+            await self._take_colder_ends(source, head, record)
+
+    async def _take_colder_ends(self, source: Source, head: Candidate, record: BlockRecord) -> None:
+        """The end of a chain went. If the block before it is the end now, and colder, it is the coldest of all ends,
+        and the order has left it behind."""
+        while record.parent is not None and not self.is_enough():
+            key, parent = record.parent, await source.chains.record(record.parent)
+            if parent is None or not self._helping(source, key, parent) or not await source.chains.is_leaf(key):
+                return
+            if (await source.chains.read_at([key]))[key] >= head.read_at:
+                return
+            self._evict(source, key, parent, head.policy)
+            record = parent
 
     async def _take_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
         """Take what follows a block, and the block at last; only up to what was read later than some time, if any."""
