@@ -238,7 +238,7 @@ async def _write_on(site: CapacitySite, end: float, seed: int, retries: list[flo
         count += 1
         is_refused, left = False, keys
         while left:
-            written = await site.write("full", left, keys[len(keys) - len(left) - 1] if left is not keys else None)
+            written = await site.write("full", left, keys[-len(left) - 1] if len(left) < len(keys) else None)
             left = left[written.blocks :]
             is_refused |= written.is_refused
             await asyncio.sleep(0.01 if written.is_refused else 0)

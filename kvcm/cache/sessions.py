@@ -31,7 +31,7 @@ from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_spec
 from kvcm.cache.write_values import FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
-from kvcm.model.errors import CapacityError, KvcmError, NotReadyError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, decode_chunk, encode_chunk
 from kvcm.model.masks import BlockMask
@@ -88,12 +88,15 @@ class WriteSessions:
         """Open a session and hand out addresses for the blocks that have to be written.
 
         Raises:
-            InvalidArgumentError: the spec groups do not fit.
+            InvalidArgumentError: the spec groups do not fit, or a block would follow itself.
             NotReadyError: blocks have to be written and no storage of the group is available, or other managers are
                 faster.
             CapacityError: not even the first block that has to be written fits.
             StorageIOError: the store failed; what was begun is rolled back now or at the session's deadline.
         """
+        if request.parent_key is not None and request.parent_key in request.keys:
+            # Such a chain has no end: nothing of it could ever be evicted.
+            raise InvalidArgumentError(f"parent_block_key is {request.parent_key}, must not be one of block_keys")
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
         plan, reservation = await self._reserved_plan(cache, group, request)

@@ -264,3 +264,11 @@ async def test_sessions_that_cannot_be_ended_do_not_hide_those_behind_them() -> 
         await rig.manager.expire()
         await rig.manager.expire()
         assert await rig.statuses([1]) == [["DELETING"]]
+
+
+async def test_a_chain_that_would_follow_itself_is_refused() -> None:
+    """It would have no end, and nothing of it could be evicted (invariant 7)."""
+    with opened() as rig:
+        with pytest.raises(InvalidArgumentError, match="parent_block_key is 3"):
+            await rig.start([1, 2, 3], parent_key=3)
+        assert rig.used_bytes == 0
