@@ -58,10 +58,11 @@ class LiveOrder:
         ranked = []
         for row, fact in facts.items():
             lane = self._lanes.lane_of(fact)
-            # Of blocks that were read in the same second, the tail of a chain is the colder one.
-            ranked.append((lane.policy.rank(fact.summary), -fact.depth, row, lane))
+            # Of blocks of the same second the tail of a chain is the colder one, then the one of the smallest key: rows
+            # say nothing, since blocks that were removed have left theirs to others.
+            ranked.append((lane.policy.rank(fact.summary), -fact.depth, fact.key, row, lane))
         ranked.sort(key=lambda each: each[:3])
-        for _, _, row, lane in ranked:
+        for _, _, _, row, lane in ranked:
             lane.policy.restore(row, facts[row].key, facts[row].summary)
             self._enter(row, lane.number, facts[row].size_bytes)
 
