@@ -69,6 +69,8 @@ class CacheModel:
 
     def start(self, instance_id: str, request: WriteRequest) -> Plan | Refusal:
         self.expire()
+        if request.parent_key in request.keys:
+            return InvalidArgumentError
         instance = self.instances[instance_id]
         sizes = {info.name: info.size for info in instance.location_spec_infos}
         groups = {each.name: each.spec_names for each in instance.location_spec_groups}
