@@ -32,7 +32,8 @@ class FloodPlan:
     Attributes:
         cache_blocks: room of each group.
         times: blocks of the flood, in caches.
-        turnover_seconds: that the flood takes to fill the cache once; the prefix is read once a second.
+        turnover_seconds: that the flood takes to fill the cache once, at least. The prefix is read once a second, a
+            read is in the order within a second, and a store keeps whole seconds.
     """
 
     cache_blocks: int
@@ -40,8 +41,8 @@ class FloodPlan:
     turnover_seconds: float
 
 
-FULL_FLOOD = FloodPlan(2000, 20, 2.5)
-QUICK_FLOOD = FloodPlan(1000, 3, 2.5)
+FULL_FLOOD = FloodPlan(2000, 20, 4.0)
+QUICK_FLOOD = FloodPlan(1000, 3, 4.0)
 _LEFT = {"lru": 1.0, "leaf_lru": 1.0, "lfu": 1.0, "sieve": 1.0, "s3fifo": 1.0, "fifo": 0.0}
 """What has to be left of the prefix; fifo shows that the flood is one."""
 _FLOODED = {"rocksdb": tuple(_LEFT), "redis": ("leaf_lru", "fifo")}
@@ -81,11 +82,13 @@ async def _read_each_second(site: CapacitySite, instance: str, keys: Sequence[in
 
 
 async def _flood(site: CapacitySite, instance: str, plan: FloodPlan) -> None:
-    """Write chains at an even pace; what is refused for a moment is written a moment later."""
-    begin, blocks = time.monotonic(), plan.times * plan.cache_blocks
-    for number, keys in enumerate(fresh_chains(blocks, _CHAIN, seed=2)):
-        due = begin + number * _CHAIN / blocks * _seconds(plan)
+    """Write chains at an even pace. What is refused for a moment is written a moment later, and what is late is not
+    made up for: that would be another pace."""
+    blocks = plan.times * plan.cache_blocks
+    due = time.monotonic()
+    for keys in fresh_chains(blocks, _CHAIN, seed=2):
         await asyncio.sleep(max(0.0, due - time.monotonic()))
+        due = max(due, time.monotonic()) + _CHAIN / blocks * _seconds(plan)
         while keys:
             written = await site.write(instance, keys)
             keys = keys[written.blocks :]

@@ -37,6 +37,7 @@ from kvcm.reclaim.shares import Shares
 from kvcm.reclaim.turns import Turns
 from kvcm.reclaim.victims import Goal, Source, Walk, choose, choose_expired
 from kvcm.reclaim.window_order import WindowOrder
+from kvcm.reclaim.windows import WindowWalk
 
 __all__ = ["Reclaimer"]
 
@@ -47,6 +48,7 @@ _BETWEEN_LOOKS_SECONDS = 0.01  # many writes that cross a mark are one reason to
 _MOST_WINDOWS = 16  # of 1,024 blocks; the next look goes on behind them
 _REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
+_LOOK_SECONDS = 1.0  # then it begins anew, with instances, ages and settings as they are now
 
 _log = structlog.get_logger("kvcm.reclaim")
 
@@ -85,7 +87,7 @@ class Reclaimer:
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
-        self._windows: dict[Payment, int] = {}
+        self._windows: defaultdict[Payment, WindowWalk] = defaultdict(WindowWalk)
         self._hopeless: set[Payment] = set()
         self._refreshed_at = 0.0
         self._is_leader: Callable[[], bool] = lambda: True
@@ -181,6 +183,8 @@ class Reclaimer:
         self.stats.unmet.clear()
         self.follow()
         self._stepped.clear()
+        for walk in self._windows.values():
+            walk.begin_look()
         self.is_held_back = False
         if not is_hasty:
             self._hopeless.clear()
@@ -196,7 +200,11 @@ class Reclaimer:
 
     async def _serve_needs(self) -> int:
         total, servings = 0, Servings(self._hopeless)
+        until = self._clock.now() + _LOOK_SECONDS
         while self._is_leader():
+            if self._clock.now() >= until:
+                self._wake.set()
+                break
             found = list(needs(self._holdings(), self._limits(), self._active))
             self._active = {need.label for need in found}
             need = servings.next(found)
@@ -255,16 +263,15 @@ class Reclaimer:
 
     async def _choose_in_windows(self, goal: Goal, shares: Shares, batch: Batch) -> None:
         """Look for victims window by window, from where the last batch or look found some, round to where it began."""
-        payment = payment_of(goal.need)
-        first = window = self._windows.get(payment, 0)
+        walk = self._windows[payment_of(goal.need)]
+        walk.begin_batch()
         for _ in range(_MOST_WINDOWS):
-            sources = await self._sources(goal.need.holdings, batch, window)
+            sources = await self._sources(goal.need.holdings, batch, walk.window)
             if sources and await choose(goal, sources, shares, batch, Walk()):
+                walk.found()
                 break
-            window = window + 1 if sources else 0
-            if window == first:
+            if walk.passed(is_end=not sources):
                 break
-        self._windows[payment] = window
 
     def _step_allowance(self, need: Need) -> int:
         """Return how many bytes this look may still mark."""

@@ -101,3 +101,22 @@ async def test_a_short_age_of_a_class_is_kept_behind_many_older_blocks() -> None
         rig.wait(51)
         await rig.reclaim()
         assert await rig.left([5000, 5001, 5002]) == [5000]
+
+
+async def test_what_may_go_again_goes_before_what_is_warmer() -> None:
+    """The coldest blocks, two windows of them, are pinned: the walk goes on behind them, and comes back."""
+    fields: Any = {"blocks": 10_000, "mark": 0, "hysteresis": 0.0, "pin_budget_bytes": 100_000}
+    with levels(group(**fields)) as rig:
+        cold, cool = list(range(1100)), list(range(10_000, 11_000))
+        for keys, seconds in ((cold, 500), (cool, 5000)):
+            await rig.write(keys)
+            await rig.pin(keys, seconds)
+            rig.wait(1)
+        await rig.write_each(range(20_000, 20_060))
+        await rig.update(group(used_size=2150 * BLOCK, **fields))
+        assert await rig.reclaim() == 10
+        assert sorted(rig.order()) == list(range(20_000, 20_010))
+        rig.wait(500)
+        await rig.write_each(range(30_000, 30_010))
+        assert await rig.reclaim() == 10
+        assert sorted(rig.order()[10:]) == list(range(1090, 1100))
