@@ -173,7 +173,7 @@ def removing(rig: Levels, removed: str) -> list[asyncio.Task[None]]:
 @pytest.mark.parametrize("age", [0, 100])
 @pytest.mark.parametrize("removed", ["i", "j"])
 async def test_an_instance_may_be_removed_while_another_one_is_being_reclaimed(removed: str, age: int) -> None:
-    """For want of room as for its age: the look ends in good order, whichever of them it looks at first."""
+    """For want of room as for its age: looks end in good order, whichever of them they look at first."""
     strategy = {"policy": EvictionPolicy("fifo", age)}
     configured = group(blocks=8000, mark=0.01, hysteresis=0.0, reclaim=strategy)
     with levels(configured, [instance("i"), instance("j")]) as rig:
@@ -183,7 +183,7 @@ async def test_an_instance_may_be_removed_while_another_one_is_being_reclaimed(r
         if age:
             rig.wait(101)
         tasks = removing(rig, removed)
-        await rig.reclaimer.look()
+        await rig.reclaim()
         assert [task.done() for task in tasks] == [True]
         await tasks[0]
         assert rig.remaining(kept) == (0 if age else 80 * BLOCK)
