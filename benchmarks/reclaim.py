@@ -388,7 +388,9 @@ async def in_process(policy: str, count: int) -> list[Row]:
         gc.freeze()
         kept_bytes = _traced(opened.reclaimer.follow) / count
         await opened.registry.groups.update(group_of(policy, count * 4 // 5 * BLOCK_BYTES, 2), 1)
-        marking = await _loop_seconds(opened.reclaimer.look)
+        marking = 0.0
+        while opened.reclaimer.stats.submitted_blocks < count // 5:  # a look lasts a second at most
+            marking += await _loop_seconds(opened.reclaimer.look)
         deletion = await _loop_seconds(opened.deletions.run_due)
         evicted = opened.deletions.deleted.blocks
         assert evicted == opened.reclaimer.stats.submitted_blocks >= count // 5
