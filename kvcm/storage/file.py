@@ -182,6 +182,8 @@ def _delete(deletion: _Deletion) -> None:
         for offset, size in deletion.slots.values():
             _punch(deletion.path, offset, size)
         _note_deleted(deletion)
+        if not Path(deletion.path).exists():  # the last slot went meanwhile, and this one was noted before
+            _unlink(deletion.path)
 
 
 def _discard(deletion: _Deletion) -> None:

@@ -1,5 +1,6 @@
 """What becomes of the bytes in a `file` storage: what clients wrote stays until it is deleted, and only that goes."""
 
+import asyncio
 import os
 import shutil
 from itertools import pairwise
@@ -9,6 +10,7 @@ from random import Random
 import pytest
 from storage_rig import FILE_1, FILE_8, Kind, Written, allocation, can_punch_holes, files_below, read, write
 
+import kvcm.storage.file
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.storage.directory import StorageDirectory
@@ -79,6 +81,24 @@ async def test_a_file_goes_with_its_last_slot_though_some_were_never_handed_out(
         write(uri)
     assert await storage.exists(uris) == [False] * 3 + [True] * 5
     await storage.delete(uris[3:])
+    assert files_below(tmp_path) == []
+
+
+async def test_a_deletion_that_is_repeated_while_another_one_ends_the_file_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash what was deleted is deleted again: here the last slot goes while the first one is punched anew."""
+    written = Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
+    await written.backend.delete(written.uris[:7])
+    other, punch = FILE_8.open(tmp_path), kvcm.storage.file._punch
+
+    def punch_late(path: str, offset: int, size: int) -> None:
+        if offset == 0:
+            assert asyncio.run(other.delete(written.uris[7:])) == [None]
+        punch(path, offset, size)
+
+    monkeypatch.setattr(kvcm.storage.file, "_punch", punch_late)
+    assert await written.backend.delete(written.uris[:1]) == [None]
     assert files_below(tmp_path) == []
 
 

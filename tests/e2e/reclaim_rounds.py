@@ -1,7 +1,8 @@
 """Managers killed while they evict and delete, started again, and judged: real files, groups at their marks.
 
 Eviction may take any block that serves, so a confirmed write may be gone; what is served must have been confirmed, and
-its bytes must be there. What is left of the rest: records that become due, and bytes of sessions that were cut off.
+its bytes must be there. What is left of the rest: records that become due, and bytes of sessions that were cut off. Of
+a packed file these are the slots that nobody heard of, which keep what was punched out around them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ from store_look import look_at, verified
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.storage.file_listing import BESIDE_SUFFIX
+from kvcm.storage.packing import slot_count
 
 __all__ = ["EvictionReport", "EvictionRig", "evict_and_kill", "eviction_rig", "eviction_site", "judge_files"]
+
+Slot = tuple[str, int | None]
+"""A file, and the number of a slot in it where it is packed."""
 
 _KEYS = range(1000)
 _CLIENTS = 8
@@ -93,7 +99,7 @@ class EvictionRig:
     is_shared: bool
     report: EvictionReport = field(default_factory=EvictionReport)
     base: dict[Block, str] = field(default_factory=dict)
-    _confirmed: set[str] = field(default_factory=set)
+    _confirmed: set[Slot] = field(default_factory=set)
 
     async def set_up(self) -> None:
         """Create groups and instances, and fill them up to their marks."""
@@ -102,7 +108,7 @@ class EvictionRig:
         for group in self.site.groups:
             await self._cross(wire, group)
         self.base = await served_blocks(wire, Load(self.site, _KEYS, History()))
-        self._confirmed.update(map(_path, self.base.values()))
+        self._confirmed.update(map(_slot, self.base.values()))
         await wire.close()
 
     async def round(self, *, look: bool) -> None:
@@ -121,7 +127,7 @@ class EvictionRig:
             # may be refused until then. A look has waited for that.
             wrong += judgement if look or not self.is_shared else []
         self.base = await served_blocks(wire, load)
-        self._confirmed.update(map(_path, self.base.values()))
+        self._confirmed.update(map(_slot, self.base.values()))
         await wire.close()
         self.report.wrong += [f"kill {self.report.kills}: {text}" for text in wrong]
         self.report.requests += sum(sent.code is not None for sent in load.requests)
@@ -149,7 +155,7 @@ class EvictionRig:
         wrong += _without_bytes("when quiet", served)
         wrong += await self._usage(wire, served)
         confirmed = (each for each in load.history.writes if each.outcome is Outcome.OK)
-        self._confirmed.update(_path(uri) for each in confirmed for uri in each.uris.values())
+        self._confirmed.update(_slot(uri) for each in confirmed for uri in each.uris.values())
         wrong += self._files(served)
         wrong += [text[-2000:] for text in self.manager.failures()]
         wrong += [f"{sent}" for sent in load.requests if sent.code in {pb.INTERNAL_ERROR, pb.IO_ERROR}]
@@ -188,8 +194,9 @@ class EvictionRig:
     def _files(self, served: dict[Block, str]) -> list[str]:
         roots = [group.root for group in self.site.groups if group.root is not None]
         without_record = judge_files(roots, served)
-        self.report.cut_off |= without_record - self._confirmed
-        return [f"{path} is still there and nobody knows it" for path in sorted(without_record & self._confirmed)]
+        confirmed = {path for path in without_record if self._confirmed & set(_slots_left(path))}
+        self.report.cut_off |= without_record - confirmed
+        return [f"{path} is still there and nobody knows it" for path in sorted(confirmed)]
 
     async def _cross(self, wire: Wire, group: GroupPlan) -> list[str]:
         """Write until the mark is crossed, and wait until what remains is at the low mark, and not below it."""
@@ -236,6 +243,18 @@ class EvictionRig:
 
 def _path(uri: str) -> str:
     return LocationUri.parse(uri).path
+
+
+def _slot(uri: str) -> Slot:
+    parsed = LocationUri.parse(uri)
+    return parsed.path, parsed.blkid
+
+
+def _slots_left(path: str) -> Iterator[Slot]:
+    """Yield what was not deleted of a file."""
+    beside = Path(path + BESIDE_SUFFIX)
+    deleted = set(map(int, beside.read_text().split())) if beside.exists() else set()
+    yield from ((path, slot) for slot in (None, *range(slot_count(path))) if slot not in deleted)
 
 
 def _without_bytes(when: str, served: dict[Block, str]) -> list[str]:
