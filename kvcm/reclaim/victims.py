@@ -250,10 +250,11 @@ class _Choice:
         """The end of a chain went. If the block before it is the end now, and colder, it is the coldest of all ends,
         and the order has left it behind."""
         while record.parent is not None and not self.is_enough():
-            key, parent = record.parent, await source.chains.record(record.parent)
-            if parent is None or not self._helping(source, key, parent) or not await source.chains.is_leaf(key):
-                return
+            key = record.parent
             if (await source.chains.read_at([key]))[key] >= head.read_at:
+                return  # as for nearly all: whoever reads a block reads those before it
+            parent = await source.chains.record(key)
+            if parent is None or not self._helping(source, key, parent) or not await source.chains.is_leaf(key):
                 return
             self._evict(source, key, parent, head.policy)
             record = parent
