@@ -220,18 +220,22 @@ class EvictionRig:
         return []
 
     async def _look(self) -> list[str]:
-        """Recount the store; on a shared one until the counters agree."""
+        """Recount the store; a shared one until its counters agree, and each until abandoned sessions are over that
+        were granted nothing: no block tells of them."""
         self.report.looks += 1
         begin = time.monotonic()
         capacities = {group.name: group.capacity_bytes for group in self.site.groups}
-        if not self.is_shared:
-            await asyncio.to_thread(self.manager.kill)
         while True:
+            if not self.is_shared:
+                await asyncio.to_thread(self.manager.kill)
             look = await look_at(self.manager.settings, capacities=capacities)
-            is_good = not look.unfinished and not look.sessions and not look.groups_off
-            if is_good or not self.is_shared or time.monotonic() > begin + _USAGE_SECONDS:
+            is_wrong = look.unfinished or look.groups_off
+            may_become_good = is_wrong or look.sessions if self.is_shared else look.sessions and not is_wrong
+            if not may_become_good or time.monotonic() > begin + _USAGE_SECONDS:
                 break
-            await asyncio.sleep(0.2)
+            if not self.is_shared:
+                await asyncio.to_thread(self.manager.start)
+            await asyncio.sleep(0.2 if self.is_shared else 1.5)
         wrong = [*look.wrong, *look.groups_off]
         if look.unfinished or look.sessions:
             wrong.append(f"recounted: {dict(look.statuses)}, {look.sessions} sessions")
