@@ -100,8 +100,8 @@ async def child_measure(uri: str, count: int, _unused: int) -> dict[str, float]:
     async with opened(uri) as rooms:
         await rooms.leadership.tick()
         assert rooms.leadership.is_leader
-        assert rooms.recount is not None
-        await rooms.recount.recount("scale")
+        assert rooms.sharing is not None
+        await rooms.sharing.recount.recount("scale")
         await rooms.cache.expire()
         await rooms.cache.purge_removed()
         await rooms.deletions.run_due()
