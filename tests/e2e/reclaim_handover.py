@@ -101,7 +101,8 @@ async def _settle(survivor: Manager, wire: Wire, low: int, report: Takeover) -> 
     while True:
         look = await look_at(survivor.settings)
         report.quiet_seconds = time.monotonic() - begin
-        is_quiet = not look.unfinished and not look.groups_off
+        # Counters and records are read one after the other, and deletions may end in between.
+        is_quiet = not look.unfinished and not look.groups_off and not look.wrong
         if is_quiet or report.quiet_seconds > _MOST_SECONDS:
             break
         await asyncio.sleep(0.2)
