@@ -230,7 +230,8 @@ class EvictionRig:
                 await asyncio.to_thread(self.manager.kill)
             look = await look_at(self.manager.settings, capacities=capacities)
             is_wrong = look.unfinished or look.groups_off
-            may_become_good = is_wrong or look.sessions if self.is_shared else look.sessions and not is_wrong
+            beside_deletions = is_wrong or look.sessions or look.wrong  # read one after the other
+            may_become_good = beside_deletions if self.is_shared else look.sessions and not is_wrong
             if not may_become_good or time.monotonic() > begin + _USAGE_SECONDS:
                 break
             if not self.is_shared:
