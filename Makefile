@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager acceptance-index acceptance-capacity clean
+.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer clean
 
 setup: $(VENV)/.dev
 
@@ -19,7 +19,7 @@ $(VENV)/.server: pyproject.toml .ci/constraints.txt
 # it would bring a build for GPUs.
 $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
-	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,dev]'
 	touch $@
 
 # Tests and benchmarks start real Redis servers of their own.
@@ -27,6 +27,19 @@ $(VENV)/.dev: $(VENV)/.server
 redis:
 	command -v redis-server > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; } \
 	  || { echo "redis-server >= 7 is needed on the PATH for tests and benchmarks" >&2; exit 1; }
+
+# Storage tests mount a file system that fails on command. Without root or /dev/fuse they are skipped, and say so.
+.PHONY: fuse
+fuse:
+	ldconfig -p | grep -q libfuse3 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends '^libfuse3-[34]$$'; } \
+	  || echo "libfuse3 is missing: tests on failing storages are skipped" >&2
+
+# The client of the Mooncake store is linked with it, whatever the network. Without it the tests on a real store are
+# skipped, and say so.
+.PHONY: mooncake
+mooncake:
+	ldconfig -p | grep -q libibverbs.so.1 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1; } \
+	  || echo "libibverbs1 is missing: tests on a Mooncake store are skipped" >&2
 
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
@@ -49,7 +62,7 @@ imports: setup
 figures: setup
 	$(BIN)/python benchmarks/readme.py --check
 
-unit: setup redis
+unit: setup redis fuse mooncake
 	$(BIN)/python -m pytest
 
 demo: setup
@@ -80,6 +93,7 @@ smoke: setup redis
 	$(BIN)/python benchmarks/capacity.py --quick --json build/capacity.json
 	$(BIN)/python benchmarks/reclaim_faults.py --quick --json build/reclaim_faults.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
+	$(BIN)/python benchmarks/transfer.py --quick --json build/transfer.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -97,6 +111,10 @@ acceptance-capacity: setup redis
 	$(BIN)/python benchmarks/reclaim_faults.py --json benchmarks/results/reclaim_faults.json
 	$(BIN)/python benchmarks/reclaim.py --json benchmarks/results/reclaim.json
 	$(BIN)/python benchmarks/readme.py
+
+# The transfer engine against plain system calls, from the page cache. A minute on two idle cores.
+acceptance-transfer: setup
+	$(BIN)/python benchmarks/transfer.py --json benchmarks/results/transfer.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

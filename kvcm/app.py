@@ -20,7 +20,7 @@ from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.errors import DuplicateEntityError, KvcmError, StorageIOError
 from kvcm.model.nodes import Endpoint
-from kvcm.model.storages import NfsStorageSpec
+from kvcm.model.storages import PathStorageSpec
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
@@ -152,8 +152,10 @@ class Manager:
         meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits, rooms.events)
         pins = PinApi(rooms.cache, limits)
         view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
-        series = CapacitySeries(view, rooms.registry, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber)
-        admin = AdminApi(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, series)
+        series = CapacitySeries(
+            *(view, rooms.registry, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber, rooms.storages)
+        )
+        admin = AdminApi(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, series, rooms.storages)
         capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         caller = Caller(metrics, rooms.refuse_unless_leading, rooms.labels, refresh)
@@ -257,7 +259,7 @@ def _allowed_roots(settings: Settings, document: StartupDocument) -> tuple[Path,
     if settings.allowed_roots is None and settings.is_loopback:
         return None
     spec = document.storage.spec
-    own = (Path(spec.root_path),) if isinstance(spec, NfsStorageSpec) else ()
+    own = (Path(spec.root),) if isinstance(spec, PathStorageSpec) else ()
     return (*(settings.allowed_roots or ()), *own)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from enum import Enum
 from typing import Annotated, Any
 
@@ -16,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcm.admin_client import AdminClient
-from kvcm.capacity_tables import print_usage
+from kvcm.capacity_tables import ListedStorage, print_storages, print_usage, shown_time
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin_pb
 from kvcm.refusals import CANNOT_RUN, FAILED, refusals
-from kvcm.service.translate import read
-from kvcm.service.usage_values import UsageReport
+from kvcm.service.translate import read, storage_of
+from kvcm.service.usage_values import StorageStatus, UsageReport
 from kvcm.sizes import parse_size, shown_size
 
 __all__ = ["capacity_apps"]
@@ -36,7 +35,7 @@ def _app(name: str, text: str) -> typer.Typer:
 
 
 _group_app = _app("group", "Instance groups of a running manager.")
-_storage_app = _app("storage", "Storages of a running manager: bytes and blocks that are worth nothing.")
+_storage_app = _app("storage", "Storages of a running manager: how they are, and what on them is worth nothing.")
 _quota_app = _app("quota", "Limits over several instance groups, by their global_quota_group_name.")
 _pin_app = _app("pin", "Prefixes that are kept from eviction.")
 
@@ -64,6 +63,37 @@ def group_usage(
         typer.echo(json.dumps(asdict(report, dict_factory=_with_names)))
     else:
         print_usage(report, _console())
+
+
+@_storage_app.command("list")
+def list_storages(manager: Manager = _ADMIN, as_json: AsJson = False) -> None:
+    """List storages and how they are for the manager that is asked: each manager probes what it has open."""
+    with refusals(FAILED, CANNOT_RUN):
+        client = AdminClient(manager)
+        answer = client.call("ListStorage", admin_pb.ListStorageRequest(), admin_pb.ListStorageResponse)
+        usage = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
+        storages = _listed(answer, read(UsageReport, usage))
+    if as_json:
+        typer.echo(json.dumps({"storages": list(map(_storage_fields, storages))}))
+    else:
+        print_storages(storages, _console())
+
+
+def _listed(answer: admin_pb.ListStorageResponse, report: UsageReport) -> list[ListedStorage]:
+    used = {each.storage_unique_name: each.usage.used_bytes for each in report.storages}
+    known = {each.storage_unique_name: read(StorageStatus, each) for each in answer.storage_status}
+    listed = []
+    for config in map(storage_of, answer.storage):
+        name, kind = config.global_unique_name, config.storage_type.kind
+        listed.append(ListedStorage(name, kind, used.get(name, 0), config.capacity_bytes, known.get(name)))
+    return listed
+
+
+def _storage_fields(storage: ListedStorage) -> dict[str, Any]:
+    fields = {"name": storage.name, "type": storage.kind}
+    status = asdict(storage.status, dict_factory=_with_names) if storage.status is not None else {}
+    status.pop("storage_unique_name", None)
+    return {**fields, "used_bytes": storage.used_bytes, "capacity_bytes": storage.capacity_bytes, **status}
 
 
 @_storage_app.command("scrub")
@@ -173,7 +203,7 @@ def list_pins(
         typer.echo(json.dumps({"pins": pins}))
         return
     rows = (
-        (pin["pin_id"], pin["owner"], f"{pin['blocks']:,}", shown_size(pin["bytes"]), _shown_time(pin["deadline_ms"]))
+        (pin["pin_id"], pin["owner"], f"{pin['blocks']:,}", shown_size(pin["bytes"]), shown_time(pin["deadline_ms"]))
         for pin in pins
     )
     _print_table(("pin", "owner", "blocks", "bytes", "until"), rows)
@@ -191,10 +221,6 @@ def _with_names(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _shown_mark(ratio: float) -> str:
     return "never" if ratio > 1 else f"{100 * (ratio or 0.9):g} %"
-
-
-def _shown_time(unix_ms: int) -> str:
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(" ", "seconds")
 
 
 def _print_counts(counts: dict[str, Any], *, as_json: bool) -> None:

@@ -1,20 +1,71 @@
-"""What `kvcm group usage` shows a person: three tables, and a sentence for whatever asks for something to be done."""
+"""What `kvcm group usage` and `kvcm storage list` show a person: tables, and a sentence for whatever asks for something
+to be done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvcm.service.usage_values import GroupUsage, StorageUsage, Usage, UsageReport
+from kvcm.service.usage_values import GroupUsage, StorageStatus, StorageUsage, Usage, UsageReport
 from kvcm.sizes import shown_size
+from kvcm.storage.health import HealthState
 
-__all__ = ["print_usage"]
+__all__ = ["ListedStorage", "print_storages", "print_usage", "shown_time"]
 
 _LIMITS = ("used", "deleting", "limit", "evict above", "down to", "%")
 _BAD, _WARN, _QUIET = "bold red", "yellow", "dim"
+_HEALTH_STYLES = {HealthState.SH_UP: "", HealthState.SH_DEGRADED: _WARN, HealthState.SH_DOWN: _BAD}
+
+
+class ListedStorage(NamedTuple):
+    """A storage of `kvcm storage list`.
+
+    Attributes:
+        kind: its type, as operators write it.
+        used_bytes: by all groups.
+        capacity_bytes: what they may use together, 0 for no limit.
+        status: how it is for the manager that was asked; None when that does not tell.
+    """
+
+    name: str
+    kind: str
+    used_bytes: int
+    capacity_bytes: int
+    status: StorageStatus | None
+
+
+def print_storages(storages: Sequence[ListedStorage], console: Console) -> None:
+    """Show storages and how they are."""
+    table = _table("storage", "type", "health", "since", "used", "limit", "free", "of medium", "enabled")
+    for storage in storages:
+        limit = shown_size(storage.capacity_bytes) if storage.capacity_bytes else Text("none", _QUIET)
+        health, since, free, whole, enabled = _status(storage.status)
+        used = shown_size(storage.used_bytes)
+        table.add_row(_name(storage.name), storage.kind, health, since, used, limit, free, whole, enabled)
+    console.print(table)
+    for status in (storage.status for storage in storages):
+        if status is not None and status.reason:
+            sentence = f"storage {status.storage_unique_name} is {status.health.label}: {status.reason}"
+            console.print(Text(sentence, _HEALTH_STYLES[status.health]))
+
+
+def _status(status: StorageStatus | None) -> tuple[RenderableType, ...]:
+    if status is None:
+        return ("", "", "", "", "")
+    since = shown_time(status.since_ms) if status.since_ms else ""
+    sizes = (shown_size(size) if size >= 0 else "" for size in (status.medium_free_bytes, status.medium_bytes))
+    health = Text(status.health.label, _HEALTH_STYLES[status.health])
+    return (health, since, *sizes, Text("yes") if status.is_enabled else Text("no", _WARN))
+
+
+def shown_time(unix_ms: int) -> str:
+    """Return a time as people write it, in UTC."""
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(" ", "seconds")
 
 
 def print_usage(report: UsageReport, console: Console) -> None:
@@ -150,7 +201,7 @@ def _name(text: str) -> Text:
 
 def _table(*columns: str) -> Table:
     table = Table()
-    words = {"", "policy", "groups"}
+    words = {"", "policy", "groups", "type", "health", "since", "enabled"}
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number and column not in words else "left")
     return table

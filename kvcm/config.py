@@ -138,6 +138,8 @@ class Settings:
     fsync: str = _setting("kvcm.store.fsync", "everysec", _one_of("always", "everysec", "never"))
     search_cache_bytes: int = _setting("kvcm.store.search_cache_bytes", 1 << 30, _number(0, 1 << 50))
     allowed_roots: tuple[Path, ...] | None = _setting("kvcm.storage.allowed_roots", None, _paths)
+    probe_interval_ms: int = _setting("kvcm.storage.probe_interval_ms", 5000, _number(0, 3_600_000))
+    probe_timeout_ms: int = _setting("kvcm.storage.probe_timeout_ms", 5000, _number(1, 600_000))
     max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24))
     max_tokens_per_request: int = _setting("kvcm.limits.max_tokens_per_request", 1 << 20, _number(1, 1 << 28))
     max_body_bytes: int = _setting("kvcm.limits.max_body_bytes", 64 << 20, _number(1 << 10, 1 << 30))

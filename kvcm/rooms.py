@@ -1,7 +1,7 @@
 """The rooms of a running manager, and what they do in the background.
 
 Duties of the leader: ending what is overdue, deletions, removals of instances, recounts of usage. Every manager follows
-the registry and the invalidations of its search caches, and writes down what was read.
+the registry and the invalidations of its search caches, probes its storages, and writes down what was read.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kvcm.registry.registry import Registry
 from kvcm.service.calls import Plane
 from kvcm.service.node import refuse_unless_leading
 from kvcm.storage.directory import StorageDirectory
+from kvcm.storage.prober import Prober
 from kvcm.store.redis.tracking import Invalidations
 from kvcm.telemetry.events import EventLog
 
@@ -100,6 +101,7 @@ class Rooms:
         deletions: deletes bytes and metadata.
         garbage: looks for blocks that nobody can read.
         scrubber: looks for bytes that no metadata knows.
+        prober: looks after the health of storages.
         sharing: what there is to do while other managers work on the store; None while there are none.
     """
 
@@ -114,6 +116,7 @@ class Rooms:
     deletions: DeletionExecutor
     garbage: GarbageCollector
     scrubber: StorageScrubber
+    prober: Prober
     sharing: Sharing | None
 
     @classmethod
@@ -170,12 +173,16 @@ class Rooms:
             on_marked=told.removed,
         )
         scrubber = StorageScrubber(custody, storages, clock, storages.cluster_id)
+        interval_seconds, timeout_seconds = settings.probe_interval_ms / 1000, settings.probe_timeout_ms / 1000
+        prober = Prober(storages, clock, interval_seconds, timeout_seconds)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
             budget.is_coherent = lambda: sharing.invalidations.is_live and settings.search_cache_bytes > 0
         return cls(
             *(settings, metadata, registry, storages, leadership, events),
-            *(cache, reclaimer, deletions, garbage, scrubber, sharing),
+            *(cache, reclaimer, deletions, garbage, scrubber),
+            prober,
+            sharing,
         )
 
     def duties(self) -> list[Duty]:
@@ -196,6 +203,8 @@ class Rooms:
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
             ("events", self.events.run),
         ]
+        if self.settings.probe_interval_ms:
+            duties.append(("probes", self.prober.run))
         if self.sharing is not None:
             duties += [
                 ("invalidations", self.sharing.invalidations.run),

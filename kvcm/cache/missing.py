@@ -114,6 +114,8 @@ class MissingParts:
         backend = self._storages.backend(storage)
         if backend is None:
             raise StorageIOError(f"storage {storage!r} is not open: whether the bytes are missing cannot be asked")
+        if self._storages.rank(storage) is None:
+            raise StorageIOError(f"storage {storage!r} is not available: whether the bytes are missing cannot be asked")
         try:
             async with asyncio.timeout(_ASK_SECONDS):
                 return await backend.exists(uris)

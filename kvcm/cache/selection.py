@@ -16,6 +16,9 @@ __all__ = ["Storages", "candidates"]
 class Storages(StorageView, Protocol):
     """The open storages."""
 
+    def takes_writes(self, storage: str) -> bool:
+        """Return whether a new block can be expected to find room on a storage."""
+
     def type_of(self, storage: str) -> StorageType | None:
         """Return the type of an open storage, None when there is none of that name."""
 
@@ -27,7 +30,8 @@ def candidates(group: InstanceGroup, storages: Storages) -> list[Place]:
     """Return the group's available storages in order of preference.
 
     Candidates that are not registered count as absent. A strategy that names a type puts that type first, or allows
-    nothing else; within equals the group's own order holds.
+    nothing else; within equals the group's own order holds. What takes no bytes now, full or mounted read-only, comes
+    last: should all be so, then one that was emptied a moment ago is tried.
     """
     available = [
         Place(name, storage_type)
@@ -35,7 +39,9 @@ def candidates(group: InstanceGroup, storages: Storages) -> list[Place]:
         if storages.rank(name) is not None and (storage_type := storages.type_of(name)) is not None
     ]
     strategy = group.cache_config.data_storage_strategy
-    preferred = [candidate for candidate in available if candidate.storage_type is strategy.preferred_type]
     if strategy.is_exclusive:
-        return preferred
-    return preferred + [candidate for candidate in available if candidate.storage_type is not strategy.preferred_type]
+        available = [candidate for candidate in available if candidate.storage_type is strategy.preferred_type]
+    return sorted(
+        available,
+        key=lambda each: (not storages.takes_writes(each.storage), each.storage_type is not strategy.preferred_type),
+    )

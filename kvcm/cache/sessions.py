@@ -31,11 +31,11 @@ from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_spec
 from kvcm.cache.write_values import FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
-from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, decode_chunk, encode_chunk
 from kvcm.model.masks import BlockMask
-from kvcm.storage.backend import Allocation, Part
+from kvcm.storage.backend import Allocation, Hints, Part
 
 __all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession", "WriteSessions"]
 
@@ -43,6 +43,7 @@ _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
 _MOST_PLANS = 8
 _RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
+_MAKE_SECONDS = 5.0  # what was made then goes with its session
 _DISCARD_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
 _STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
 
@@ -104,7 +105,7 @@ class WriteSessions:
             self._refused(group)
         session = self._new_session(cache, request, plan, reservation)
         try:
-            return await self._begin(cache, session, request, plan, reservation)
+            return await self._begin(cache, session, request, plan, reservation, _hints(cache, group))
         except BaseException:
             # Nobody was told the session's id: not even the client could end it.
             with suppress(KvcmError):
@@ -195,6 +196,7 @@ class WriteSessions:
         request: WriteRequest,
         plan: WritePlan,
         reservation: Reservation | None,
+        hints: Hints,
     ) -> StartedWrite:
         await self._endings.open(session)
         locations: dict[int, Location] = {}
@@ -202,7 +204,7 @@ class WriteSessions:
         for page in pages(plan.blocks):
             if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
                 raise NotReadyError("the store took too long for the write to begin: start it again")
-            locations |= self._allocate(cache, session, page)
+            locations |= self._allocate(cache, session, page, hints)
             lost |= await self._add(cache, session, request, page, locations)
             await asyncio.sleep(0)
         session = await self._without(cache, session, locations, lost)
@@ -213,6 +215,7 @@ class WriteSessions:
         flags = [True] * len(request.keys)
         for block in won:
             flags[block.position] = False
+        await self._make_objects([locations[block.key] for block in won])
         chunks = [locations[block.key].chunk for block in won]
         return StartedWrite(session, BlockMask.of(flags), chunks, plan.refused, plan.refusal)
 
@@ -243,31 +246,48 @@ class WriteSessions:
             for reason in filter(None, reasons):
                 _log.warning("addresses_not_discarded", storage=storage, reason=reason)
 
+    async def _make_objects(self, fresh: Sequence[Location]) -> None:
+        """Let storages make the objects of fresh addresses that want to do that themselves."""
+        by_storage: defaultdict[str, list[str]] = defaultdict(list)
+        for location in fresh:
+            backend = self._storages.backend(location.storage)
+            if backend is not None and backend.makes_objects:
+                by_storage[location.storage] += [spec.uri for spec in decode_chunk(location.chunk).specs]
+        for storage, uris in by_storage.items():
+            backend = self._storages.backend(storage)
+            if backend is None:
+                continue
+            try:
+                async with asyncio.timeout(_MAKE_SECONDS):
+                    await backend.make_objects(uris)
+            except TimeoutError:
+                raise StorageIOError(f"storage {storage!r} does not answer: start the write again") from None
+
     def _allocate(
-        self, cache: InstanceCache, session: WriteSession, blocks: Sequence[PlannedBlock]
+        self, cache: InstanceCache, session: WriteSession, blocks: Sequence[PlannedBlock], hints: Hints
     ) -> dict[int, Location]:
         """Return a writing location with addresses for every planned block, allocated in one batch per storage."""
         by_storage: defaultdict[str, list[PlannedBlock]] = defaultdict(list)
         for block in blocks:
             by_storage[block.place.storage].append(block)
-        uris = {storage: self._uris(cache, session, storage, part) for storage, part in by_storage.items()}
+        uris = {storage: self._uris(cache, session, storage, part, hints) for storage, part in by_storage.items()}
         now = self._clock.now()
         return {block.key: _location(session, block, uris[block.place.storage], now) for block in blocks}
 
     def _uris(
-        self, cache: InstanceCache, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock]
+        self, cache: InstanceCache, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock], hints: Hints
     ) -> dict[tuple[str, int], str]:
         instance = cache.instance
         # Ordered by spec, then by key: a chunk of a packed file holds one spec of neighbouring blocks.
         by_spec: defaultdict[str, list[Part]] = defaultdict(list)
         for block in blocks:
             for info in block.specs:
-                by_spec[info.name].append(Part(info.name, block.key, info.size))
+                by_spec[info.name].append(Part(info.name, block.key, info.size, block.depth))
         parts = [part for name in instance.spec_names for part in by_spec[name]]
         backend = self._storages.backend(storage)
         if backend is None:
             raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start it again")
-        uris = backend.allocate(Allocation(instance.instance_id, session.location_id, parts))
+        uris = backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
         return {(part.spec_name, part.key): uri for part, uri in zip(parts, uris, strict=True)}
 
     async def _add(
@@ -293,6 +313,10 @@ class WriteSessions:
 
         changes = await cache.index.read_modify_write(planned, add_location, reserved=True)
         return {change.key for change in changes if not _holds(change.new, session)}
+
+
+def _hints(cache: InstanceCache, group: InstanceGroup) -> Hints:
+    return Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
 
 
 def _holds(record: BlockRecord | None, session: WriteSession) -> bool:

@@ -10,6 +10,7 @@ __all__ = [
     "LocalStorageSpec",
     "MooncakeStorageSpec",
     "NfsStorageSpec",
+    "PathStorageSpec",
     "StorageConfig",
     "StorageSpec",
     "StorageType",
@@ -34,6 +35,11 @@ class StorageType(IntEnum):
     def kind(self) -> str:
         """Name of the type in JSON documents (wire.md 4)."""
         return _KINDS[self]
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of the uris on storages of the type (wire.md 8)."""
+        return self.kind.removeprefix("vcns_")
 
     @classmethod
     def of_kind(cls, kind: str) -> StorageType:
@@ -75,6 +81,11 @@ class ThreeFSStorageSpec:
     key_count_per_file: int = 1
     touch_file_when_create: bool = False
 
+    @property
+    def root(self) -> str:
+        """Directory that everything of the storage lies below."""
+        return _joined(self.mountpoint, self.root_dir)
+
 
 @dataclass(frozen=True, slots=True)
 class VcnsThreeFSStorageSpec:
@@ -88,6 +99,11 @@ class VcnsThreeFSStorageSpec:
     remote_host: str = ""
     remote_port: int = 0
     meta_storage_uri: str = ""
+
+    @property
+    def root(self) -> str:
+        """Directory that everything of the storage lies below."""
+        return _joined(self.mountpoint, self.root_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +133,11 @@ class NfsStorageSpec:
     root_path: str = ""
     key_count_per_file: int = 1
 
+    @property
+    def root(self) -> str:
+        """Directory that everything of the storage lies below."""
+        return self.root_path
+
 
 @dataclass(frozen=True, slots=True)
 class DummyStorageSpec:
@@ -135,6 +156,9 @@ StorageSpec = (
     | NfsStorageSpec
     | DummyStorageSpec
 )
+
+PathStorageSpec = NfsStorageSpec | ThreeFSStorageSpec | VcnsThreeFSStorageSpec
+"""Storages whose objects are files: managers and engines find them below `root`, at the same path."""
 
 _TYPE_OF_SPEC: dict[type[object], StorageType] = {
     LocalStorageSpec: StorageType.ST_UNSPECIFIED,
@@ -171,3 +195,8 @@ class StorageConfig:
     def storage_type(self) -> StorageType:
         """Type of the storage, as its spec says."""
         return _TYPE_OF_SPEC[type(self.spec)]
+
+
+def _joined(mountpoint: str, root_dir: str) -> str:
+    """Join paths as wire.md 8 says: slashes become one where they meet, all others stay."""
+    return f"{mountpoint.rstrip('/')}/{root_dir.strip('/')}"

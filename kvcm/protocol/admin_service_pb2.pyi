@@ -59,6 +59,13 @@ class AccountRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_USER: _ClassVar[AccountRole]
     ROLE_ADMIN: _ClassVar[AccountRole]
 
+class StorageHealth(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SH_UNSPECIFIED: _ClassVar[StorageHealth]
+    SH_UP: _ClassVar[StorageHealth]
+    SH_DEGRADED: _ClassVar[StorageHealth]
+    SH_DOWN: _ClassVar[StorageHealth]
+
 class LocationSpecKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LSK_UNSPECIFIED: _ClassVar[LocationSpecKind]
@@ -101,6 +108,10 @@ CPS_ALWAYS_VCNS_3FS: CachePreferStrategy
 CPS_PREFER_VCNS_3FS: CachePreferStrategy
 ROLE_USER: AccountRole
 ROLE_ADMIN: AccountRole
+SH_UNSPECIFIED: StorageHealth
+SH_UP: StorageHealth
+SH_DEGRADED: StorageHealth
+SH_DOWN: StorageHealth
 LSK_UNSPECIFIED: LocationSpecKind
 LSK_FULL_ATTENTION: LocationSpecKind
 LSK_LINEAR_ATTENTION: LocationSpecKind
@@ -280,12 +291,36 @@ class ListStorageRequest(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ...) -> None: ...
 
 class ListStorageResponse(_message.Message):
-    __slots__ = ("header", "storage")
+    __slots__ = ("header", "storage", "storage_status")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_STATUS_FIELD_NUMBER: _ClassVar[int]
     header: CommonResponseHeader
     storage: _containers.RepeatedCompositeFieldContainer[StorageConfig]
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage: _Optional[_Iterable[_Union[StorageConfig, _Mapping]]] = ...) -> None: ...
+    storage_status: _containers.RepeatedCompositeFieldContainer[StorageStatus]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage: _Optional[_Iterable[_Union[StorageConfig, _Mapping]]] = ..., storage_status: _Optional[_Iterable[_Union[StorageStatus, _Mapping]]] = ...) -> None: ...
+
+class StorageStatus(_message.Message):
+    __slots__ = ("storage_unique_name", "is_enabled", "health", "reason", "since_ms", "probe_seconds", "failed_probes", "medium_bytes", "medium_free_bytes")
+    STORAGE_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_ENABLED_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SINCE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PROBES_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    storage_unique_name: str
+    is_enabled: bool
+    health: StorageHealth
+    reason: str
+    since_ms: int
+    probe_seconds: float
+    failed_probes: int
+    medium_bytes: int
+    medium_free_bytes: int
+    def __init__(self, storage_unique_name: _Optional[str] = ..., is_enabled: _Optional[bool] = ..., health: _Optional[_Union[StorageHealth, str]] = ..., reason: _Optional[str] = ..., since_ms: _Optional[int] = ..., probe_seconds: _Optional[float] = ..., failed_probes: _Optional[int] = ..., medium_bytes: _Optional[int] = ..., medium_free_bytes: _Optional[int] = ...) -> None: ...
 
 class TriggerStrategy(_message.Message):
     __slots__ = ("used_size", "used_percentage", "hysteresis")

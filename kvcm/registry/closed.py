@@ -16,7 +16,7 @@ class ClosedStorages:
 
     generation = 0
 
-    def prepare(self, config: StorageConfig) -> None:
+    def prepare(self, config: StorageConfig, *, is_new: bool) -> None:
         """Open nothing."""
 
     def install(self, config: StorageConfig, prepared: None) -> None:

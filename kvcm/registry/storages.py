@@ -2,6 +2,7 @@
 
 What is configured and what is open here are two things: another manager may have added a storage that this one cannot
 reach. It stays closed, its locations count as absent, and it is tried again at refreshes, less and less often.
+Only adding and updating make anything on a medium: what is opened later may not be mounted yet.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ _MOST_ROUNDS_BETWEEN_TRIES = 256
 class StorageOpener(Protocol):
     """Opens and closes storages; the registry decides which."""
 
-    def prepare(self, config: StorageConfig) -> Any:
-        """Open a storage's medium, which may block, and change nothing else; raises KvcmError if it cannot."""
+    def prepare(self, config: StorageConfig, *, is_new: bool) -> Any:
+        """Open a storage's medium, which may block, and change nothing else; raises KvcmError if it cannot.
+
+        Only for one that is being configured, `is_new`, anything may be made on the medium: what was configured
+        earlier may just not be mounted here.
+        """
 
     def install(self, config: StorageConfig, prepared: Any) -> None:
         """Put what was prepared in place of an open storage of that name."""
@@ -76,12 +81,12 @@ class StorageRegistry:
             KvcmError: it cannot be opened, or the store cannot be asked.
         """
         await self._check_new(config)
-        await self._add(config, self._opener.prepare(config))
+        await self._add(config, self._opener.prepare(config, is_new=True))
 
     async def add_while_serving(self, config: StorageConfig) -> None:
         """Do `add` without holding up other requests."""
         await self._check_new(config)
-        await self._add(config, await asyncio.to_thread(self._opener.prepare, config))
+        await self._add(config, await asyncio.to_thread(self._opener.prepare, config, is_new=True))
 
     async def update(self, config: StorageConfig) -> None:
         """Replace a storage's config; the old one stays in force when the new one cannot be opened. Blocks as `add`.
@@ -93,14 +98,14 @@ class StorageRegistry:
         if await self._is_only_limited(config):
             await self._replace_limit(config)
         else:
-            await self._replace(config, self._opener.prepare(config))
+            await self._replace(config, self._opener.prepare(config, is_new=True))
 
     async def update_while_serving(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
         if await self._is_only_limited(config):
             await self._replace_limit(config)
         else:
-            await self._replace(config, await asyncio.to_thread(self._opener.prepare, config))
+            await self._replace(config, await asyncio.to_thread(self._opener.prepare, config, is_new=True))
 
     async def _check_new(self, config: StorageConfig) -> None:
         check_storage(config)
@@ -224,7 +229,7 @@ class StorageRegistry:
 
     async def _open_medium(self, medium: StorageConfig) -> None:
         try:
-            self._install(medium, await asyncio.to_thread(self._opener.prepare, medium))
+            self._install(medium, await asyncio.to_thread(self._opener.prepare, medium, is_new=False))
         except Exception as error:  # whatever it is, the manager goes on without this storage
             self._failed(medium, error)
         finally:

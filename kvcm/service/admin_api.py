@@ -22,6 +22,8 @@ from kvcm.service.capacity_series import CapacitySeries
 from kvcm.service.limits import RequestLimits
 from kvcm.service.state_series import state_series
 from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
+from kvcm.service.usage_values import StorageStatus
+from kvcm.storage.directory import StorageDirectory
 from kvcm.telemetry.logs import LEVELS, set_level
 from kvcm.telemetry.metrics import ApiMetrics
 
@@ -66,6 +68,7 @@ class AdminApi:
         metrics: counters of the calls.
         limits: sizes of requests.
         capacity: series of quotas, eviction and deletion, where there are such things.
+        storages: the open storages, where their health is known.
     """
 
     def __init__(
@@ -76,12 +79,14 @@ class AdminApi:
         metrics: ApiMetrics,
         limits: RequestLimits,
         capacity: CapacitySeries | None = None,
+        storages: StorageDirectory | None = None,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
         self._metrics = metrics
         self._capacity = capacity
+        self._storages = storages
         self._said_uri_is_ignored = False
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
@@ -162,10 +167,13 @@ class AdminApi:
         return _done()
 
     async def list_storage(self, _request: Any) -> Reply:
-        """List all storages by name."""
+        """List all storages by name, and how each is for this manager."""
         message = pb.ListStorageResponse()
         for config in self._registry.storages.all():
             write_storage(message.storage.add(), config)
+            if self._storages is not None:
+                health = self._storages.health(config.global_unique_name)
+                fill(message.storage_status.add(), StorageStatus.of(config, health))
         return Reply(message)
 
     async def create_group(self, request: Any) -> Reply:

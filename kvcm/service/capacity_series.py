@@ -1,4 +1,5 @@
-"""What GetMetrics tells of capacity: under the original's names where it has them (wire.md 10.1), else under ours.
+"""What GetMetrics tells of capacity and of the health of storages: under the original's names where it has them
+(wire.md 10.1), else under ours.
 
 Every series exists from the start, with 0 where its labels are known. `type` is a kind of storage, or `total`.
 """
@@ -15,13 +16,18 @@ from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.registry.registry import Registry
 from kvcm.service.capacity_view import CapacityView
 from kvcm.service.usage_values import GroupUsage, StorageUsage, Usage, UsageReport
+from kvcm.storage.directory import StorageDirectory
+from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.telemetry.metrics import Series
 
 __all__ = ["CapacitySeries"]
 
+_GAUGE_OF_HEALTH = {HealthState.SH_UP: 1.0, HealthState.SH_DEGRADED: 0.5, HealthState.SH_DOWN: 0.0}
+_NOT_OPEN = StorageHealth(HealthState.SH_DOWN)
+
 
 class CapacitySeries:
-    """Gauges and counters of quotas, eviction and deletion.
+    """Gauges and counters of quotas, eviction, deletion and health.
 
     Args:
         view: what is used.
@@ -30,6 +36,7 @@ class CapacitySeries:
         deletions: counts what it deletes.
         garbage: counts what it finds.
         scrubber: counts what it finds.
+        storages: the open storages, where their health is known.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class CapacitySeries:
         deletions: DeletionExecutor,
         garbage: GarbageCollector,
         scrubber: StorageScrubber,
+        storages: StorageDirectory | None = None,
     ) -> None:
         self._view = view
         self._registry = registry
@@ -47,6 +55,7 @@ class CapacitySeries:
         self._deletions = deletions
         self._garbage = garbage
         self._scrubber = scrubber
+        self._storages = storages
 
     async def series(self) -> list[Series]:
         """Return all of them as they are now. Every index hears its usage from the store for that."""
@@ -54,6 +63,7 @@ class CapacitySeries:
         return [
             *self._of_groups(report),
             *self._of_storages(report),
+            *self._of_health(),
             *self._of_evictions(),
             *self._of_deletions(),
             *self._of_orphans(),
@@ -83,6 +93,17 @@ class CapacitySeries:
             if name in kinds:
                 tags = (("type", kinds[name]), ("unique_name", name))
                 yield Series("data_storage.storage_usage_ratio", tags, _ratio(storage))
+
+    def _of_health(self) -> Iterator[Series]:
+        if self._storages is None:
+            return
+        for config in self._registry.storages.all():
+            name = config.global_unique_name
+            health = self._storages.health(name) or _NOT_OPEN
+            tags = (("storage", name), ("type", config.storage_type.kind))
+            yield Series("kvcm_storage_health", tags, _GAUGE_OF_HEALTH[health.state])
+            yield Series("kvcm_storage_probe_seconds", tags, health.probe_seconds)
+            yield Series("kvcm_storage_probe_failures_total", tags, health.failed_probes)
 
     def _of_evictions(self) -> Iterator[Series]:
         stats = self._reclaimer.stats

@@ -26,7 +26,7 @@ from kvcm.model.storages import (
 )
 from kvcm.registry.validation import require
 
-__all__ = ["fill", "instance_of", "mask_of", "read", "read_storage", "write_mask", "write_storage"]
+__all__ = ["fill", "instance_of", "mask_of", "read", "read_storage", "storage_of", "write_mask", "write_storage"]
 
 Value = TypeVar("Value")
 
@@ -126,7 +126,15 @@ def read_storage(api: str, message: Any) -> StorageConfig:
         InvalidArgumentError: no storage, or no storage spec is set.
     """
     require(message.HasField("storage"), f"{api}.storage")
-    config = message.storage
+    return storage_of(message.storage)
+
+
+def storage_of(config: Any) -> StorageConfig:
+    """Return the storage that a StorageConfig message describes.
+
+    Raises:
+        InvalidArgumentError: no storage spec is set.
+    """
     field = config.WhichOneof("storage_spec")
     require(field, "StorageConfig.storage_spec", f"is required, one of {sorted(_SPEC_OF_FIELD)}")
     return StorageConfig(

@@ -1,11 +1,13 @@
-"""Usage and limits as reports tell them. Field names are those of the wire messages, so that one generic translation
-serves both directions: the manager fills answers from these values, commands read them back."""
+"""Usage, limits and health as reports tell them. Field names are those of the wire messages, so that one generic
+translation serves both directions: the manager fills answers from these values, commands read them back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcm.model.storages import StorageType
+from kvcm.model.storages import StorageConfig, StorageType
+from kvcm.storage.backend import StorageSpace
+from kvcm.storage.health import HealthState, StorageHealth
 
 __all__ = [
     "NOT_LIMITED",
@@ -13,6 +15,7 @@ __all__ = [
     "GroupStorageUsage",
     "GroupUsage",
     "InstanceUsage",
+    "StorageStatus",
     "StorageUsage",
     "TypeUsage",
     "Usage",
@@ -85,6 +88,35 @@ class StorageUsage:
     oversubscription: float
     deletion_backlog: int
     deletion_failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStatus:
+    """How a storage is for one manager; -1 where the bytes of its medium are not known."""
+
+    storage_unique_name: str
+    is_enabled: bool
+    health: HealthState
+    reason: str = ""
+    since_ms: int = 0
+    probe_seconds: float = 0.0
+    failed_probes: int = 0
+    medium_bytes: int = -1
+    medium_free_bytes: int = -1
+
+    @classmethod
+    def of(cls, config: StorageConfig, health: StorageHealth | None) -> StorageStatus:
+        """Return the status of a storage with the health of what is open of it, None while that is nothing."""
+        name, is_enabled = config.global_unique_name, config.is_available
+        if health is None:
+            reason = "it could not be opened on this manager, whose log says why"
+            return cls(name, is_enabled, HealthState.SH_DOWN, reason)
+        space = health.space or StorageSpace(-1, -1)
+        return cls(
+            *(name, is_enabled, health.state, health.reason),
+            *(int(health.since * 1000), health.probe_seconds, health.failed_probes),
+            *(space.capacity_bytes, space.free_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True)

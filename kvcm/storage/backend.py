@@ -5,15 +5,35 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Allocation", "ObjectPage", "Part", "StorageBackend", "StorageSpace", "StoredObject"]
+__all__ = ["Allocation", "Hints", "ObjectPage", "Part", "StorageBackend", "StorageSpace", "StoredObject"]
 
 
 class Part(NamedTuple):
-    """One spec of one block that needs a place."""
+    """One spec of one block that needs a place.
+
+    Attributes:
+        spec_name: the spec.
+        key: of the block.
+        size_bytes: of the place.
+        depth: of the block in its chain: what is deep is read and kept less often.
+    """
 
     spec_name: str
     key: int
     size_bytes: int
+    depth: int = 0
+
+
+class Hints(NamedTuple):
+    """What is known of parts before they are written. A storage may place them by it, or ignore it.
+
+    Attributes:
+        location_group: instance group of the blocks: what is read, kept and removed together.
+        lifetime_seconds: age that the blocks will reach at most, 0 for unknown.
+    """
+
+    location_group: str = ""
+    lifetime_seconds: int = 0
 
 
 class Allocation(NamedTuple):
@@ -23,11 +43,13 @@ class Allocation(NamedTuple):
         instance_id: owner of the blocks.
         location_id: ends the name of every object, so that no two locations ever share one (design.md decision 1).
         parts: what needs a place, in the order of packing.
+        hints: what is known of them.
     """
 
     instance_id: str
     location_id: str
     parts: Sequence[Part]
+    hints: Hints = Hints()
 
 
 class StorageSpace(NamedTuple):
@@ -66,6 +88,27 @@ class StorageBackend(Protocol):
 
         Raises:
             StorageIOError: there is no room; nothing is allocated then.
+        """
+
+    @property
+    def makes_objects(self) -> bool:
+        """Whether fresh addresses have to be passed to `make_objects` before a writer gets them."""
+
+    async def make_objects(self, uris: Sequence[str]) -> None:
+        """Make the empty objects of fresh addresses; those that are there stay as they are.
+
+        Raises:
+            StorageIOError: one cannot be made.
+        """
+
+    async def probe(self) -> None:
+        """Write a small object, read it back and delete it, as a client of the storage would.
+
+        May take as long as the medium hangs: the caller sets the limit. What a probe that was cut off left behind is
+        neither listed nor in the way of the next.
+
+        Raises:
+            StorageIOError: the storage cannot be used, with the reason.
         """
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:

@@ -50,6 +50,16 @@ class DummyStorage:
         self._live |= dict.fromkeys(uris, self._now())
         return uris
 
+    @property
+    def makes_objects(self) -> bool:
+        return False
+
+    async def make_objects(self, uris: Sequence[str]) -> None:
+        """Engines make the objects."""
+
+    async def probe(self) -> None:
+        """There is nothing that could fail."""
+
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
         for uri in uris:
             self._live.pop(uri, None)

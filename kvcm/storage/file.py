@@ -1,6 +1,6 @@
-"""Storage `file`: NFS or any directory that all engines have mounted at the same path.
+"""Path storages: directories that all engines have mounted at the same path. Which types there are: path_types.py.
 
-Engines create and write the files; the manager only makes up names and deletes. A packed file holds several parts side
+Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
 by side in slots of equal size. Deleting one part punches its slot out of the file, so that the space returns at once
 and no neighbour is touched; the file itself goes with its last part. A slot is never handed out twice (decision 16).
 
@@ -20,17 +20,22 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
-from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
 from kvcm.storage.file_listing import BESIDE_SUFFIX, object_pages, remove_objects
+from kvcm.storage.file_making import make_files
+from kvcm.storage.file_probe import PROBE_PREFIX, probe
+from kvcm.storage.file_writes import write_all
+from kvcm.storage.folders import NoFolderError
 from kvcm.storage.packing import pack, slot_count
 from kvcm.storage.threads import StorageThreads
 
@@ -41,6 +46,7 @@ Answer = TypeVar("Answer")
 _PUNCH_HOLE_KEEP_SIZE = 0x03  # fallocate(2): FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _CANNOT_PUNCH = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _MOST_THREADS = 64  # more than ever delete at the same time
+_MOST_PROBES = 8  # that hang: with threads of their own they take none of those
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -52,47 +58,57 @@ class _Deletion(NamedTuple):
 
 
 class FileStorage:
-    """A directory tree `<root_path>/<cluster id>/<instance>/<spec>/<key>.<location id>`."""
+    """A directory tree `<root>/<cluster id>/<instance>/<spec>/<key>.<location id>`.
 
-    def __init__(self, name: str, root: Path, cluster_id: str, keys_per_file: int) -> None:
+    Args:
+        name: of the storage.
+        scheme: of its uris.
+        root: directory that everything lies below.
+        cluster_id: of the deployment.
+        keys_per_file: parts that are packed into a file.
+        makes_objects: whether files are made here, empty, before engines get their addresses.
+    """
+
+    def __init__(
+        self, name: str, scheme: str, root: str, cluster_id: str, keys_per_file: int, *, makes_objects: bool = False
+    ) -> None:
         self._name = name
-        self._root = root
-        self._directory = self._directory_of(cluster_id)
+        self._scheme = scheme
+        self._root = root.rstrip("/")  # otherwise as it was configured, since engines compare it letter by letter
+        self.directory = self._directory_of(cluster_id)
         self._keys_per_file = keys_per_file
+        self._makes_objects = makes_objects
         self._threads = StorageThreads(f"storage-{name}", _MOST_THREADS)
-
-    @classmethod
-    def open(cls, config: StorageConfig, cluster_id: str) -> FileStorage:
-        """Open the directory, creating it if it is missing.
-
-        Raises:
-            InvalidArgumentError: root_path is not absolute.
-            StorageIOError: the directory cannot be created or written.
-        """
-        assert isinstance(config.spec, NfsStorageSpec)
-        root = Path(config.spec.root_path)
-        if not root.is_absolute():
-            raise InvalidArgumentError(f"root_path {config.spec.root_path!r} is not an absolute path")
-        if root == Path(root.anchor):
-            raise InvalidArgumentError("root_path is '/', must be a directory below it")
-        if set(str(root)) & set("?#") or not str(root).isprintable():
-            raise InvalidArgumentError(f"root_path {config.spec.root_path!r} holds characters that a uri cannot carry")
-        try:
-            # With the cluster's directory: an engine that does not find it knows that the storage is not mounted there.
-            (root / path_component(cluster_id)).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageIOError(f"root_path {str(root)!r} cannot be created: {error.strerror}") from error
-        if not os.access(root, os.W_OK | os.X_OK):
-            raise StorageIOError(f"root_path {str(root)!r} is not writable")
-        return cls(config.global_unique_name, root, cluster_id, config.spec.key_count_per_file)
+        self._probe_threads = StorageThreads(f"probe-{name}", _MOST_PROBES)
+        self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
+        self._probe_numbers = count()
 
     def allocate(self, allocation: Allocation) -> list[str]:
         uris = [""] * len(allocation.parts)
         for slots in pack(allocation, self._keys_per_file):
-            path = self._directory + slots[0][1]
+            path = self.directory + slots[0][1]
             for index, _, slot in slots:
-                uris[index] = str(LocationUri("file", self._name, path, allocation.parts[index].size_bytes, slot))
+                size = allocation.parts[index].size_bytes
+                uris[index] = str(LocationUri(self._scheme, self._name, path, size, slot))
         return uris
+
+    @property
+    def makes_objects(self) -> bool:
+        return self._makes_objects
+
+    async def make_objects(self, uris: Sequence[str]) -> None:
+        paths = [LocationUri.parse(uri).path for uri in uris]
+        await self._ask(lambda: make_files(self.directory, paths))
+
+    async def probe(self) -> None:
+        name = f"{self._probe_prefix}{next(self._probe_numbers)}"
+        await self._told(self._probe_threads, lambda: self._probe(name))
+
+    def _probe(self, name: str) -> None:
+        try:
+            probe(self.directory, name)
+        except StorageIOError as error:
+            raise self._failure(f"probe failed: {error}") from error
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
         return await self._for_each_file(uris, _delete)
@@ -106,7 +122,7 @@ class FileStorage:
 
     def _file_by_file(self, uris: Sequence[LocationUri], work: Callable[[_Deletion], None]) -> list[str | None]:
         try:
-            self._check_mounted()
+            self.check_mounted()
         except StorageIOError as error:  # else every file would count as gone already
             return [str(error)] * len(uris)
         return _file_by_file(uris, work)
@@ -117,7 +133,7 @@ class FileStorage:
     def _exist(self, uris: Sequence[LocationUri]) -> list[bool]:
         found = list(map(_is_complete, uris))
         if not all(found):
-            self._check_mounted()
+            self.check_mounted()
         return found
 
     async def objects(self, cluster_id: str) -> AsyncIterator[ObjectPage]:
@@ -125,25 +141,54 @@ class FileStorage:
         pages = object_pages(directory)
         while (page := await self._ask(lambda: next(pages, None))) is not None:
             yield page
-        if directory == self._directory:
-            await self._ask(self._check_mounted)
+        if directory == self.directory:
+            await self._ask(self.check_mounted)
 
     async def remove_objects(self, cluster_id: str, objects: Sequence[StoredObject]) -> list[str | None]:
-        return await self._ask(lambda: remove_objects(self._directory_of(cluster_id), objects))
+        return await self._ask(lambda: self._remove_objects(self._directory_of(cluster_id), objects))
+
+    def _remove_objects(self, directory: str, objects: Sequence[StoredObject]) -> list[str | None]:
+        reasons = remove_objects(directory, objects)
+        if directory == self.directory:
+            self.check_mounted()
+        return reasons
 
     def _directory_of(self, cluster_id: str) -> str:
-        return f"{str(self._root).rstrip('/')}/{path_component(cluster_id)}/"
+        return f"{self._root}/{path_component(cluster_id)}/"
 
-    def _check_mounted(self) -> None:
-        """Refuse to take what is not mounted here for what is not there."""
-        if not Path(self._directory).is_dir():
-            raise StorageIOError(f"storage {self._name}: {self._directory} is not there, is it mounted on this host?")
+    def check_mounted(self) -> None:
+        """Refuse to take what is not mounted here for what is not there. Blocks.
+
+        Raises:
+            StorageIOError: the deployment's directory is not there, or nobody can say.
+        """
+        try:
+            is_there = Path(self.directory).is_dir()
+        except OSError as error:
+            raise self._failure(f"{self.directory}: {error.strerror}") from error
+        if not is_there:
+            raise self._not_mounted()
+
+    def _not_mounted(self) -> StorageIOError:
+        return self._failure(
+            f"{self.directory} is not there, is it mounted on this host? "
+            "If it is gone for good, UpdateStorage makes it anew"
+        )
+
+    def _failure(self, reason: str) -> StorageIOError:
+        return StorageIOError(f"storage {self._name}: {reason}")
 
     async def _ask(self, question: Callable[[], Answer]) -> Answer:
+        return await self._told(self._threads, question)
+
+    async def _told(self, threads: StorageThreads, question: Callable[[], Answer]) -> Answer:
+        """Run what asks the medium; its failures name the storage."""
         try:
-            return await self._threads.run(question)
+            return await threads.run(question)
         except OSError as error:
-            raise StorageIOError(f"storage {self._name}: {error.strerror}") from error
+            raise self._failure(str(error.strerror)) from error
+        except NoFolderError as error:
+            raise self._not_mounted() from error
 
     async def space(self) -> StorageSpace:
         status = await self._ask(lambda: os.statvfs(self._root))
@@ -176,14 +221,20 @@ def _reason(deletion: _Deletion, work: Callable[[_Deletion], None]) -> str | Non
 
 
 def _delete(deletion: _Deletion) -> None:
+    path, notes = Path(deletion.path), Path(_beside(deletion.path))
     if not deletion.slots or len(deletion.slots) >= slot_count(deletion.path):
         _unlink(deletion.path)
-    elif Path(deletion.path).exists():
-        for offset, size in deletion.slots.values():
-            _punch(deletion.path, offset, size)
-        _note_deleted(deletion)
-        if not Path(deletion.path).exists():  # the last slot went meanwhile, and this one was noted before
-            _unlink(deletion.path)
+        return
+    was_there = path.exists()
+    if not was_there and not notes.exists():
+        return
+    for offset, size in deletion.slots.values():
+        _punch(deletion.path, offset, size)
+    noted = _note_deleted(deletion)
+    # Whoever deletes the last slot removes both. If that was done meanwhile, these slots had been noted before, and now
+    # they are noted once more: nobody would come for that.
+    if not path.exists() and (was_there or noted == deletion.slots.keys()):
+        _unlink(deletion.path)
 
 
 def _discard(deletion: _Deletion) -> None:
@@ -193,11 +244,22 @@ def _discard(deletion: _Deletion) -> None:
         _note_deleted(deletion)
 
 
-def _note_deleted(deletion: _Deletion) -> None:
-    with open(_beside(deletion.path), "ab") as file:  # noqa: PTH123 - on one host, appending is atomic for so few bytes
-        file.write("".join(f"{slot}\n" for slot in deletion.slots).encode())
-    if len(_deleted_slots(deletion.path)) >= slot_count(deletion.path):
+def _note_deleted(deletion: _Deletion) -> set[int]:
+    """Note slots, and remove the file with the last of them; return what is noted now."""
+    _append(_beside(deletion.path), "".join(f"{slot}\n" for slot in deletion.slots).encode())
+    noted = _deleted_slots(deletion.path)
+    if len(noted) >= slot_count(deletion.path):
         _unlink(deletion.path)
+    return noted
+
+
+def _append(path: str, lines: bytes) -> None:
+    """Append, by one write as a rule: on one host that is atomic for so few bytes."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        write_all(descriptor, lines)
+    finally:
+        os.close(descriptor)
 
 
 def _unlink(path: str) -> None:

@@ -1,24 +1,23 @@
-"""The objects of a `file` storage as they lie on the disk: listing them, and removing those that nobody knows.
+"""The objects of a path storage as they lie on the disk: listing them, and removing those that nobody knows.
 
-Everything is opened from the deployment's directory downwards, one component after the other, and no link is ever
-followed: nothing outside can be listed or removed, whatever somebody puts into the tree, and whenever. What does not
-lie where an object lies, two directories deep, is not ours and
-is left alone, and so is what is not named like one.
+Everything is opened from the deployment's directory downwards (folders.py), so nothing outside can be listed or
+removed. What does not lie where an object lies, two directories deep, is not ours and is left alone, and so is what is
+not named like one.
 
 What is noted beside a packed file (file.py) belongs to it: both are one object, also while only one of them is there.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby
 from stat import S_ISREG
 from typing import Final
 
 from kvcm.storage.backend import ObjectPage, StoredObject
+from kvcm.storage.folders import NoFolderError, opened_folder
 from kvcm.storage.packing import owner_of, slot_count
 
 __all__ = ["BESIDE_SUFFIX", "object_pages", "remove_objects"]
@@ -27,12 +26,6 @@ BESIDE_SUFFIX: Final = ".deleted"
 
 _PAGE_OBJECTS: Final = 1000
 _BLOCK_BYTES: Final = 512
-_NO_FOLDER: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class _NoFolderError(Exception):
-    """There is no directory of that name, or it is gone, or it is a link."""
 
 
 def object_pages(directory: str, page_size: int = _PAGE_OBJECTS) -> Iterator[ObjectPage]:
@@ -71,18 +64,18 @@ def remove_objects(directory: str, objects: Sequence[StoredObject]) -> list[str 
         if len(folders) != 2 or {"", ".", ".."} & {*folders}:
             reasons |= dict.fromkeys((each.name for each in members), "it is not the name of an object")
             continue
-        with suppress(_NoFolderError), _folder(directory) as top:
-            with _folder(folders[0], top) as instance, _folder(folders[1], instance) as spec:
+        with suppress(NoFolderError), opened_folder(directory) as top:
+            with opened_folder(folders[0], top) as instance, opened_folder(folders[1], instance) as spec:
                 reasons |= {each.name: _remove(spec, each) for each in members}
     return [reasons[each.name] for each in objects]
 
 
 def _all_objects(directory: str) -> Iterator[StoredObject | None]:
     """Yield every object, None for what could not be looked at."""
-    with suppress(_NoFolderError), _folder(directory) as top:
+    with suppress(NoFolderError), opened_folder(directory) as top:
         for instance in _folder_names(top):
             try:
-                with suppress(_NoFolderError), _folder(instance, top) as inside:
+                with suppress(NoFolderError), opened_folder(instance, top) as inside:
                     for spec in _folder_names(inside):
                         yield from _objects_of(inside, spec, f"{instance}/{spec}/")
             except OSError:
@@ -91,7 +84,7 @@ def _all_objects(directory: str) -> Iterator[StoredObject | None]:
 
 def _objects_of(instance: int, spec: str, place: str) -> Iterator[StoredObject | None]:
     try:
-        with suppress(_NoFolderError), _folder(spec, instance) as inside:
+        with suppress(NoFolderError), opened_folder(spec, instance) as inside:
             yield from _objects_in(inside, place)
     except OSError:
         yield None
@@ -106,11 +99,13 @@ def _objects_in(folder: int, place: str) -> Iterator[StoredObject | None]:
     with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name.removesuffix(BESIDE_SUFFIX)
-            if owner_of(place + name) is None or not entry.is_file(follow_symlinks=False):
+            if owner_of(place + name) is None:
                 continue
-            if name != entry.name and _status(folder, name) is not None:
-                continue  # counted with its file
             try:
+                if not entry.is_file(follow_symlinks=False):  # which asks the medium, on some
+                    continue
+                if name != entry.name and _status(folder, name) is not None:
+                    continue  # counted with its file
                 found = _look_at(folder, name)
             except OSError:
                 yield None
@@ -156,22 +151,3 @@ def _status(folder: int, name: str) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     return status if S_ISREG(status.st_mode) else None
-
-
-@contextmanager
-def _folder(name: str, above: int | None = None) -> Iterator[int]:
-    """Open a directory; without `above`, by its absolute path.
-
-    Raises:
-        _NoFolderError: there is none of that name, or it is a link.
-    """
-    try:
-        descriptor = os.open(name.rstrip("/"), _FOLDER, dir_fd=above)  # a slash would have a link followed
-    except OSError as error:
-        if error.errno in _NO_FOLDER:
-            raise _NoFolderError from error
-        raise
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

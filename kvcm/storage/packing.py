@@ -60,7 +60,7 @@ def object_name(uri: str) -> str:
         InvalidArgumentError: the uri cannot be read.
     """
     parsed = LocationUri.parse(uri)
-    return parsed.key or "/".join(parsed.path.rsplit("/", 3)[1:])
+    return "/".join((parsed.key or parsed.path).split("/")[-3:])
 
 
 def owner_of(name: str) -> tuple[str, int] | None:

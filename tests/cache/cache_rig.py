@@ -46,12 +46,16 @@ class TableView:
     ranks: dict[str, int] = field(default_factory=dict)
     types: dict[str, StorageType] = field(default_factory=dict)
     generation: int = 0
+    full: set[str] = field(default_factory=set)
 
     def rank(self, storage: str) -> int | None:
         return self.ranks.get(storage)
 
     def type_of(self, storage: str) -> StorageType | None:
         return self.types.get(storage)
+
+    def takes_writes(self, storage: str) -> bool:
+        return storage not in self.full
 
     def backend(self, storage: str) -> None:
         raise AssertionError(f"nothing is opened here, not even {storage}")

@@ -175,6 +175,10 @@ async def test_a_storage_that_cannot_be_asked_loses_nothing(error: Exception) ->
         await rig.store([2])
         on_pool, on_slow = (await parts_of(rig, 1))[0], (await parts_of(rig, 2))[0]
         await lose(rig, on_slow)
+        with pytest.raises(StorageIOError, match="storage 'pool' is not available"):
+            await report(rig, on_slow, on_pool)
+        assert faulty.asked == 0, "what is down may hang"
+        rig.enable("pool", enabled=True)
         with pytest.raises(StorageIOError, match=f"storage 'pool' cannot be asked: {error}"):
             await report(rig, on_slow, on_pool)
         assert faulty.asked == 1

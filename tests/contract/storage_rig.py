@@ -8,30 +8,62 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig
+from kvcm.model.storages import (
+    DummyStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    StorageSpec,
+    StorageType,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part, StorageBackend
-from kvcm.storage.directory import OPENERS
+from kvcm.storage.directory import StorageDirectory
 
 
 class Kind(NamedTuple):
     """A type of storage and how many parts go into one object."""
 
-    scheme: str
+    storage_type: StorageType
     keys_per_object: int
+    makes_objects: bool = False
+
+    @property
+    def scheme(self) -> str:
+        return self.storage_type.scheme
 
     def config(self, root: Path, name: str = "s-1") -> StorageConfig:
-        if self.scheme == "file":
-            return StorageConfig(name, NfsStorageSpec(str(root), self.keys_per_object))
-        return StorageConfig(name, DummyStorageSpec(str(root), self.keys_per_object))
+        return StorageConfig(name, self._spec(root))
+
+    def _spec(self, root: Path) -> StorageSpec:
+        if self.storage_type is StorageType.ST_NFS:
+            return NfsStorageSpec(str(root), self.keys_per_object)
+        if self.storage_type is StorageType.ST_DUMMY:
+            return DummyStorageSpec(str(root), self.keys_per_object)
+        threefs = (str(root.parent), root.name, self.keys_per_object, self.makes_objects)
+        if self.storage_type is StorageType.ST_3FS:
+            return ThreeFSStorageSpec("", *threefs)
+        return VcnsThreeFSStorageSpec("", *threefs, "host", 1, "redis://meta")
 
     def open(self, root: Path, cluster_id: str = "cluster") -> StorageBackend:
-        config = self.config(root)
-        return OPENERS[config.storage_type](config, cluster_id)
+        """Configure and open it."""
+        return StorageDirectory(cluster_id).prepare(self.config(root), is_new=True)
+
+    def reopen(self, root: Path, cluster_id: str = "cluster") -> StorageBackend:
+        """Open what was configured earlier, as a manager does that was restarted."""
+        return StorageDirectory(cluster_id).prepare(self.config(root), is_new=False)
 
 
-FILE_1, FILE_8 = Kind("file", 1), Kind("file", 8)
-KINDS = {"file-1": FILE_1, "file-8": FILE_8, "dummy-1": Kind("dummy", 1), "dummy-8": Kind("dummy", 8)}
+FILE_1, FILE_8 = Kind(StorageType.ST_NFS, 1), Kind(StorageType.ST_NFS, 8)
+PATH_KINDS = {
+    "file-1": FILE_1,
+    "file-8": FILE_8,
+    "hf3fs-1": Kind(StorageType.ST_3FS, 1),
+    "hf3fs-8": Kind(StorageType.ST_3FS, 8, makes_objects=True),
+    "vcns-8": Kind(StorageType.ST_VCNS_3FS, 8),
+}
+KINDS = PATH_KINDS | {"dummy-1": Kind(StorageType.ST_DUMMY, 1), "dummy-8": Kind(StorageType.ST_DUMMY, 8)}
 
 
 def allocation(
@@ -68,7 +100,7 @@ def read(uri: str) -> bytes:
 def fill_objects(uris: Sequence[str], size: int) -> None:
     """Give the file behind every uri so many bytes; storages without files need none."""
     for place in addresses(uris):
-        if place.scheme == "file":
+        if place.scheme != "dummy":
             Path(place.path).parent.mkdir(parents=True, exist_ok=True)
             Path(place.path).write_bytes(b"x" * size)
 

@@ -1,4 +1,4 @@
-"""What becomes of the bytes in a `file` storage: what clients wrote stays until it is deleted, and only that goes."""
+"""What becomes of the bytes in a path storage: what clients wrote stays until it is deleted, and only that goes."""
 
 import asyncio
 import os
@@ -8,20 +8,19 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from storage_rig import FILE_1, FILE_8, Kind, Written, allocation, can_punch_holes, files_below, read, write
+from storage_rig import FILE_8, PATH_KINDS, Kind, Written, allocation, can_punch_holes, files_below, read, write
 
 import kvcm.storage.file
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.storage.directory import StorageDirectory
 
-KINDS = {"file-1": FILE_1, "file-8": FILE_8}
 SIZES = [{"tp0": 100, "tp1": 100}, {"tp0": 4096, "tp1": 300}]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=PATH_KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
+    return PATH_KINDS[request.param]
 
 
 @pytest.mark.parametrize("specs", SIZES, ids=["equal", "different"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from storage_rig import KINDS, Kind, addresses, allocation, fill_objects
 
 from kvcm.model.names import path_component
+from kvcm.model.storages import StorageType
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, StorageBackend
 
@@ -119,12 +120,12 @@ def test_the_example_of_wire_md_8(root: Path) -> None:
     sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20, unique=True),
     per=st.sampled_from([-1, 0, 1, 2, 3, 8, 100]),
-    scheme=st.sampled_from(["file", "dummy"]),
+    storage_type=st.sampled_from([StorageType.ST_NFS, StorageType.ST_3FS, StorageType.ST_DUMMY]),
 )
 def test_any_allocation_is_packed_as_wire_md_8_says(
-    tmp_path: Path, sizes: list[int], keys: list[int], per: int, scheme: str
+    tmp_path: Path, sizes: list[int], keys: list[int], per: int, storage_type: StorageType
 ) -> None:
-    kind = Kind(scheme, per)
+    kind = Kind(storage_type, per)
     what = allocation({f"spec{i}": size for i, size in enumerate(sizes)}, keys)
     check_packing(kind, what, addresses(kind.open(tmp_path).allocate(what)))
 

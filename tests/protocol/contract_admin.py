@@ -76,6 +76,7 @@ ENUMS: dict[str, dict[str, int]] = {
     },
     "AccountRole": {"ROLE_USER": 0, "ROLE_ADMIN": 1},
     "LocationSpecKind": {"LSK_UNSPECIFIED": 0, "LSK_FULL_ATTENTION": 1, "LSK_LINEAR_ATTENTION": 2},
+    "StorageHealth": {"SH_UNSPECIFIED": 0, "SH_UP": 1, "SH_DEGRADED": 2, "SH_DOWN": 3},
 }
 
 # Field name: its number and type; members of a oneof name it.
@@ -101,7 +102,22 @@ MESSAGES: dict[str, dict[str, str]] = {
     "RemoveStorageRequest": {"trace_id": "1 string", "storage_unique_name": "2 string"},
     "UpdateStorageRequest": {"trace_id": "1 string", "storage": "2 StorageConfig", "force_update": "3 bool"},
     "ListStorageRequest": {"trace_id": "1 string"},
-    "ListStorageResponse": {"header": "1 CommonResponseHeader", "storage": "2 repeated StorageConfig"},
+    "ListStorageResponse": {
+        "header": "1 CommonResponseHeader",
+        "storage": "2 repeated StorageConfig",
+        "storage_status": "1000 repeated StorageStatus",
+    },
+    "StorageStatus": {
+        "storage_unique_name": "1 string",
+        "is_enabled": "2 bool",
+        "health": "3 StorageHealth",
+        "reason": "4 string",
+        "since_ms": "5 int64",
+        "probe_seconds": "6 double",
+        "failed_probes": "7 int64",
+        "medium_bytes": "8 int64",
+        "medium_free_bytes": "9 int64",
+    },
     "TriggerStrategy": {"used_size": "1 int64", "used_percentage": "2 double", "hysteresis": "1000 optional double"},
     "QuotaConfig": {"storage_type": "1 StorageType", "capacity": "2 int64"},
     "InstanceGroupQuota": {"capacity": "1 int64", "quota_config": "2 repeated QuotaConfig"},

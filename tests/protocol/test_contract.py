@@ -166,6 +166,7 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
         "kv_cache_manager.proto.meta.FinishWriteCacheRequest.retention",
         "kv_cache_manager.proto.admin.StorageConfig.capacity_bytes",
         "kv_cache_manager.proto.admin.StorageConfig.used_percentage",
+        "kv_cache_manager.proto.admin.ListStorageResponse.storage_status",
         "kv_cache_manager.proto.admin.TriggerStrategy.hysteresis",
         "kv_cache_manager.proto.admin.CacheReclaimStrategy.policy",
         "kv_cache_manager.proto.admin.CacheReclaimStrategy.share",

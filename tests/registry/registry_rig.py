@@ -52,7 +52,7 @@ class Opener:
         self.refused = 0
         self.gate: threading.Event | None = None
 
-    def prepare(self, config: StorageConfig) -> StorageConfig:
+    def prepare(self, config: StorageConfig, *, is_new: bool) -> StorageConfig:
         if self.gate is not None:
             self.gate.wait()
         if self.refusal is not None:

@@ -136,14 +136,25 @@ def _storage_refusals(name: Callable[[Site], str]) -> list[Refused]:
         _invalid("no spec", lambda _site: {"storage": {"global_unique_name": "x"}}, "storage_spec", "nfs"),
         _refused("local", "UNSUPPORTED", lambda site: _storage(name(site), local={}), "local", "nfs"),
         *(_missing_spec_field(kind, cls, whole, field) for kind, cls, whole in required for field in whole),
-        *(
-            _refused(
-                f"{kind} is not in this release", "UNSUPPORTED", lambda site, kw=kw: _storage(name(site), **kw), known
-            )
-            for kind, kw, known in (
-                ("mempool", {"tair_mem_pool": {"domain": "d"}}, "pace"),
-                ("vcns", {"vcnsthreefs": VCNS}, "vcns_hf3fs"),
-            )
+        _refused(
+            "mempool is not in this release",
+            "UNSUPPORTED",
+            lambda site: _storage(name(site), tair_mem_pool={"domain": "d"}),
+            "pace",
+        ),
+        _refused(
+            "a 3FS that is not mounted",
+            "IO_ERROR",
+            lambda site: _storage(name(site), vcnsthreefs=VCNS | {"mountpoint": "/dev/null/x"}),
+            "mountpoint",
+            "/dev/null/x",
+            "mounted on this host",
+        ),
+        _invalid(
+            "a root_dir that leaves its mountpoint",
+            lambda site: _storage(name(site), threefs={"mountpoint": "/tmp", "root_dir": "a/../b"}),
+            "root_dir",
+            "'a/../b'",
         ),
         _invalid("relative root", lambda site: _storage(name(site), nfs={"root_path": "a/b"}), "root_path", "'a/b'"),
         _refused(

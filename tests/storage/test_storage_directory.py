@@ -1,18 +1,26 @@
 """The open storages of a manager: opened, replaced, enabled, disabled, closed."""
 
+import asyncio
+from os.path import normpath
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from connectors.transfer.file import FileMover
+from connectors.transfer.mover import TransferItem
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError, UnsupportedError
 from kvcm.model.storages import (
     DummyStorageSpec,
     MooncakeStorageSpec,
     NfsStorageSpec,
     StorageConfig,
+    StorageSpec,
     StorageType,
     TairMemPoolStorageSpec,
     ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
 )
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
@@ -87,9 +95,9 @@ def test_closing_forgets(directory: StorageDirectory) -> None:
     [MooncakeStorageSpec("h", "m", "tcp", "", "e"), ThreeFSStorageSpec("c", "/m", "r"), TairMemPoolStorageSpec("d")],
     ids=lambda spec: type(spec).__name__,
 )
-def test_a_type_without_an_opener_is_refused_with_what_there_is(
-    directory: StorageDirectory, spec: MooncakeStorageSpec
-) -> None:
+def test_a_type_without_an_opener_is_refused_with_what_there_is(spec: StorageSpec) -> None:
+    known = (StorageType.ST_NFS, StorageType.ST_DUMMY)
+    directory = StorageDirectory("cluster", openers={each: OPENERS[each] for each in known})
     config = StorageConfig("s", spec)
     with pytest.raises(UnsupportedError, match=f"{config.storage_type.kind}.*dummy.*file"):
         directory.open(config)
@@ -176,9 +184,25 @@ def test_roots_outside_the_allowed_ones_are_refused(tmp_path: Path, outside: str
     directory.open(DUMMY)
 
 
-def test_no_allowed_root_allows_no_file_storage(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="allowed_roots"):
-        StorageDirectory("c", []).open(file_config(tmp_path))
+def test_no_allowed_root_allows_no_path_storage(tmp_path: Path) -> None:
+    for spec in (NfsStorageSpec(str(tmp_path)), ThreeFSStorageSpec("", str(tmp_path), "r")):
+        with pytest.raises(InvalidArgumentError, match="allowed_roots"):
+            StorageDirectory("c", []).open(StorageConfig("s", spec))
+
+
+@pytest.mark.parametrize("spec_class", [ThreeFSStorageSpec, VcnsThreeFSStorageSpec])
+def test_roots_of_3fs_must_lie_in_the_allowed_ones_as_well(
+    tmp_path: Path, spec_class: type[ThreeFSStorageSpec | VcnsThreeFSStorageSpec]
+) -> None:
+    """Also those that a link below the mountpoint leads out of them."""
+    (tmp_path / "ok").mkdir()
+    (tmp_path / "ok" / "way-out").symlink_to(tmp_path)
+    directory = StorageDirectory("c", [tmp_path / "ok"])
+    for mountpoint, root_dir in ((tmp_path, "r"), (tmp_path / "ok", "way-out/r")):
+        with pytest.raises(InvalidArgumentError, match="outside the allowed roots"):
+            directory.open(StorageConfig("s", spec_class("", str(mountpoint), root_dir)))
+    directory.open(StorageConfig("s", spec_class("", str(tmp_path / "ok"), "r")))
+    assert [path.name for path in (tmp_path / "ok" / "r").iterdir()] == ["c"]
 
 
 # What a `file` storage opens.
@@ -210,3 +234,89 @@ def test_slashes_at_the_end_of_a_root_do_not_matter(directory: StorageDirectory,
     assert backend is not None
     (uri,) = backend.allocate(Allocation("i", "aa", [Part("kv", 1, 8)]))
     assert uri == f"file://f{tmp_path}/r/cluster/i/kv/1.aa?size=8"
+
+
+# What a 3FS storage opens.
+
+
+def threefs(mountpoint: str, root_dir: str, *, check: bool = False) -> StorageConfig:
+    return StorageConfig("s", ThreeFSStorageSpec("", mountpoint, root_dir), check_storage_available_when_open=check)
+
+
+@pytest.mark.parametrize("mountpoint", ["", ".", "mnt", "~/mnt"])
+def test_a_mountpoint_must_be_absolute(directory: StorageDirectory, mountpoint: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="mountpoint"):
+        directory.open(threefs(mountpoint, "r"))
+
+
+def test_a_mountpoint_must_be_there_and_is_never_made(directory: StorageDirectory, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("gone", "file"):
+        with pytest.raises(StorageIOError, match=r"mountpoint .*is 3FS mounted on this host"):
+            directory.open(threefs(str(tmp_path / name), "r"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("root_dir", ["..", "../r", "a/../b", "/..", "a/.."])
+def test_a_root_dir_stays_below_its_mountpoint(directory: StorageDirectory, tmp_path: Path, root_dir: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"root_dir.*'\.\.'"):
+        directory.open(threefs(str(tmp_path), root_dir))
+
+
+def test_what_must_be_there_when_a_3fs_storage_opens_is_not_made(directory: StorageDirectory, tmp_path: Path) -> None:
+    config = threefs(str(tmp_path), "r", check=True)
+    with pytest.raises(StorageIOError, match=r"mountpoint/root_dir .*is 3FS mounted on this host"):
+        directory.open(config)
+    (tmp_path / "r").mkdir()
+    directory.open(config)
+    assert (tmp_path / "r" / "cluster").is_dir()
+
+
+@pytest.mark.parametrize("character", ["?", "#", "\n", "\x00"])
+def test_a_3fs_root_must_fit_into_a_uri(directory: StorageDirectory, tmp_path: Path, character: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="mountpoint/root_dir"):
+        directory.open(threefs(str(tmp_path), f"a{character}b"))
+
+
+def test_a_mountpoint_of_slash_needs_a_directory(directory: StorageDirectory) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be a directory below /"):
+        directory.open(threefs("/", "/"))
+
+
+@given(
+    mountpoint=st.sampled_from(["", "/", "//", "/a", "/a/", "/a//", "/a/b//c"]),
+    root_dir=st.text("ab/", min_size=1, max_size=8),
+)
+def test_slashes_become_one_where_mountpoint_and_root_dir_meet(mountpoint: str, root_dir: str) -> None:
+    """And only there (wire.md 8): what is joined is the same path, with the same slashes inside the parts."""
+    for spec in (ThreeFSStorageSpec("", mountpoint, root_dir), VcnsThreeFSStorageSpec("", mountpoint, root_dir)):
+        inside_mountpoint, inside_root_dir = mountpoint.rstrip("/"), root_dir.strip("/")
+        assert spec.root.startswith(inside_mountpoint)
+        assert spec.root.endswith(inside_root_dir)
+        assert spec.root[len(inside_mountpoint) :].removesuffix(inside_root_dir) == "/"
+        assert normpath(spec.root) == normpath(f"{mountpoint.rstrip('/')}/{root_dir.lstrip('/')}")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    names=st.lists(st.sampled_from(["a", "b.c", "d e"]), min_size=1, max_size=4),
+    slashes=st.lists(st.sampled_from(["/", "//", "///"]), min_size=5, max_size=5),
+    cut=st.integers(0, 4),
+)
+def test_an_engine_writes_where_the_manager_deletes_however_a_root_is_spelt(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], slashes: list[str], cut: int
+) -> None:
+    """Both sides join the same parts: what a mover accepts and writes is the file that the uri names."""
+    top = tmp_path_factory.mktemp("mount")
+    pieces = "".join(slash + name for slash, name in zip(slashes, names, strict=False))
+    mountpoint, root_dir = f"{top}{slashes[-1]}", pieces[cut:] or "/"
+    for config in (threefs(mountpoint, root_dir), StorageConfig("s", NfsStorageSpec(f"{mountpoint}{root_dir}"))):
+        backend = StorageDirectory("cluster").prepare(config, is_new=True)
+        (uri,) = map(LocationUri.parse, backend.allocate(Allocation("i", "aa", [Part("kv", 1, 4)])))
+        mover = FileMover.for_storages([config])
+        (result,) = mover.save([TransferItem(uri, [memoryview(b"1234")])], 10.0)
+        mover.close()
+        assert result.ok, result
+        assert Path(uri.path).read_bytes() == b"1234"
+        assert asyncio.run(backend.delete([str(uri)])) == [None]
+        assert not Path(normpath(uri.path)).exists()

@@ -11,7 +11,7 @@ import pytest
 
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.file import FileStorage
+from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.threads import StorageThreads
 
 HANGS_AT_ITS_END = """
@@ -67,7 +67,7 @@ async def test_file_deletions_need_no_thread_of_the_loop(tmp_path: Path) -> None
     gate, loop = threading.Event(), asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))
     taken = loop.run_in_executor(None, gate.wait)
-    storage = FileStorage.open(StorageConfig("s", NfsStorageSpec(str(tmp_path))), "cluster")
+    storage = StorageDirectory("cluster").prepare(StorageConfig("s", NfsStorageSpec(str(tmp_path))), is_new=True)
     uris = storage.allocate(Allocation("i", "aa", [Part("tp0", 1, 8)]))
     try:
         async with asyncio.timeout(30):

@@ -1,0 +1,161 @@
+"""Health of a storage: what a row of probes says about it. Pure, with time passed in.
+
+A storage is UP, DEGRADED or DOWN, and used until it is DOWN. A probe ends in one of these ways:
+
+* answered: good, or slow when it took longer than a bound;
+* unwritable: the medium answers and takes no bytes (it is full, or mounted read-only);
+* failed, or late: no answer within the time limit.
+
+Rules:
+
+* Whatever is not good makes an UP storage DEGRADED at once: somebody should look, and nothing is hidden.
+* Only `down_after` failures in a row (late ones count) make it DOWN. Nothing makes it DOWN at once: one lost answer, a
+  remount or a second of a busy network would hide every block on it, and asking twice more takes two seconds.
+* A full medium is never DOWN for that: its blocks can be read, and while they were hidden nobody would miss them enough
+  to make room. Writes go elsewhere while there is another storage for them.
+* Only `up_after` answers in a row bring it back from DOWN, as UP when all of them were good, else as DEGRADED; and as
+  many good ones make a DEGRADED storage UP.
+
+Rejected: a share of failures over a window, which finds a storage that fails now and then, but takes a window's length
+to see that one is gone, and as long to see that it is back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+from kvcm.storage.backend import StorageSpace
+
+__all__ = ["HealthRules", "HealthState", "Probe", "ProbeEnd", "StorageHealth"]
+
+
+class HealthState(IntEnum):
+    """How a storage is; numbers are those of the wire."""
+
+    SH_UP = 1
+    SH_DEGRADED = 2
+    SH_DOWN = 3
+
+    @property
+    def label(self) -> str:
+        """What people read: up, degraded or down."""
+        return self.name.removeprefix("SH_").lower()
+
+
+class ProbeEnd(Enum):
+    """How a probe ended."""
+
+    ANSWERED = "answered"
+    UNWRITABLE = "unwritable"
+    FAILED = "failed"
+    LATE = "late"
+
+
+class Probe(NamedTuple):
+    """One look at a storage.
+
+    Attributes:
+        end: how it ended.
+        seconds: from its begin to its end; so far, of a late one.
+        reason: why it is not good, for people; "" where it answered.
+        space: of the medium, where it answered.
+    """
+
+    end: ProbeEnd
+    seconds: float
+    reason: str = ""
+    space: StorageSpace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRules:
+    """When a storage changes its state.
+
+    Attributes:
+        down_after: failures in a row that make it DOWN.
+        up_after: answers in a row that bring it back.
+        slow_seconds: an answer that takes longer is slow.
+    """
+
+    down_after: int = 3
+    up_after: int = 2
+    slow_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StorageHealth:
+    """What is known of a storage; as it is here before the first probe.
+
+    Attributes:
+        state: what it is taken for.
+        reason: the last thing that was wrong, for administrators; "" while it is UP.
+        since: unix seconds of the last change of state, or of the first probe; 0 before that.
+        probe_seconds: what the last probe took.
+        failed_probes: those that were not answered, since the storage was opened.
+        space: of the medium at the last answer, None before that.
+        is_unwritable: the medium answered last, and took no bytes.
+        failures: in a row.
+        answers: in a row.
+        good_answers: in a row.
+    """
+
+    state: HealthState = HealthState.SH_UP
+    reason: str = ""
+    since: float = 0.0
+    probe_seconds: float = 0.0
+    failed_probes: int = 0
+    space: StorageSpace | None = None
+    is_unwritable: bool = False
+    failures: int = 0
+    answers: int = 0
+    good_answers: int = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether reads and writes may use the storage."""
+        return self.state is not HealthState.SH_DOWN
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a new block can be expected to find room."""
+        return self.is_usable and not self.is_unwritable
+
+    def after(self, probe: Probe, now: float, rules: HealthRules) -> StorageHealth:
+        """Return the health after one more probe.
+
+        Args:
+            probe: how it ended.
+            now: unix seconds.
+            rules: when the state changes.
+        """
+        failed = probe.end in {ProbeEnd.FAILED, ProbeEnd.LATE}
+        good = probe.end is ProbeEnd.ANSWERED and probe.seconds <= rules.slow_seconds
+        counted = replace(
+            self,
+            probe_seconds=probe.seconds,
+            failed_probes=self.failed_probes + (probe.end is not ProbeEnd.ANSWERED),
+            space=probe.space or self.space,
+            is_unwritable=probe.end is ProbeEnd.UNWRITABLE,
+            failures=self.failures + 1 if failed else 0,
+            answers=0 if failed else self.answers + 1,
+            good_answers=self.good_answers + 1 if good else 0,
+        )
+        state = counted._next_state(rules)
+        reason = self.reason if good else probe.reason or f"slow: it took {probe.seconds:.1f} s to answer"
+        return replace(
+            counted,
+            state=state,
+            reason="" if state is HealthState.SH_UP else reason,
+            since=now if state is not self.state or not self.since else self.since,
+        )
+
+    def _next_state(self, rules: HealthRules) -> HealthState:
+        if self.failures >= rules.down_after:
+            return HealthState.SH_DOWN
+        if self.state is HealthState.SH_DOWN and self.answers < rules.up_after:
+            return HealthState.SH_DOWN
+        if self.good_answers >= rules.up_after or (self.state is HealthState.SH_UP and self.good_answers):
+            return HealthState.SH_UP
+        return HealthState.SH_DEGRADED

@@ -1,0 +1,160 @@
+"""Probes of the open storages: each by itself, so that one that hangs holds up no other.
+
+Every manager probes what is open on it, whether it leads or not: each has its own view of a mount. Of a storage at most
+one probe is under way. One that hangs is left to hang, since nothing can take it back from the medium; meanwhile it
+counts as late again and again, and no other is begun. What is disabled is probed, too, so that an administrator sees
+whether it can be enabled again.
+
+A look decides, for every storage, whether a probe is due or late. Looks never wait for a medium.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import dataclass, field
+
+import structlog
+
+from kvcm.model.clock import Clock
+from kvcm.model.errors import KvcmError
+from kvcm.storage.backend import StorageBackend
+from kvcm.storage.directory import StorageDirectory
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd, StorageHealth
+
+__all__ = ["Prober"]
+
+_RETRY_SECONDS = 1.0  # of a storage that is not UP: three failures in a row are seen within some three seconds
+_LOOK_SECONDS = 0.1
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
+_log = structlog.get_logger("kvcm.storage")
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """What is known of one open storage; the next storage of that name has another.
+
+    Attributes:
+        backend: the storage.
+        next_at: when the next probe is due, or the one under way counts as late.
+        began_at: when the last probe began.
+        health: as of the last probe.
+        probe: under way.
+        is_late: whether that one was counted already.
+    """
+
+    backend: StorageBackend
+    next_at: float
+    began_at: float = 0.0
+    health: StorageHealth = field(default_factory=StorageHealth)
+    probe: asyncio.Task[None] | None = None
+    is_late: bool = False
+
+
+class Prober:
+    """Keeps the health of storages up to date.
+
+    Args:
+        storages: the open storages; told what is found.
+        clock: time source.
+        interval_seconds: between probes of a storage that is UP; of others at most a second.
+        timeout_seconds: after that a probe is late.
+        rules: when a storage changes its state.
+    """
+
+    def __init__(
+        self,
+        storages: StorageDirectory,
+        clock: Clock,
+        interval_seconds: float,
+        timeout_seconds: float,
+        rules: HealthRules | None = None,
+    ) -> None:
+        self._storages = storages
+        self._clock = clock
+        self._interval_seconds = interval_seconds
+        self._timeout_seconds = timeout_seconds
+        self._rules = rules or HealthRules()
+        self._watches: dict[str, _Watch] = {}
+
+    async def run(self) -> None:
+        """Probe for good."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(min(_LOOK_SECONDS, self._interval_seconds))
+        finally:
+            self.stop()
+
+    def look(self) -> None:
+        """Begin the probes that are due, and count those that are late."""
+        now = self._clock.now()
+        self._follow(now)
+        for name, watch in self._watches.items():
+            if now < watch.next_at:
+                continue
+            if watch.probe is None:
+                watch.is_late, watch.began_at, watch.next_at = False, now, now + self._timeout_seconds
+                watch.probe = asyncio.create_task(self._probe(name, watch))
+            else:
+                watch.is_late = True
+                seconds = now - watch.began_at
+                self._note(name, watch, Probe(ProbeEnd.LATE, seconds, f"no answer for {seconds:.1f} s"))
+
+    def stop(self) -> None:
+        """Forget everything; what hangs is left to itself."""
+        for watch in self._watches.values():
+            _abandon(watch)
+        self._watches.clear()
+
+    def _follow(self, now: float) -> None:
+        """Watch what is open now, each storage from its beginning."""
+        is_open = self._storages.open_backends()
+        for name, watch in list(self._watches.items()):
+            if is_open.get(name) is not watch.backend:
+                _abandon(self._watches.pop(name))
+        for name, backend in is_open.items():
+            if name not in self._watches:
+                self._watches[name] = _Watch(backend, now)
+
+    async def _probe(self, name: str, watch: _Watch) -> None:
+        space, reason, end = None, "", ProbeEnd.ANSWERED
+        try:
+            await watch.backend.probe()
+            space = await watch.backend.space()
+        except Exception as error:  # whatever it raises, it cannot be used
+            reason = str(error) if isinstance(error, KvcmError) else f"{type(error).__name__}: {error}"
+            end = ProbeEnd.UNWRITABLE if _is_unwritable(error) else ProbeEnd.FAILED
+        probe = Probe(end, self._clock.now() - watch.began_at, reason, space)
+        watch.probe = None
+        if watch.is_late:  # it counted; what it says now is about a time long past
+            watch.next_at = self._clock.now()
+        else:
+            self._note(name, watch, probe)
+
+    def _note(self, name: str, watch: _Watch, probe: Probe) -> None:
+        now, before = self._clock.now(), watch.health
+        watch.health = health = before.after(probe, now, self._rules)
+        is_up = health.state is HealthState.SH_UP
+        watch.next_at = now + (self._interval_seconds if is_up else min(self._interval_seconds, _RETRY_SECONDS))
+        if self._storages.backend(name) is not watch.backend:
+            return  # it was replaced a moment ago
+        self._storages.set_health(name, health)
+        if health.state is not before.state:
+            log = _log.info if is_up else _log.warning
+            log("storage_health", storage=name, state=health.state.label, reason=health.reason)
+
+
+def _abandon(watch: _Watch) -> None:
+    if watch.probe is not None:
+        watch.probe.cancel()
+
+
+def _is_unwritable(error: BaseException | None) -> bool:
+    """Whether an operating system's error behind this one says that the medium takes no bytes."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            return True
+        error = error.__cause__
+    return False

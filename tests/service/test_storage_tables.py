@@ -1,0 +1,94 @@
+"""What `kvcm storage list` shows, and how a status is told."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_transport_process import ManagerProcess, run_kvcm
+from test_transport_sites import Site, unique
+
+from kvcm.capacity_tables import ListedStorage, print_storages
+from kvcm.model.storages import DummyStorageSpec, StorageConfig
+from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.service.translate import fill, read
+from kvcm.service.usage_values import StorageStatus
+from kvcm.storage.backend import StorageSpace
+from kvcm.storage.health import HealthState, StorageHealth
+
+GIB = 1 << 30
+SINCE = 1_795_248_000.0
+CONFIG = StorageConfig("nfs", DummyStorageSpec())
+SPACE = StorageSpace(100 * GIB, 40 * GIB)
+UP = StorageStatus.of(CONFIG, StorageHealth(since=SINCE, space=SPACE))
+SLOW = StorageStatus.of(
+    StorageConfig("moon", DummyStorageSpec(), is_available=False),
+    StorageHealth(HealthState.SH_DEGRADED, "slow: it took 2.0 s to answer", SINCE),
+)
+CLOSED = StorageStatus.of(StorageConfig("[red]gone", DummyStorageSpec()), None)
+
+SEEN = """\
+┏━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━┓
+┃ storage   ┃ type     ┃ health   ┃ since                     ┃    used ┃   limit ┃     free ┃ of medium ┃ enabled ┃
+┡━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━┩
+│ nfs       │ file     │ up       │ 2026-11-21 08:00:00+00:00 │ 4.0 GiB │ 8.0 GiB │ 40.0 GiB │ 100.0 GiB │ yes     │
+│ moon      │ mooncake │ degraded │ 2026-11-21 08:00:00+00:00 │     0 B │    none │          │           │ no      │
+│ [red]gone │ file     │ down     │                           │     0 B │    none │          │           │ yes     │
+│ old       │ file     │          │                           │     0 B │    none │          │           │         │
+└───────────┴──────────┴──────────┴───────────────────────────┴─────────┴─────────┴──────────┴───────────┴─────────┘
+storage moon is degraded: slow: it took 2.0 s to answer
+storage [red]gone is down: it could not be opened on this manager, whose log says why
+"""
+
+
+def _shown(*storages: ListedStorage, colour: bool = False) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=160, force_terminal=colour, color_system="standard" if colour else None)
+    print_storages(storages, console)
+    return text.getvalue()
+
+
+def test_a_table_of_storages_and_a_sentence_for_each_that_is_not_well() -> None:
+    listed = (
+        ListedStorage("nfs", "file", 4 * GIB, 8 * GIB, UP),
+        ListedStorage("moon", "mooncake", 0, 0, SLOW),
+        ListedStorage("[red]gone", "file", 0, 0, CLOSED),
+        ListedStorage("old", "file", 0, 0, None),  # of a manager that does not tell
+    )
+    assert _shown(*listed) == SEEN
+
+
+@pytest.mark.parametrize(("status", "colour"), [(UP, None), (SLOW, "33"), (CLOSED, "1;31")])
+def test_what_is_degraded_is_yellow_and_what_is_down_is_red(status: StorageStatus, colour: str | None) -> None:
+    shown = _shown(ListedStorage("s", "file", 0, 0, status), colour=True)
+    word = {None: "up", "33": "degraded", "1;31": "down"}[colour]
+    assert (f"\x1b[{colour}m{word}" in shown) is (colour is not None)
+
+
+@pytest.mark.parametrize("status", [UP, SLOW, CLOSED, StorageStatus.of(CONFIG, StorageHealth())])
+def test_a_status_is_read_as_it_was_told(status: StorageStatus) -> None:
+    message = pb.StorageStatus()
+    fill(message, status)
+    assert read(StorageStatus, message) == status
+
+
+def test_a_storage_that_was_not_probed_yet_is_up_and_nothing_else_is_known() -> None:
+    assert StorageStatus.of(CONFIG, StorageHealth()) == StorageStatus("nfs", True, HealthState.SH_UP)
+
+
+def test_the_command_lists_every_storage_with_what_is_used_of_it(server: ManagerProcess, tmp_path: Path) -> None:
+    name = unique("storage")
+    with server.api() as api:
+        storage = {"global_unique_name": name, "dummy": {}, "capacity_bytes": 1 << 20}
+        api.ok("AdminService.AddStorage", storage=storage)
+        site = Site(api)
+        site.write(site.instance(site.group(name)), range(16))
+        names = [each.global_unique_name for each in api.ok("AdminService.ListStorage").storage]
+    done = run_kvcm(tmp_path, "storage", "list", "--manager", f"http://{server.address.admin_http}")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.split("│")[1:] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [line[0].strip() for line in lines] == names
+    (found,) = [[each.strip() for each in line] for line in lines if line[0].strip() == name]
+    assert (found[1], found[4], found[5]) == ("dummy", "1.0 KiB", "1.0 MiB")
