@@ -1,7 +1,20 @@
 """Moves the bytes of blocks between engine memory and storages: one mover per storage type behind one engine."""
 
+from connectors.transfer.cancel import CancelToken
 from connectors.transfer.engine import MOVERS, TransferEngine
 from connectors.transfer.file import FileMover
 from connectors.transfer.mover import Failure, Mover, TransferItem, TransferResult
+from connectors.transfer.statistics import EngineStatistics, StorageStatistics
 
-__all__ = ["MOVERS", "Failure", "FileMover", "Mover", "TransferEngine", "TransferItem", "TransferResult"]
+__all__ = [
+    "MOVERS",
+    "CancelToken",
+    "EngineStatistics",
+    "Failure",
+    "FileMover",
+    "Mover",
+    "StorageStatistics",
+    "TransferEngine",
+    "TransferItem",
+    "TransferResult",
+]

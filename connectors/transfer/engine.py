@@ -1,135 +1,202 @@
-"""One entrance for all storages: routes items to the mover of their uri's scheme."""
+"""One entrance for all storages: every item goes to the lane of its storage, and comes back by one deadline.
+
+* Storages move at the same time and independently: each has threads, a queue and breakers of its own (`lane.py`).
+* Bytes in flight are bounded over all of them, and loads go first (`gate.py`).
+* A caller is never held beyond its deadline or its cancellation: what the storage is busy with then comes back as
+  pending, what has not begun never begins.
+"""
 
 from __future__ import annotations
 
-import threading
+import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from itertools import chain
+from typing import cast
 
+from connectors.transfer.budget import ByteBudget
+from connectors.transfer.cancel import CancelToken
 from connectors.transfer.file import FileMover
-from connectors.transfer.mover import Failure, Mover, TransferItem, TransferResult, not_moved
+from connectors.transfer.gate import Gate
+from connectors.transfer.lane import Lane
+from connectors.transfer.mooncake import MooncakeMover
+from connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, not_moved
+from connectors.transfer.statistics import OK, EngineStatistics
+from connectors.transfer.work import Transfer, Visit
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["MOVERS", "TransferCounters", "TransferEngine"]
+__all__ = ["DEFAULT_BUDGET_BYTES", "MOVERS", "TransferEngine"]
 
-# Scheme → what makes its mover from the storages of a group and the number of threads. A new storage is a new line.
-MOVERS: dict[str, Callable[[Sequence[StorageConfig], int | None], Mover]] = {
+# Scheme → what makes the mover of a storage. A new type of storage is a new line.
+MOVERS: dict[str, Callable[[Sequence[StorageConfig]], Mover]] = {
     "file": FileMover.for_storages,
+    "hf3fs": FileMover.for_storages,
+    "mooncake": MooncakeMover.for_storages,
 }
 
-_Direction = Callable[[Mover, Sequence[TransferItem], float], list[TransferResult]]
+DEFAULT_BUDGET_BYTES = 256 << 20
+_CLOSE_SECONDS = 5.0
 
-
-@dataclass(frozen=True, slots=True)
-class TransferCounters:
-    """What an engine moved since it was made."""
-
-    loaded_items: int = 0
-    loaded_bytes: int = 0
-    saved_items: int = 0
-    saved_bytes: int = 0
-    failed_items: int = 0
+_Visits = Sequence[tuple[Lane, Visit]]
 
 
 class TransferEngine:
-    """Moves items of any scheme that it has a mover for; safe to use from several threads.
+    """Moves items of all its storages; safe to use from several threads.
 
     Args:
-        movers: by uri scheme.
+        movers: by scheme and name of the storage.
+        threads: most groups of items at once per storage; default is the number of cores, at most 4.
+        budget_bytes: most bytes in flight over all storages; a storage holds at most an equal share of them. A larger
+            item moves alone.
         clock: seconds of a clock that never runs backwards.
     """
 
-    def __init__(self, movers: Mapping[str, Mover], clock: Callable[[], float] = time.monotonic) -> None:
-        self._movers = dict(movers)
+    def __init__(
+        self,
+        movers: Mapping[tuple[str, str], Mover],
+        threads: int | None = None,
+        *,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
-        self._counters = TransferCounters()
+        self._gate = Gate(ByteBudget(budget_bytes, [storage for _, storage in movers]))
+        threads = threads or min(4, os.cpu_count() or 1)
+        self._lanes = {
+            address: Lane(address[1], mover, threads, self._gate, clock) for address, mover in movers.items()
+        }
+        self._misaddressed_items = 0
 
     @classmethod
-    def for_storages(cls, storages: Sequence[StorageConfig], threads: int | None = None) -> TransferEngine:
+    def for_storages(
+        cls,
+        storages: Sequence[StorageConfig],
+        threads: int | None = None,
+        *,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    ) -> TransferEngine:
         """Return an engine for the storages that the manager named at registration.
 
         Args:
             storages: candidates of the instance's group; those without a mover here are left out.
-            threads: most system calls at once per scheme; default is the number of cores, at most 4.
+            threads: as for the engine.
+            budget_bytes: as for the engine.
         """
-        # vcns_hf3fs storages hand out hf3fs uris
-        schemes = {storage.storage_type.kind.removeprefix("vcns_") for storage in storages}
-        return cls({scheme: MOVERS[scheme](storages, threads) for scheme in sorted(schemes & MOVERS.keys())})
+        movers: dict[tuple[str, str], Mover] = {}
+        for storage in storages:
+            scheme = storage.storage_type.scheme
+            if scheme in MOVERS:
+                movers[scheme, storage.global_unique_name] = MOVERS[scheme]([storage])
+        return cls(movers, threads, budget_bytes=budget_bytes)
 
-    @property
-    def counters(self) -> TransferCounters:
-        """Snapshot of what was moved so far."""
-        return self._counters
-
-    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+    def load(
+        self, items: Sequence[TransferItem], deadline_seconds: float, cancel: CancelToken | None = None
+    ) -> list[TransferResult]:
         """Fill the buffers of each item from its uri.
 
         Args:
             items: what to load; buffers must be writable.
             deadline_seconds: time from now after which nothing more is begun. Items that the storage is busy with at
                 that moment come back as `Failure.PENDING`: their buffers may still change and must not be used again.
+            cancel: ends the call as its deadline does.
 
         Returns:
             One result per item, in order; never raises for an item.
         """
-        results = self._route(_load, items, deadline_seconds)
-        with self._lock:
-            self._counters = _add(self._counters, results, loaded=True)
-        return results
+        return self._transfer(Direction.LOAD, items, deadline_seconds, cancel)
 
-    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+    def save(
+        self, items: Sequence[TransferItem], deadline_seconds: float, cancel: CancelToken | None = None
+    ) -> list[TransferResult]:
         """Write the buffers of each item to its uri; arguments and results as for `load`.
 
-        Items that come back as pending are still being read: their buffers must stay as they are.
+        Saves give way to loads; those that could not begin until the deadline come back as `Failure.CANCELLED`. Items
+        that come back as pending are still being read: their buffers must stay as they are.
         """
-        results = self._route(_save, items, deadline_seconds)
-        with self._lock:
-            self._counters = _add(self._counters, results, loaded=False)
-        return results
+        return self._transfer(Direction.SAVE, items, deadline_seconds, cancel)
+
+    def statistics(self) -> EngineStatistics:
+        """Return what was moved so far, and what is in flight."""
+        with self._gate.lock:
+            storages = {storage: lane.statistics() for (_, storage), lane in self._lanes.items()}
+            return EngineStatistics(storages, self._misaddressed_items)
 
     def close(self) -> None:
-        """Close all movers."""
-        for mover in self._movers.values():
-            mover.close()
+        """Begin nothing more, and end the threads; what moves now ends first, within 5 s."""
+        with self._gate.lock:
+            for lane in self._lanes.values():
+                lane.shut()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for lane in self._lanes.values():
+            lane.join(deadline)
 
-    def _route(
-        self, direction: _Direction, items: Sequence[TransferItem], deadline_seconds: float
+    def _transfer(
+        self,
+        direction: Direction,
+        items: Sequence[TransferItem],
+        deadline_seconds: float,
+        cancel: CancelToken | None,
     ) -> list[TransferResult]:
-        groups: defaultdict[str, list[int]] = defaultdict(list)
-        for index, item in enumerate(items):
-            groups[item.uri.scheme].append(index)
-        deadline = self._clock() + deadline_seconds
-        results: dict[int, TransferResult] = {}
-        for scheme, indices in groups.items():
-            group = [items[index] for index in indices]
-            mover = self._movers.get(scheme)
-            left_seconds = deadline - self._clock()
-            moved = direction(mover, group, left_seconds) if mover else [self._no_mover(scheme)] * len(group)
-            results |= zip(indices, moved, strict=True)
-        return [results[index] for index in range(len(items))]
+        transfer = Transfer(direction, len(items), self._clock() + deadline_seconds)
+        visits = [(lane, lane.visit(transfer, items, places)) for lane, places in self._by_lane(transfer, items)]
+        try:
+            self._begin(transfer, visits, cancel)
+        finally:  # also when a signal interrupts the wait: nothing may be begun for a caller that has gone
+            results = self._end(transfer, visits, cancel)
+            for lane, visit in visits:
+                outcomes = _outcomes(items, results, visit.positions)
+                with self._gate.lock:
+                    lane.settle(visit, outcomes, _is_set(cancel))
+        return results
 
-    def _no_mover(self, scheme: str) -> TransferResult:
-        return not_moved(Failure.REFUSED, f"no mover for scheme {scheme!r}, there is one for {sorted(self._movers)}")
+    def _begin(self, transfer: Transfer, visits: _Visits, cancel: CancelToken | None) -> None:
+        """Queue everything and wait."""
+        with cancel.listening(transfer.wake) if cancel else nullcontext():
+            if _is_set(cancel):
+                return
+            with self._gate.lock:
+                for lane, visit in visits:
+                    lane.begin(visit)
+            transfer.wait(transfer.deadline - self._clock())
+
+    def _end(self, transfer: Transfer, visits: _Visits, cancel: CancelToken | None) -> list[TransferResult]:
+        """Answer for what has not ended, and return all results: no thread writes to this list."""
+        why = "the call was cancelled" if _is_set(cancel) else "the deadline passed"
+        with self._gate.lock:
+            unfinished = [lane.withdraw(visit, why) for lane, visit in visits]
+            results = cast("list[TransferResult]", list(transfer.results))
+        for positions, result in chain.from_iterable(unfinished):
+            for position in positions:
+                results[position] = result
+        return results
+
+    def _by_lane(self, transfer: Transfer, items: Sequence[TransferItem]) -> list[tuple[Lane, list[int]]]:
+        """Sort the positions of items by lane; those that have none are refused."""
+        by_address: dict[tuple[str, str], list[int]] = {}
+        for position, item in enumerate(items):
+            by_address.setdefault((item.uri.scheme, item.uri.storage), []).append(position)
+        known = [(self._lanes[address], by_address.pop(address)) for address in self._lanes if address in by_address]
+        for (scheme, storage), positions in by_address.items():
+            names = sorted(f"{scheme}://{storage}" for scheme, storage in self._lanes)
+            refused = not_moved(Failure.REFUSED, f"no storage {scheme}://{storage} here, there are {names}")
+            with self._gate.lock:
+                self._misaddressed_items += len(positions)
+                transfer.fill(positions, refused)
+        return known
 
 
-def _load(mover: Mover, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-    return mover.load(items, deadline_seconds)
+def _is_set(cancel: CancelToken | None) -> bool:
+    return cancel is not None and cancel.is_cancelled
 
 
-def _save(mover: Mover, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-    return mover.save(items, deadline_seconds)
-
-
-def _add(counters: TransferCounters, results: Sequence[TransferResult], *, loaded: bool) -> TransferCounters:
-    succeeded = sum(result.ok for result in results)
-    moved_bytes = sum(result.moved_bytes for result in results)
-    return TransferCounters(
-        loaded_items=counters.loaded_items + succeeded * loaded,
-        loaded_bytes=counters.loaded_bytes + moved_bytes * loaded,
-        saved_items=counters.saved_items + succeeded * (not loaded),
-        saved_bytes=counters.saved_bytes + moved_bytes * (not loaded),
-        failed_items=counters.failed_items + len(results) - succeeded,
-    )
+def _outcomes(
+    items: Sequence[TransferItem], results: Sequence[TransferResult], positions: Sequence[int]
+) -> dict[str, tuple[int, int]]:
+    """Return the number of items and their bytes by outcome."""
+    outcomes: dict[str, tuple[int, int]] = {}
+    for position in positions:
+        outcome = results[position].failure or OK
+        count, size_bytes = outcomes.get(outcome, (0, 0))
+        outcomes[outcome] = (count + 1, size_bytes + items[position].uri.size)
+    return outcomes

@@ -1,9 +1,9 @@
-"""Mover of `file` storages: a directory that all engines have mounted, NFS for example.
+"""Mover of storages that are directories: `file`, NFS for example, and `hf3fs` through its mount.
 
-Bytes go straight between the file and the engine's memory with positioned vectored calls in a bounded pool of threads.
-A file may be shared by other blocks and other ranks (packing), so it is never truncated and only the item's own range
-is touched. A file is closed before its results are told: network file systems make a write visible to others, and
-report that it failed, on close.
+Bytes go straight between the file and the engine's memory with positioned vectored calls. Items that are neighbours in
+a packed file go with one call. A file may be shared by other blocks and other ranks (packing), so it is never truncated
+and only the items' own ranges are touched. A file is closed before its results are told: network file systems make a
+write visible to others, and report that it failed, on close.
 """
 
 from __future__ import annotations
@@ -12,46 +12,61 @@ import errno
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
+from typing import NamedTuple
 
 from connectors.transfer.mover import Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import NotMountedError, check_root, components_below, open_below
-from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
-from connectors.transfer.vectored import EndOfFileError, byte_views, read_exactly, write_exactly
+from connectors.transfer.paths import check_root, components_below, open_below
+from connectors.transfer.vectored import MAX_PIECES, EndOfFileError, byte_views, read_exactly, write_exactly
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.storages import NfsStorageSpec, StorageConfig
+from kvcm.model.storages import PathStorageSpec, StorageConfig
+from kvcm.model.uri import LocationUri
 
 __all__ = ["FileMover"]
 
-# Items of one file share one open and close; more than a few of them are worth a second thread.
-_ITEMS_PER_TASK = 8
 _LINK_ERRORS = frozenset({errno.ELOOP, errno.ENOTDIR})
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Direction:
+class _Way:
+    """How bytes go in one direction.
+
+    Attributes:
+        flags: to open a file with.
+        once: the system call.
+        finish: repeats it until every byte has moved.
+    """
+
     flags: int
-    priority: int
-    move: Callable[[int, list[memoryview], int, Callable[[int], None]], None]
+    once: Callable[[int, list[memoryview], int], int]
+    finish: Callable[[int, list[memoryview], int, Callable[[int], None], int], None]
 
 
-_LOAD = _Direction(os.O_RDONLY, PRIORITY_LOAD, read_exactly)
-_SAVE = _Direction(os.O_WRONLY | os.O_CREAT, PRIORITY_SAVE, write_exactly)
+_LOAD = _Way(os.O_RDONLY, os.preadv, read_exactly)
+_SAVE = _Way(os.O_WRONLY | os.O_CREAT, os.pwritev, write_exactly)
+
+
+class _Run(NamedTuple):
+    """Items that lie in a file one behind the other, and their memory."""
+
+    items: Sequence[TransferItem]
+    views: list[memoryview]
+    size_bytes: int
 
 
 class FileMover:
-    """Moves items of `file://` uris.
+    """Moves items of `file://` and `hf3fs://` uris, in the calling thread.
 
     Args:
         roots: root directory of each storage, by the storage's name; items elsewhere are refused.
-        threads: most files moved at once; default is the number of cores, at most 4.
+        schemes: scheme of each storage's uris, by the storage's name, `file` where none is given; others are refused.
         file_mode: mode of files made here; the default keeps KV, which tells the prompt, from other users.
         directory_mode: mode of directories made here.
+        coalesce: move neighbours with one call; False is for comparison.
         clock: seconds of a clock that never runs backwards.
 
     Raises:
@@ -61,124 +76,105 @@ class FileMover:
     def __init__(
         self,
         roots: Mapping[str, str],
-        threads: int | None = None,
         *,
+        schemes: Mapping[str, str] = MappingProxyType({}),
         file_mode: int = 0o600,
         directory_mode: int = 0o700,
+        coalesce: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._roots = {storage: check_root(storage, root) for storage, root in roots.items()}
-        self._pool = WorkerPool(threads or min(4, os.cpu_count() or 1), "kvcm-file")
+        self._schemes = schemes
         self._modes = (file_mode, directory_mode)
+        self._most_pieces = MAX_PIECES if coalesce else 0
         self._clock = clock
-        # Storages that a load found not mounted. A save must not make their directories on the local disk: nobody else
-        # would see the blocks, and what other engines stored would look lost from then on.
-        self._not_mounted: set[str] = set()
 
     @classmethod
-    def for_storages(cls, storages: Sequence[StorageConfig], threads: int | None = None) -> FileMover:
+    def for_storages(cls, storages: Sequence[StorageConfig]) -> FileMover:
         """Return a mover for those of the storages that are directories; unusable roots are logged and left out."""
         specs = {storage.global_unique_name: storage.spec for storage in storages}
-        roots = {name: spec.root_path for name, spec in specs.items() if isinstance(spec, NfsStorageSpec)}
-        return cls({name: root for name, root in roots.items() if _is_usable(name, root)}, threads)
+        roots = {name: spec.root for name, spec in specs.items() if isinstance(spec, PathStorageSpec)}
+        schemes = {storage.global_unique_name: storage.storage_type.scheme for storage in storages}
+        return cls({name: root for name, root in roots.items() if _is_usable(name, root)}, schemes=schemes)
 
     def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         """Read each item's range of its file into its buffers."""
-        return self._transfer(_LOAD, items, deadline_seconds)
+        return self._move(_LOAD, items, deadline_seconds)
 
     def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         """Write each item's buffers to its range of its file; directories and files are made when missing."""
-        return self._transfer(_SAVE, items, deadline_seconds)
+        return self._move(_SAVE, items, deadline_seconds)
 
     def close(self) -> None:
-        """End the threads; what moves now ends first, within 5 s."""
-        self._pool.close()
+        """Nothing is kept open between calls: an open descriptor would keep a dead mount from being replaced."""
 
-    def _transfer(
-        self, direction: _Direction, items: Sequence[TransferItem], deadline_seconds: float
-    ) -> list[TransferResult]:
+    def _move(self, way: _Way, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         deadline = self._clock() + deadline_seconds
-        tasks = [self._task(direction, group, deadline) for group in _by_file(items)]
-        futures = [self._pool.submit(direction.priority, task) for task in tasks]
-        wait(futures, max(0.0, deadline_seconds))
-        results: dict[int, TransferResult] = {}
-        for task, future in zip(tasks, futures, strict=True):
-            results |= task.results if _finished(future) else dict.fromkeys(task.items, _unfinished(future))
-        return [results[index] for index in range(len(items))]
+        results: list[TransferResult] = []
+        for group in _by_file(items) if len(items) > 1 else [items]:
+            results += self._move_file(way, group, deadline)
+        return results
 
-    def _task(self, direction: _Direction, items: dict[int, TransferItem], deadline: float) -> _FileTask:
-        return _FileTask(
-            self._roots, self._not_mounted, direction, items, self._modes, lambda: self._clock() >= deadline
-        )
-
-
-class _FileTask:
-    """Moves items of one file, in order, and holds their results once the file is closed."""
-
-    def __init__(
-        self,
-        roots: Mapping[str, str],
-        not_mounted: set[str],
-        direction: _Direction,
-        items: dict[int, TransferItem],
-        modes: tuple[int, int],
-        is_late: Callable[[], bool],
-    ) -> None:
-        self.items = items
-        self.results: dict[int, TransferResult] = {}
-        self._roots = roots
-        self._not_mounted = not_mounted
-        self._direction = direction
-        self._modes = modes
-        self._is_late = is_late
-
-    def __call__(self) -> None:
-        if self._is_late():
-            self._fail_all(not_moved(Failure.CANCELLED, "the deadline passed before the item was begun"))
-            return
+    def _move_file(self, way: _Way, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
+        """Move items of one file; the results hold once it is closed."""
+        if self._clock() >= deadline:
+            return [not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")] * len(items)
         try:
-            descriptor = self._open()
+            descriptor = self._open(way, items[0].uri)
         except Exception as error:
-            self._fail_all(_failure(error))
-            return
-        results = {index: self._move(descriptor, item) for index, item in self.items.items()}
+            return [_failure(error)] * len(items)
+        results: list[TransferResult] = []
         try:
-            os.close(descriptor)
-        except OSError as error:  # network file systems report lost writes here
-            self._fail_all(_failure(error))
-        else:
-            self.results = results
+            for run in _runs(items, self._most_pieces):
+                results += [run] if isinstance(run, TransferResult) else self._move_run(way, descriptor, run, deadline)
+        finally:
+            closed = _close(descriptor)
+        return results if closed is None else [closed] * len(items)
 
-    def _open(self) -> int:
-        uri = next(iter(self.items.values())).uri
+    def _open(self, way: _Way, uri: LocationUri) -> int:
         root = self._roots.get(uri.storage)
         if root is None:
             raise InvalidArgumentError(f"storage {uri.storage!r} is none of {sorted(self._roots)}")
+        scheme = self._schemes.get(uri.storage, "file")
+        if uri.scheme != scheme:
+            raise InvalidArgumentError(f"uris on storage {uri.storage!r} begin with {scheme}://, not {uri.scheme}://")
         components = components_below(root, uri.path)
-        begin = uri.storage not in self._not_mounted
-        try:
-            return open_below(root, components, self._direction.flags, *self._modes, begin=begin)
-        except NotMountedError:
-            self._not_mounted.add(uri.storage)
-            raise
+        return open_below(root, components, way.flags, *self._modes)
 
-    def _move(self, descriptor: int, item: TransferItem) -> TransferResult:
+    def _move_run(self, way: _Way, descriptor: int, run: _Run, deadline: float) -> list[TransferResult]:
         total = 0
 
         def progress(count: int) -> None:
             nonlocal total
             total += count
-            if total < item.uri.size and self._is_late():
+            if total < run.size_bytes and self._clock() >= deadline:
                 raise TimeoutError("the deadline passed while the item was moving")
 
+        offset = run.items[0].uri.offset
         try:
-            self._direction.move(descriptor, _checked_views(item), item.uri.offset, progress)
+            if len(run.views) <= MAX_PIECES:  # almost always one call does it
+                progress(way.once(descriptor, run.views, offset))
+            if total < run.size_bytes:
+                way.finish(descriptor, run.views, offset, progress, total)
         except Exception as error:
-            return _failure(error, total)
-        return moved(total)
+            if len(run.items) == 1:
+                return [_failure(error, total)]
+            return self._move_singly(way, descriptor, run, total, deadline)
+        return [moved(item.uri.size) for item in run.items]
 
-    def _fail_all(self, result: TransferResult) -> None:
-        self.results = dict.fromkeys(self.items, result)
+    def _move_singly(self, way: _Way, descriptor: int, run: _Run, total: int, deadline: float) -> list[TransferResult]:
+        """Find out which items of a run fail: those within its first `total` bytes have moved."""
+        results: list[TransferResult] = []
+        for item in run.items:
+            total -= item.uri.size
+            if total >= 0:
+                results.append(moved(item.uri.size))
+            elif self._clock() >= deadline:
+                results.append(not_moved(Failure.CANCELLED, "the deadline passed before the item was begun"))
+            else:
+                single = _Run([item], byte_views(item.buffers), item.uri.size)
+                results += self._move_run(way, descriptor, single, deadline)
+        return results
 
 
 @cache  # registering again and again logs it once
@@ -191,24 +187,58 @@ def _is_usable(storage: str, root: str) -> bool:
     return True
 
 
-def _by_file(items: Sequence[TransferItem]) -> Iterator[dict[int, TransferItem]]:
-    """Yield groups of at most `_ITEMS_PER_TASK` items of one file each, by their positions."""
-    files: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for index, item in enumerate(items):
-        files[item.uri.storage, item.uri.path].append(index)
-    for indices in files.values():
-        for start in range(0, len(indices), _ITEMS_PER_TASK):
-            yield {index: items[index] for index in indices[start : start + _ITEMS_PER_TASK]}
+def _by_file(items: Sequence[TransferItem]) -> Iterator[Sequence[TransferItem]]:
+    """Yield consecutive items of one file each."""
+    start = 0
+    for end in range(1, len(items) + 1):
+        if end == len(items) or items[end].uri[:3] != items[start].uri[:3]:
+            yield items[start:end]
+            start = end
+
+
+def _runs(items: Sequence[TransferItem], most_pieces: int) -> Iterator[_Run | TransferResult]:
+    """Yield runs of neighbours with at most so many pieces of memory; for an item that cannot be moved its result."""
+    run: list[TransferItem] = []
+    views: list[memoryview] = []
+    end = -1  # of the run, in the file
+    for item in items:
+        try:
+            pieces = _checked_views(item)
+        except Exception as error:
+            if run:
+                yield _Run(run, views, end - run[0].uri.offset)
+            run, end = [], -1
+            yield _failure(error)
+            continue
+        offset = item.uri.offset
+        if offset != end or len(views) + len(pieces) > most_pieces:
+            if run:
+                yield _Run(run, views, end - run[0].uri.offset)
+            run, views = [], []
+        run.append(item)
+        views += pieces
+        end = offset + item.uri.size
+    if run:
+        yield _Run(run, views, end - run[0].uri.offset)
 
 
 def _checked_views(item: TransferItem) -> list[memoryview]:
     views = byte_views(item.buffers)
-    length = sum(view.nbytes for view in views)
+    length = views[0].nbytes if len(views) == 1 else sum([view.nbytes for view in views])
     if length != item.uri.size or not length:
         raise InvalidArgumentError(
             f"buffers hold {length} bytes, the uri's size is {item.uri.size}; both must be equal, > 0"
         )
     return views
+
+
+def _close(descriptor: int) -> TransferResult | None:
+    """Close a file; return why what moved does not count, if it does not."""
+    try:
+        os.close(descriptor)
+    except OSError as error:  # network file systems report lost writes here
+        return _failure(error)
+    return None
 
 
 def _failure(error: Exception, moved_bytes: int = 0) -> TransferResult:
@@ -223,14 +253,3 @@ def _kind(error: Exception) -> Failure:
     if isinstance(error, OSError):
         return Failure.REFUSED if error.errno in _LINK_ERRORS else Failure.ERROR
     return Failure.REFUSED  # wrong lengths, paths, memory that is not contiguous or not writable, absurd offsets
-
-
-def _finished(future: Future[None]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def _unfinished(future: Future[None]) -> TransferResult:
-    """Return the result of items whose task did not end: a task that has not begun is taken back."""
-    if future.cancel():
-        return not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")
-    return not_moved(Failure.PENDING, "the deadline passed while the storage was busy with the item")

@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 from kvcm.model.uri import LocationUri
 
-__all__ = ["Failure", "Mover", "TransferItem", "TransferResult", "moved", "not_moved"]
+__all__ = ["Direction", "Failure", "Mover", "TransferItem", "TransferResult", "moved", "not_moved"]
+
+
+class Direction(StrEnum):
+    """Which way bytes go."""
+
+    LOAD = "load"
+    SAVE = "save"
 
 
 class Failure(StrEnum):
-    """Why an item was not moved."""
+    """Why an item was not moved. For a load each of them is a miss."""
 
     REFUSED = "refused"  # the item itself is wrong: unknown scheme or storage, path escape, length mismatch
     LOST = "lost"  # the storage is there, and the bytes are not (load only)
     ERROR = "error"  # the storage failed: not mounted, no space, I/O error
-    CANCELLED = "cancelled"  # the deadline passed before the item was begun
-    PENDING = "pending"  # the deadline passed while the item was moving: its buffers may still change
+    CANCELLED = "cancelled"  # not begun: deadline, cancellation, or a save that gave way until its deadline
+    PENDING = "pending"  # still moving at the deadline or the cancellation: its buffers may still change
+    UNAVAILABLE = "unavailable"  # not begun: the storage failed again and again, and is left alone for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class TransferResult:
     reason: str = ""
 
 
+@lru_cache(maxsize=64)  # results are values, and the parts of a model have few sizes
 def moved(count_bytes: int) -> TransferResult:
     """Return the result of an item that moved completely."""
     return TransferResult(True, count_bytes)
@@ -64,13 +74,19 @@ def not_moved(failure: Failure, reason: str, moved_bytes: int = 0) -> TransferRe
 
 
 class Mover(Protocol):
-    """Moves items of one uri scheme. Never raises for an item; results stand in the order of the items."""
+    """Moves items of one storage, in the thread that calls it.
+
+    The engine brings the threads, so a mover may block for as long as its storage does: callers are answered at their
+    deadline all the same, and the items count as in flight until the call returns. It is called from several threads at
+    once, each time with items of one object (equal path), ascending by offset; where there are no paths, with many.
+    It never raises for an item; results stand in the order of the items.
+    """
 
     def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        """Fill the buffers of each item from its uri, within `deadline_seconds` from now."""
+        """Fill the buffers of each item from its uri; begin nothing later than `deadline_seconds` from now."""
 
     def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        """Write the buffers of each item to its uri, within `deadline_seconds` from now."""
+        """Write the buffers of each item to its uri; begin nothing later than `deadline_seconds` from now."""
 
     def close(self) -> None:
-        """Release threads and handles; items in flight end first or are given up."""
+        """Release handles; items in flight end first or are given up."""

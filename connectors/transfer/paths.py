@@ -4,6 +4,10 @@ The manager is trusted little: a uri it hands out must not make an engine read o
 Comparing `realpath` with the root leaves a gap between the check and the open, in which a directory can be swapped for
 a link. So every component below the root is opened relative to its parent and never through a link; the root itself is
 the operator's and may be a link. That costs a microsecond or two per component and needs no cache that could go stale.
+
+Most files are opened in one call instead: the kernel walks the whole path and refuses any link (`direct_open.py`). A
+path below the root, without `..` and without links, cannot lead outside. Where that does not work, because something is
+missing, the root is a link, or the kernel is old, the walk above is done; it alone says what is wrong.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ import errno
 import os
 import stat
 
+from connectors.transfer.direct_open import open_without_links
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["NotMountedError", "check_root", "components_below", "open_below"]
+__all__ = ["NotMountedError", "check_root", "components_below", "open_below", "walk_below"]
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe that somebody left in the storage must not hang; for regular files it means nothing.
@@ -51,31 +56,40 @@ def components_below(root: str, path: str) -> tuple[str, ...]:
     return components
 
 
-def open_below(
-    root: str, components: tuple[str, ...], flags: int, file_mode: int, directory_mode: int, *, begin: bool = True
-) -> int:
+def open_below(root: str, components: tuple[str, ...], flags: int, file_mode: int, directory_mode: int) -> int:
     """Open the regular file `root/components` and return its descriptor.
+
+    The root and the first component are never made: the manager made them when the storage was configured. Where they
+    are missing the storage is not mounted, and a file made in their place would be on a local disk, where nobody else
+    sees it.
 
     Args:
         root: directory of the storage.
         components: path below it, at least the file's name.
-        flags: access mode, and O_CREAT when the file and its directories are to be made.
+        flags: access mode, and O_CREAT when the file and the directories below the first are to be made.
         file_mode: mode of a file made here.
         directory_mode: mode of directories made here.
-        begin: with O_CREAT, make the root and the first component too; False takes their absence for an error.
 
     Raises:
-        NotMountedError: the root or the first component is missing and not to be made.
+        NotMountedError: the root or the first component is missing.
         OSError: as `os.open`; ELOOP or ENOTDIR when a component is a link.
         InvalidArgumentError: it is not a regular file.
     """
+    descriptor = open_without_links("/".join((root, *components)), flags | _FILE, file_mode)
+    if descriptor is not None:
+        return _regular(descriptor, components[-1])
+    return walk_below(root, components, flags, file_mode, directory_mode)
+
+
+def walk_below(root: str, components: tuple[str, ...], flags: int, file_mode: int, directory_mode: int) -> int:
+    """Open a file component by component; arguments, result and errors as for `open_below`."""
     create = bool(flags & os.O_CREAT)
     is_mounted = False
     try:
-        directory = _open_root(root, create and begin)
+        directory = os.open(root, _DIRECTORY)
         try:
             for name in components[:-1]:
-                make = create and (begin or is_mounted)
+                make = create and is_mounted
                 parent, directory = directory, _open_directory(name, directory, directory_mode if make else None)
                 os.close(parent)
                 is_mounted = True
@@ -87,16 +101,6 @@ def open_below(
             raise
         missing = f"{root}/{components[0]}"
         raise NotMountedError(errno.ENOENT, "The storage is not mounted here, or was emptied", missing) from error
-
-
-def _open_root(root: str, create: bool) -> int:
-    try:
-        return os.open(root, _DIRECTORY)
-    except FileNotFoundError:
-        if not create:
-            raise
-        os.makedirs(root, exist_ok=True)  # noqa: PTH103  everything here works on plain paths and descriptors
-        return os.open(root, _DIRECTORY)
 
 
 def _open_directory(name: str, parent: int, create_mode: int | None) -> int:
@@ -112,7 +116,11 @@ def _open_directory(name: str, parent: int, create_mode: int | None) -> int:
 
 
 def _open_regular(name: str, parent: int, flags: int, mode: int) -> int:
-    descriptor = os.open(name, flags | _FILE, mode, dir_fd=parent)
+    return _regular(os.open(name, flags | _FILE, mode, dir_fd=parent), name)
+
+
+def _regular(descriptor: int, name: str) -> int:
+    """Return the descriptor of a regular file; any other is closed."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InvalidArgumentError(f"{name!r} is not a regular file")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from itertools import islice
 
-__all__ = ["EndOfFileError", "byte_views", "read_exactly", "write_exactly"]
+__all__ = ["MAX_PIECES", "EndOfFileError", "byte_views", "read_exactly", "write_exactly"]
 
-_MAX_PIECES: int = os.sysconf("SC_IOV_MAX")
+MAX_PIECES: int = os.sysconf("SC_IOV_MAX")
+"""Most pieces that one system call takes."""
 
 
 class EndOfFileError(Exception):
@@ -22,10 +22,16 @@ def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
     Raises:
         TypeError: a buffer is not contiguous.
     """
-    return [memoryview(buffer).cast("B") for buffer in buffers if buffer.nbytes]
+    return [
+        buffer if buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous else memoryview(buffer).cast("B")
+        for buffer in buffers
+        if buffer.nbytes
+    ]
 
 
-def read_exactly(descriptor: int, views: list[memoryview], offset: int, progress: Callable[[int], None]) -> None:
+def read_exactly(
+    descriptor: int, views: list[memoryview], offset: int, progress: Callable[[int], None], done_bytes: int = 0
+) -> None:
     """Fill `views` from the file's bytes at `offset`.
 
     Args:
@@ -33,6 +39,7 @@ def read_exactly(descriptor: int, views: list[memoryview], offset: int, progress
         views: flat and writable.
         offset: in bytes.
         progress: called with the bytes of every system call; may raise to stop.
+        done_bytes: that have moved already.
 
     Raises:
         EndOfFileError: the file is too short.
@@ -45,10 +52,12 @@ def read_exactly(descriptor: int, views: list[memoryview], offset: int, progress
             raise EndOfFileError(f"the file ends at byte {position}")
         return count
 
-    _move(step, views, offset, progress)
+    _move(step, views, offset, progress, done_bytes)
 
 
-def write_exactly(descriptor: int, views: list[memoryview], offset: int, progress: Callable[[int], None]) -> None:
+def write_exactly(
+    descriptor: int, views: list[memoryview], offset: int, progress: Callable[[int], None], done_bytes: int = 0
+) -> None:
     """Write `views` to the file at `offset`; arguments as for `read_exactly`.
 
     Raises:
@@ -61,7 +70,7 @@ def write_exactly(descriptor: int, views: list[memoryview], offset: int, progres
             raise OSError(errno.EIO, f"the storage takes no bytes at {position}")
         return count
 
-    _move(step, views, offset, progress)
+    _move(step, views, offset, progress, done_bytes)
 
 
 def _move(
@@ -69,13 +78,15 @@ def _move(
     views: list[memoryview],
     offset: int,
     progress: Callable[[int], None],
+    done_bytes: int,
 ) -> None:
     """Repeat `step` over windows of the views until all are moved; interrupted calls are repeated by `os` itself."""
-    index = 0
-    skipped = 0  # bytes of views[index] that moved already
+    index, skipped = _advance(views, 0, done_bytes)  # skipped: bytes of views[index] that moved already
+    offset += done_bytes
     while index < len(views):
-        window = list(islice(views, index, index + _MAX_PIECES))
-        window[0] = window[0][skipped:]
+        window = views[index : index + MAX_PIECES]
+        if skipped:
+            window[0] = window[0][skipped:]
         count = step(window, offset)
         progress(count)
         offset += count

@@ -20,7 +20,7 @@ class ReuseSettings:
             thread of their own while tokens are generated; those that are late are saved after the return.
         save_batch_bytes: most bytes of one write session.
         staging_blocks: blocks in the buffer for models that are not on the CPU.
-        transfer_threads: most system calls at once; None = number of cores, at most 4.
+        transfer_threads: most accesses to a storage at once; None = number of cores, at most 4.
     """
 
     register_seconds: float = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +127,17 @@ class LateStorage:
 
     def __init__(self, mover: FileMover) -> None:
         self._mover = mover
+        self._loaded = 0
         self.late: list[memoryview] = []
 
-    def load(self, items: list[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        self.late += [buffer for item in items[3:] for buffer in item.buffers]
+    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        prompt = max(0, 3 - self._loaded)
+        self._loaded += len(items)
+        self.late += [buffer for item in items[prompt:] for buffer in item.buffers]
         pending = not_moved(Failure.PENDING, "the deadline passed while the storage was busy with the item")
-        return self._mover.load(items[:3], deadline_seconds) + [pending] * len(items[3:])
+        return self._mover.load(items[:prompt], deadline_seconds) + [pending] * len(items[prompt:])
 
-    def save(self, items: list[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         return self._mover.save(items, deadline_seconds)
 
     def close(self) -> None:
@@ -150,12 +153,12 @@ def test_memory_that_a_late_load_may_change_is_not_used(connect: Connect, monkey
     expected, _ = run(connect(), ids)
     storages: list[LateStorage] = []
 
-    def make(configs: list[StorageConfig], threads: int | None) -> LateStorage:
-        storages.append(LateStorage(FileMover.for_storages(configs, threads)))
+    def make(configs: Sequence[StorageConfig]) -> LateStorage:
+        storages.append(LateStorage(FileMover.for_storages(configs)))
         return storages[-1]
 
     monkeypatch.setitem(MOVERS, "file", make)
-    reuse = connect()
+    reuse = connect(settings=ReuseSettings(transfer_threads=1))  # one thread loads the blocks in order
 
     # The late reads arrive when the prefill begins.
     handle = MODEL.register_forward_pre_hook(lambda *_: storages[0].scribble())

@@ -1,0 +1,68 @@
+"""Movers of directories serve `file` and `hf3fs` storages, each by its own scheme."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connectors.transfer.engine import TransferEngine
+from connectors.transfer.file import FileMover
+from connectors.transfer.mover import Failure, TransferItem
+from kvcm.model.storages import NfsStorageSpec, StorageConfig, ThreeFSStorageSpec, VcnsThreeFSStorageSpec
+from kvcm.model.uri import LocationUri
+
+SCHEMES = {"nfs": "file", "fs": "hf3fs", "vcns": "hf3fs"}
+DEADLINE = 60.0
+
+
+@pytest.fixture
+def storages(tmp_path: Path) -> list[StorageConfig]:
+    (tmp_path / "r" / "cluster").mkdir(parents=True)
+    return [
+        StorageConfig("nfs", NfsStorageSpec(f"{tmp_path}/r")),
+        StorageConfig("fs", ThreeFSStorageSpec("", f"{tmp_path}/", "/r/")),
+        StorageConfig("vcns", VcnsThreeFSStorageSpec("", str(tmp_path), "r", 1, False, "host", 1, "redis://meta")),
+    ]
+
+
+@pytest.fixture
+def mover(storages: list[StorageConfig]) -> Iterator[FileMover]:
+    made = FileMover.for_storages(storages)
+    yield made
+    made.close()
+
+
+def item(tmp_path: Path, scheme: str, storage: str, content: bytes = b"12345678") -> TransferItem:
+    uri = LocationUri(scheme, storage, f"{tmp_path}/r/cluster/i/kv/{storage}.aa", 8)
+    return TransferItem(uri, [memoryview(bytearray(content))])
+
+
+@pytest.mark.parametrize("storage", SCHEMES)
+def test_what_was_saved_is_loaded(mover: FileMover, tmp_path: Path, storage: str) -> None:
+    scheme = SCHEMES[storage]
+    (saved,) = mover.save([item(tmp_path, scheme, storage)], DEADLINE)
+    empty = item(tmp_path, scheme, storage, bytes(8))
+    (loaded,) = mover.load([empty], DEADLINE)
+    assert (saved.ok, loaded.ok) == (True, True)
+    assert bytes(empty.buffers[0]) == b"12345678"
+
+
+@pytest.mark.parametrize("storage", SCHEMES)
+def test_a_scheme_of_another_type_is_refused(mover: FileMover, tmp_path: Path, storage: str) -> None:
+    """Also behind an item of the same file that is right."""
+    right = SCHEMES[storage]
+    wrong = "hf3fs" if right == "file" else "file"
+    items = [item(tmp_path, scheme, storage) for scheme in (right, wrong, "nfs")]
+    first, *others = mover.save(items, DEADLINE)
+    assert first.ok
+    assert [each.failure for each in others] == [Failure.REFUSED] * 2
+    assert f"begin with {right}://, not {wrong}://" in others[0].reason
+    assert [each.ok for each in mover.load(items, DEADLINE)] == [True, False, False]
+
+
+def test_an_engine_moves_what_lies_on_any_of_them(storages: list[StorageConfig], tmp_path: Path) -> None:
+    engine = TransferEngine.for_storages(storages)
+    items = [item(tmp_path, scheme, storage) for storage, scheme in SCHEMES.items()]
+    assert all(each.ok for each in engine.save(items, DEADLINE))
+    assert all(each.ok for each in engine.load(items, DEADLINE))
+    engine.close()

@@ -1,0 +1,62 @@
+"""Fixtures: one store for the tests that leave it as it was, one each for those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from mooncake_rig import Process, Site, missing
+
+OWNED_BYTES = 128 << 20
+
+
+@pytest.fixture(scope="session")
+def mooncake_is_here() -> None:
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def new_site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Site]]:
+    """Makes stores that are gone with the test."""
+    sites: list[Site] = []
+
+    def make() -> Site:
+        sites.append(Site(tmp_path_factory.mktemp("mooncake")))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.close()
+
+
+@pytest.fixture(scope="session")
+def shared_site(mooncake_is_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("mooncake"))
+    try:
+        site.owner(OWNED_BYTES)
+        yield site
+    finally:
+        site.close()
+
+
+@pytest.fixture(scope="session")
+def manager(shared_site: Site) -> Process:
+    manager = shared_site.client()
+    manager.ask("open")
+    return manager
+
+
+@pytest.fixture(scope="session")
+def engine(shared_site: Site) -> Process:
+    engine = shared_site.client()
+    engine.ask("register")
+    return engine
+
+
+@pytest.fixture(scope="session")
+def other_engine(shared_site: Site) -> Process:
+    engine = shared_site.client()
+    engine.ask("register")
+    return engine

@@ -1,0 +1,198 @@
+"""A real Mooncake master and processes that are its clients, in a network of their own where that is possible.
+
+The clients listen on all addresses whatever they are told, so as root everything runs in a fresh network namespace with
+nothing but its loopback. Every process is killed with the test run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+LEASE_SECONDS = 0.3
+CLIENT_TTL_SECONDS = 2
+ANSWER_SECONDS = 45.0  # longer than the client needs for anything: who does not answer hangs
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_HOLD_A_NETWORK = """
+import ctypes, fcntl, socket, struct, sys
+if ctypes.CDLL(None).unshare(0x40000000):
+    sys.exit(1)
+with socket.socket() as any_socket:  # ifreq: name, flags UP and RUNNING
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 0x41))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def missing() -> str:
+    """Say what there is not here to run a store, "" when all is there."""
+    found = importlib.util.find_spec("mooncake")
+    if found is None or found.origin is None:
+        return "the mooncake package is not installed"
+    check = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True)
+    return check.stderr.strip().splitlines()[-1] if check.returncode else ""
+
+
+def _master_program() -> str:
+    found = importlib.util.find_spec("mooncake")
+    assert found is not None
+    assert found.origin is not None
+    return str(Path(found.origin).with_name("mooncake_master"))
+
+
+class Process:
+    """A process of ours that takes lines of JSON and answers each with one."""
+
+    def __init__(self, command: Sequence[str], enter: Callable[[], None], log: Path) -> None:
+        with log.open("ab") as errors:
+            self.popen = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, preexec_fn=enter
+            )
+
+    def ask(self, call: str, **arguments: Any) -> Any:
+        """Return the answer; what the process raised is raised here as its text."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps({"call": call, **arguments}).encode() + b"\n")
+        self.popen.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.popen.stdout is not None
+        deadline, line = time.monotonic() + ANSWER_SECONDS, b""
+        while not line.endswith(b"\n"):
+            assert select.select([self.popen.stdout], [], [], max(0.0, deadline - time.monotonic()))[0], "it hangs"
+            piece = os.read(self.popen.stdout.fileno(), 1 << 16)
+            assert piece, f"the process ended with {self.popen.wait()}"
+            line += piece
+        answer = json.loads(line)
+        if "raised" in answer:
+            raise AskedError(answer["raised"])
+        return answer["result"]
+
+    def send(self, number: signal.Signals) -> None:
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class AskedError(Exception):
+    """What a participant raised."""
+
+
+class Site:
+    """A master, the network it is in and its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "mooncake.log"
+        self._network: int | None = None
+        self._holder = Process([sys.executable, "-c", _HOLD_A_NETWORK], _die_with_parent, self._log)
+        assert self._holder.popen.stdout is not None
+        if self._holder.popen.stdout.readline():
+            self._network = os.open(f"/proc/{self._holder.popen.pid}/ns/net", os.O_RDONLY)
+        self._ports = (50051, 50052) if self._network is not None else _free_ports()
+        self._clients: list[Process] = []
+        self.master: subprocess.Popen[bytes] | None = None
+        self.start_master()
+
+    @property
+    def spec(self) -> dict[str, str]:
+        """Fields of the storage's spec."""
+        return {
+            "local_hostname": "127.0.0.1",
+            "metadata_connstring": "P2PHANDSHAKE",
+            "protocol": "tcp",
+            "master_service_entry": f"127.0.0.1:{self._ports[0]}",
+        }
+
+    def start_master(self) -> None:
+        flags = {
+            "rpc_address": "127.0.0.1",
+            "rpc_port": self._ports[0],
+            "rpc_thread_num": 2,
+            "metrics_host": "127.0.0.1",
+            "metrics_port": self._ports[1],
+            "default_kv_lease_ttl": int(LEASE_SECONDS * 1000),
+            "client_ttl": CLIENT_TTL_SECONDS,
+        }
+        command = [_master_program(), *(f"--{name}={value}" for name, value in flags.items())]
+        with self._log.open("ab") as log:
+            self.master = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=self._enter)
+
+    def kill_master(self) -> None:
+        assert self.master is not None
+        self.master.kill()
+        self.master.wait()
+
+    def client(self) -> Process:
+        """Start a process that is a manager, an engine or an owner of memory, as it is asked."""
+        client = Process(
+            [sys.executable, str(FOLDER / "participant.py"), json.dumps(self.spec)], self._enter, self._log
+        )
+        self._clients.append(client)
+        return client
+
+    def owner(self, size_bytes: int) -> Process:
+        """Start a process that lends memory to the store."""
+        owner = self.client()
+        eventually(lambda: owner.ask("own", size_bytes=size_bytes) == "open")
+        return owner
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.kill()
+        self.kill_master()
+        if self._network is not None:
+            os.close(self._network)
+        self._holder.kill()
+
+    def _enter(self) -> None:
+        """Runs in the new process."""
+        _die_with_parent()
+        if self._network is not None and _libc.setns(self._network, _NEW_NETWORK):
+            os._exit(1)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+def eventually(condition: Callable[[], bool], within_seconds: float = 30.0) -> None:
+    """Wait for a condition that is asked again and again; what it raises counts as not yet."""
+    deadline = time.monotonic() + within_seconds
+    while True:
+        try:
+            if condition():
+                return
+            error: Exception | None = None
+        except AskedError as raised:
+            error = raised
+        assert time.monotonic() < deadline, f"not within {within_seconds} s: {error}"
+        time.sleep(0.05)

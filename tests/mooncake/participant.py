@@ -1,0 +1,191 @@
+"""One process that uses a Mooncake store, driven by lines of JSON: as the manager does, as an engine, or as an owner.
+
+Bytes of a part follow from its uri, so that whoever loads it knows what must come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from connectors.transfer.engine import TransferEngine
+from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
+from connectors.transfer.mover import TransferItem
+from kvcm.model.mooncake import MooncakeClient, open_client
+from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
+from kvcm.model.uri import LocationUri
+from kvcm.storage.backend import Allocation, Part, StoredObject
+from kvcm.storage.mooncake import MooncakeStorage
+
+GAP_BYTES = 64  # between pieces, so that they are pieces
+REGISTERED_BYTES = 48 << 20
+
+
+def content(uri: str, size_bytes: int) -> bytes:
+    return (blake2b(uri.encode()).digest() * (size_bytes // 64 + 1))[:size_bytes]
+
+
+class Participant:
+    """Answers one call after the other; each method is a call."""
+
+    def __init__(self, spec: MooncakeStorageSpec) -> None:
+        self.config = StorageConfig("mc", spec)
+        self.spec = spec
+        self.owned: MooncakeClient | None = None
+        self.storage: MooncakeStorage | None = None
+        self.mover = MooncakeMover(spec, MooncakeSettings(staging_bytes=16 << 20))
+        self.engine = TransferEngine({("mooncake", "mc"): self.mover}, 4)
+        self.registered: memoryview | None = None
+        self.kept: list[memoryview] = []  # of items that are pending: they may still change
+
+    def own(self, size_bytes: int) -> str:
+        if self.owned is None:
+            self.owned = open_client(self.spec, segment_bytes=size_bytes, buffer_bytes=16 << 20)
+        return "open"
+
+    def open(self, cluster_id: str = "cluster") -> None:
+        self.storage = MooncakeStorage.open(self.config, cluster_id)
+
+    def allocate(self, keys: list[int], size_bytes: int, location_id: str, instance_id: str = "in/st") -> list[str]:
+        assert self.storage is not None
+        parts = [Part("tp0", key, size_bytes) for key in keys]
+        return self.storage.allocate(Allocation(instance_id, location_id, parts))
+
+    def delete(self, uris: list[str]) -> list[str | None]:
+        assert self.storage is not None
+        return asyncio.run(self.storage.delete(uris))
+
+    def discard(self, uris: list[str]) -> list[str | None]:
+        assert self.storage is not None
+        return asyncio.run(self.storage.discard(uris))
+
+    def exists(self, uris: list[str]) -> list[bool]:
+        assert self.storage is not None
+        return asyncio.run(self.storage.exists(uris))
+
+    def probe(self) -> None:
+        assert self.storage is not None
+        asyncio.run(self.storage.probe())
+
+    def space(self) -> list[int]:
+        assert self.storage is not None
+        return list(asyncio.run(self.storage.space()))
+
+    def list_objects(self) -> None:
+        assert self.storage is not None
+        self.storage.objects("cluster")
+
+    def remove_objects(self) -> None:
+        assert self.storage is not None
+        asyncio.run(self.storage.remove_objects("cluster", [StoredObject("i/s/1.a", 1, 0.0)]))
+
+    def children(self) -> list[int]:
+        tasks = Path("/proc/self/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+    def close_storage(self) -> None:
+        assert self.storage is not None
+        self.storage.close()
+
+    def register(self) -> None:
+        self.registered = np.zeros(REGISTERED_BYTES, np.uint8).data
+        self.mover.register(self.registered)
+
+    def save(self, uris: list[str], deadline: float = 20.0, **form: Any) -> dict[str, Any]:
+        items = self._items(uris, **form)
+        for item in items:
+            fill(item, content(str(item.uri), item.uri.size))
+        began = time.monotonic()
+        results = self.engine.save(items, deadline)
+        return {
+            "seconds": time.monotonic() - began,
+            "failures": [result.failure for result in results],
+            "reasons": [result.reason for result in results],
+        }
+
+    def load(self, uris: list[str], deadline: float = 20.0, **form: Any) -> dict[str, Any]:
+        items = self._items(uris, **form)
+        for item in items:
+            fill(item, b"\xee" * item.uri.size)
+        began = time.monotonic()
+        results = self.engine.load(items, deadline)
+        pairs = list(zip(items, results, strict=True))
+        return {
+            "seconds": time.monotonic() - began,
+            "failures": [result.failure for result in results],
+            "reasons": [result.reason for result in results],
+            "equal": [bytes_of(item) == content(str(item.uri), item.uri.size) for item, _ in pairs],
+        }
+
+    def raw_put(self, name: str, size_bytes: int) -> int:
+        """Store something of another size under a name, past everything of ours."""
+        assert self.owned is not None
+        return self.owned.put(name, b"?" * size_bytes)
+
+    def raw_begin(self, name: str, size_bytes: int) -> list[int]:
+        """Begin to store something, as a writer that dies before it ends."""
+        codes: list[int] = self.owned.batch_put_session_start([name], [size_bytes])  # type: ignore[union-attr]
+        return codes
+
+    def close_engine(self) -> None:
+        self.engine.close()
+
+    def _items(self, uris: list[str], pieces: int = 1, registered: bool = False) -> list[TransferItem]:
+        parsed = [LocationUri.parse(uri) for uri in uris]
+        room = sum(uri.size + (pieces + 1) * GAP_BYTES for uri in parsed)
+        if registered:
+            assert self.registered is not None
+            assert room <= REGISTERED_BYTES
+            memory = self.registered
+        else:
+            memory = np.zeros(room, np.uint8).data
+        self.kept.append(memory)
+        items, start = [], 0
+        for uri in parsed:
+            buffers = []
+            for length in lengths(uri.size, pieces):
+                buffers.append(memory[start : start + length])
+                start += length + GAP_BYTES
+            items.append(TransferItem(uri, buffers))
+        return items
+
+
+def lengths(size_bytes: int, pieces: int) -> list[int]:
+    return [size_bytes // pieces] * (pieces - 1) + [size_bytes - size_bytes // pieces * (pieces - 1)]
+
+
+def fill(item: TransferItem, value: bytes) -> None:
+    start = 0
+    for buffer in item.buffers:
+        buffer[:] = value[start : start + buffer.nbytes]
+        start += buffer.nbytes
+
+
+def bytes_of(item: TransferItem) -> bytes:
+    return b"".join(bytes(buffer) for buffer in item.buffers)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the client prints is no answer
+    participant = Participant(MooncakeStorageSpec(**json.loads(sys.argv[1])))
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            answer = {"result": getattr(participant, question.pop("call"))(**question)}
+        except Exception as error:
+            answer = {"raised": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Bytes between two engines through a Mooncake store whose memory lies in a third process."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+from mooncake_rig import Process, Site, eventually
+
+_locations: Iterator[int] = count(1)
+
+
+def addresses(size_bytes: int, number: int = 1) -> list[str]:
+    location = next(_locations)
+    return [f"mooncake://mc/?key=cluster/inst/tp0/{key:x}.m{location}&size={size_bytes}" for key in range(number)]
+
+
+@pytest.mark.parametrize("pieces", [1, 8])
+@pytest.mark.parametrize("loads_registered", [False, True])
+@pytest.mark.parametrize("saves_registered", [False, True])
+def test_what_one_engine_stored_another_loads_byte_for_byte(
+    engine: Process, other_engine: Process, saves_registered: bool, loads_registered: bool, pieces: int
+) -> None:
+    uris = addresses(100_003, 20)
+    saved = engine.ask("save", uris=uris, pieces=pieces, registered=saves_registered)
+    assert saved["failures"] == [None] * 20, saved["reasons"]
+    loaded = other_engine.ask("load", uris=uris, pieces=9 - pieces, registered=loads_registered)
+    assert loaded["failures"] == [None] * 20, loaded["reasons"]
+    assert loaded["equal"] == [True] * 20
+
+
+def test_one_missing_object_among_many_is_the_only_miss(engine: Process, other_engine: Process) -> None:
+    uris = addresses(4096, 50)
+    engine.ask("save", uris=uris[:17] + uris[18:])
+    for pieces in (1, 3):
+        loaded = other_engine.ask("load", uris=uris, pieces=pieces)
+        assert loaded["failures"] == [None] * 17 + ["lost"] + [None] * 32
+        assert loaded["equal"] == [True] * 17 + [False] + [True] * 32
+
+
+def test_storing_the_same_location_again_changes_nothing_and_succeeds(engine: Process, other_engine: Process) -> None:
+    uris = addresses(4096)
+    for _ in range(2):
+        assert engine.ask("save", uris=uris)["failures"] == [None]
+    assert other_engine.ask("load", uris=uris)["equal"] == [True]
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("stored_bytes", [1000, 9000])
+def test_an_object_of_another_size_is_never_taken_for_the_part(
+    shared_site: Site, engine: Process, stored_bytes: int, pieces: int, registered: bool
+) -> None:
+    [uri] = addresses(4096)
+    raw = shared_site.client()
+    raw.ask("own", size_bytes=0)
+    assert raw.ask("raw_put", name=uri.partition("key=")[2].partition("&")[0], size_bytes=stored_bytes) == 0
+    [failure] = engine.ask("load", uris=[uri], pieces=pieces, registered=registered)["failures"]
+    assert failure in {"lost", "error"}
+
+
+def test_an_object_that_its_writer_never_finished_is_a_miss_and_does_not_count_as_stored(
+    new_site: Callable[[], Site],
+) -> None:
+    site = new_site()
+    owner, engine = site.owner(32 << 20), site.client()
+    [uri] = addresses(4096)
+    assert owner.ask("raw_begin", name=uri.partition("key=")[2].partition("&")[0], size_bytes=4096) == [0]
+    assert engine.ask("load", uris=[uri])["failures"] == ["lost"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("mooncake://mc/?size=10", "is not mooncake://<storage>/"),
+        ("mooncake://mc/?key=a&size=0", "both must be equal, > 0"),
+    ],
+)
+def test_an_item_that_is_wrong_itself_is_refused(engine: Process, uri: str, reason: str) -> None:
+    answer = engine.ask("save", uris=[uri])
+    assert answer["failures"] == ["refused"]
+    assert reason in answer["reasons"][0]
+
+
+def test_memory_that_is_too_large_for_staging_is_refused_and_moves_once_registered(engine: Process) -> None:
+    uris = addresses(5 << 20)
+    answer = engine.ask("save", uris=uris)
+    assert answer["failures"] == ["refused"]
+    assert "register it" in answer["reasons"][0]
+    assert engine.ask("save", uris=uris, registered=True)["failures"] == [None]
+    assert engine.ask("load", uris=uris, registered=True)["equal"] == [True]
+    assert engine.ask("load", uris=uris, pieces=5, registered=True)["equal"] == [True]
+
+
+def test_more_parts_than_the_client_can_queue_are_moved_in_turns(engine: Process, other_engine: Process) -> None:
+    uris = addresses(512, 5000)
+    saved = engine.ask("save", uris=uris, registered=True)
+    assert saved["failures"] == [None] * 5000
+    assert other_engine.ask("load", uris=uris, pieces=3, registered=True)["equal"] == [True] * 5000
+
+
+def test_more_than_fits_the_staging_memory_goes_through_it_in_turns(engine: Process, other_engine: Process) -> None:
+    uris = addresses(3 << 20, 12)
+    assert engine.ask("save", uris=uris)["failures"] == [None] * 12
+    assert other_engine.ask("load", uris=uris)["equal"] == [True] * 12
+
+
+def test_what_the_store_evicted_is_a_miss_and_never_other_bytes(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.owner(16 << 20)
+    engine = site.client()
+    uris = [uri for _ in range(10) for uri in addresses(1 << 20, 4)]
+    stored: list[str] = []
+    for start in range(0, len(uris), 4):
+        part = uris[start : start + 4]
+
+        def is_stored(part: list[str] = part) -> bool:
+            return engine.ask("save", uris=part)["failures"] == [None] * 4
+
+        eventually(is_stored)
+        stored += part
+    loaded = engine.ask("load", uris=stored)
+    assert set(loaded["failures"]) == {None, "lost"}
+    assert loaded["failures"].count(None) <= 16
+    assert loaded["equal"] == [failure is None for failure in loaded["failures"]]
+
+
+def test_loads_fail_in_time_when_the_owner_of_the_memory_is_killed_and_saves_find_another(
+    new_site: Callable[[], Site],
+) -> None:
+    site = new_site()
+    owner, engine = site.owner(32 << 20), site.client()
+    uris = addresses(64 << 10, 8)
+    assert engine.ask("save", uris=uris)["failures"] == [None] * 8
+    owner.kill()
+    loaded = engine.ask("load", uris=uris, deadline=5.0)
+    assert set(loaded["failures"]) <= {"lost", "error", "pending"}
+    assert loaded["seconds"] < 10
+    assert loaded["equal"] == [False] * 8
+    site.owner(32 << 20)
+    fresh = addresses(64 << 10, 8)
+    eventually(lambda: engine.ask("save", uris=fresh, deadline=5.0)["failures"] == [None] * 8)
+    assert engine.ask("load", uris=fresh)["equal"] == [True] * 8
+    eventually(lambda: engine.ask("load", uris=uris)["failures"] == ["lost"] * 8)
+
+
+def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_it(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    owner, engine = site.owner(32 << 20), site.client()
+    uris = addresses(64 << 10, 2)
+    assert engine.ask("save", uris=uris)["failures"] == [None] * 2
+    owner.send(signal.SIGSTOP)
+    loaded = engine.ask("load", uris=uris, deadline=1.0)
+    assert loaded["failures"] == ["pending"] * 2
+    assert loaded["seconds"] < 10
+    owner.send(signal.SIGCONT)
+    fresh = addresses(64 << 10, 2)
+    eventually(lambda: engine.ask("save", uris=fresh, deadline=2.0)["failures"] == [None] * 2)
+    assert engine.ask("load", uris=fresh)["equal"] == [True] * 2
+
+
+def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.owner(32 << 20)
+    engine, late = site.client(), site.client()
+    uris = addresses(64 << 10, 2)
+    assert engine.ask("save", uris=uris)["failures"] == [None] * 2
+    site.kill_master()
+    for client in (engine, late):
+        began = time.monotonic()
+        loaded = client.ask("load", uris=uris, deadline=2.0)
+        assert set(loaded["failures"]) <= {"error", "pending"}
+        assert time.monotonic() - began < 20, "also a client that was never set up does not wait for long"
+    site.start_master()
+    fresh = addresses(64 << 10, 2)
+    eventually(lambda: engine.ask("save", uris=fresh, deadline=5.0)["failures"] == [None] * 2)
+    eventually(lambda: late.ask("load", uris=fresh, deadline=5.0)["equal"] == [True] * 2)
+
+
+def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.owner(32 << 20)
+    engine, uris = site.client(), addresses(4096)
+    assert site.master is not None
+    site.master.send_signal(signal.SIGSTOP)
+    answer = engine.ask("save", uris=uris, deadline=1.0)
+    assert set(answer["failures"]) <= {"error", "pending"}
+    assert answer["seconds"] < 20, (
+        "left to itself the client's setup never returns, and nothing else in its process runs"
+    )
+    site.master.send_signal(signal.SIGCONT)
+    eventually(lambda: engine.ask("save", uris=uris, deadline=5.0)["failures"] == [None])
+
+
+def test_what_was_cut_off_while_it_was_stored_counts_as_stored_only_when_it_is(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.owner(32 << 20)
+    engine, uris = site.client(), addresses(4096, 4)
+    assert engine.ask("save", uris=addresses(4096))["failures"] == [None]
+    assert site.master is not None
+    site.master.send_signal(signal.SIGSTOP)
+    assert set(engine.ask("save", uris=uris, deadline=10.0)["failures"]) == {"error"}
+    site.master.send_signal(signal.SIGCONT)
+    # The master takes the names now, for a writer that has given up: it says of every further try that it succeeded.
+    saved = engine.ask("save", uris=uris)
+    assert engine.ask("load", uris=uris)["equal"] == [failure is None for failure in saved["failures"]]
+    assert all(not reason or "an earlier try" in reason for reason in saved["reasons"])
+
+
+def test_a_closed_engine_answers_and_does_not_crash(shared_site: Site) -> None:
+    engine = shared_site.client()
+    uris = addresses(4096)
+    assert engine.ask("save", uris=uris)["failures"] == [None]
+    engine.ask("close_engine")
+    assert engine.ask("load", uris=uris)["failures"] == ["cancelled"]

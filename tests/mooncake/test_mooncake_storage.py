@@ -1,0 +1,184 @@
+"""What the manager does with a Mooncake store, against a real master and memory in another process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from mooncake_rig import AskedError, Process, Site, eventually
+
+from kvcm.model.errors import InvalidArgumentError, UnsupportedError
+from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
+from kvcm.model.uri import LocationUri
+from kvcm.storage.mooncake import MooncakeStorage
+
+SIZE = 5000
+
+
+def allocated(manager: Process, location_id: str, count: int = 3) -> list[str]:
+    uris: list[str] = manager.ask("allocate", keys=list(range(count)), size_bytes=SIZE, location_id=location_id)
+    return uris
+
+
+def test_addresses_are_those_of_the_wire_below_the_deployment_with_a_name_per_location(manager: Process) -> None:
+    uris = manager.ask("allocate", keys=[1, -1], size_bytes=1024, location_id="abc", instance_id="a/b c")
+    assert uris == [
+        "mooncake://mc/?key=cluster/a%2Fb%20c/tp0/1.abc&size=1024",
+        "mooncake://mc/?key=cluster/a%2Fb%20c/tp0/ffffffffffffffff.abc&size=1024",
+    ]
+    other = manager.ask("allocate", keys=[1], size_bytes=1024, location_id="abd", instance_id="a/b c")
+    assert other[0] != uris[0]
+
+
+def test_what_was_stored_is_there_until_it_is_deleted(manager: Process, engine: Process) -> None:
+    uris = allocated(manager, "exists")
+    assert manager.ask("exists", uris=uris) == [False] * 3
+    assert engine.ask("save", uris=uris[:2])["failures"] == [None, None]
+    assert manager.ask("exists", uris=uris) == [True, True, False]
+    eventually(lambda: manager.ask("delete", uris=uris[:1]) == [None])
+    assert manager.ask("exists", uris=uris) == [False, True, False]
+    assert engine.ask("load", uris=uris[:2])["failures"] == ["lost", None]
+
+
+def test_what_is_gone_already_counts_as_deleted_and_what_was_never_written_as_discarded(manager: Process) -> None:
+    uris = allocated(manager, "never")
+    assert manager.ask("delete", uris=uris) == [None] * 3
+    assert manager.ask("discard", uris=uris) == [None] * 3
+
+
+def test_an_object_that_is_being_read_is_kept_and_the_deletion_succeeds_later(
+    manager: Process, engine: Process
+) -> None:
+    uris = allocated(manager, "leased", 1)
+    engine.ask("save", uris=uris)
+    reasons: list[str | None] = []
+
+    def is_refused() -> bool:  # the lease is shorter than some pauses of a busy machine
+        engine.ask("save", uris=uris)
+        engine.ask("load", uris=uris)
+        reasons[:] = manager.ask("delete", uris=uris)
+        return reasons[0] is not None
+
+    eventually(is_refused)
+    assert reasons[0] is not None
+    assert "in use by a reader, try again later" in reasons[0]
+    eventually(lambda: manager.ask("delete", uris=uris) == [None])
+
+
+def test_a_probe_passes_again_and_again_and_leaves_nothing(manager: Process) -> None:
+    for _ in range(3):
+        manager.ask("probe")
+
+
+def test_a_probe_says_that_no_memory_is_lent(new_site: Callable[[], Site]) -> None:
+    manager = new_site().client()
+    manager.ask("open")
+    with pytest.raises(AskedError, match=r"storage mc: .*no segment has room"):
+        manager.ask("probe")
+
+
+def test_space_is_not_known(manager: Process) -> None:
+    assert manager.ask("space") == [-1, -1]
+
+
+@pytest.mark.parametrize("call", ["list_objects", "remove_objects"])
+def test_scrubbing_is_refused_with_the_reason(manager: Process, call: str) -> None:
+    with pytest.raises(AskedError, match=r"UnsupportedError: storage mc: .*cannot be scrubbed"):
+        manager.ask(call)
+
+
+def test_a_master_that_is_away_at_the_start_is_found_when_it_comes(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.kill_master()
+    manager = site.client()
+    manager.ask("open")
+    uris = allocated(manager, "away")
+    began = time.monotonic()
+    with pytest.raises(AskedError, match=r"StorageIOError: storage mc: mooncake master .* cannot be reached"):
+        manager.ask("probe")
+    with pytest.raises(AskedError, match="StorageIOError"):
+        manager.ask("exists", uris=uris)
+    assert all("cannot be reached" in reason for reason in manager.ask("delete", uris=uris))
+    assert time.monotonic() - began < 30, "setting a client up takes 90 s; the master is looked for first"
+    site.start_master()
+    site.owner(32 << 20)
+    eventually(lambda: manager.ask("probe") is None)
+
+
+def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.owner(32 << 20)
+    manager, engine = site.client(), site.client()
+    manager.ask("open")
+    manager.ask("probe")
+    old = allocated(manager, "old")
+    engine.ask("save", uris=old)
+    site.kill_master()
+    with pytest.raises(AskedError, match="StorageIOError: storage mc: "):
+        manager.ask("exists", uris=old)
+    assert all(manager.ask("delete", uris=old)), "nothing counts as deleted"
+    site.start_master()
+    eventually(lambda: manager.ask("probe") is None)
+    assert manager.ask("exists", uris=old) == [False] * 3, "the master's memory of objects is gone with it"
+
+    assert site.master is not None
+    site.master.send_signal(signal.SIGSTOP)
+    with pytest.raises(AskedError, match="does not answer"):
+        manager.ask("probe")
+    site.master.send_signal(signal.SIGCONT)
+    eventually(lambda: manager.ask("probe") is None)
+
+
+def test_a_client_that_is_killed_is_started_again_and_ends_with_the_storage(new_site: Callable[[], Site]) -> None:
+    site = new_site()
+    site.owner(32 << 20)
+    manager = site.client()
+    manager.ask("open")
+    manager.ask("probe")
+    [first] = manager.ask("children")
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(AskedError, match="StorageIOError: storage mc: the mooncake client gave no answer"):
+        manager.ask("probe")
+    manager.ask("probe")
+    [second] = manager.ask("children")
+    assert second != first
+    manager.ask("close_storage")
+    eventually(lambda: manager.ask("children") == [])
+    with pytest.raises(AskedError, match=r"StorageIOError: .*closed"):
+        manager.ask("probe")
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("protocol", MooncakeStorageSpec("h", "P2PHANDSHAKE", "udp", "", "127.0.0.1:1")),
+        ("master_service_entry", MooncakeStorageSpec("h", "P2PHANDSHAKE", "tcp", "", "127.0.0.1")),
+        ("master_service_entry", MooncakeStorageSpec("h", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:99999")),
+        ("local_hostname", MooncakeStorageSpec(":1", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:1")),
+    ],
+)
+def test_a_malformed_field_is_named_when_the_storage_is_opened(field: str, spec: MooncakeStorageSpec) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(field)):
+        MooncakeStorage.open(StorageConfig("mc", spec), "cluster")
+
+
+def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    spec = MooncakeStorageSpec("h", "P2PHANDSHAKE", "tcp", "", "127.0.0.1:1")
+    with pytest.raises(UnsupportedError, match=r"pip install 'kvcm\[mooncake\]'"):
+        MooncakeStorage.open(StorageConfig("mc", spec), "cluster")
+
+
+def test_addresses_survive_being_read(manager: Process) -> None:
+    for uri in manager.ask("allocate", keys=[7], size_bytes=9, location_id="q", instance_id="ключ"):
+        parsed = LocationUri.parse(uri)
+        assert str(parsed) == uri
+        assert parsed.key is not None
+        assert parsed.key.startswith("cluster/%")

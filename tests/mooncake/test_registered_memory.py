@@ -1,0 +1,89 @@
+"""Which memory moves without a copy, and how the rest shares slots."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.transfer.registered import RegisteredMemory, Span, StagingMemory, span_of
+from kvcm.model.errors import InvalidArgumentError
+
+SPANS = st.builds(Span, st.integers(1, 60), st.integers(1, 20))
+
+
+@given(st.lists(SPANS, max_size=8), SPANS)
+def test_memory_is_held_when_all_its_bytes_lie_in_one_span_and_spans_never_overlap(
+    wanted: list[Span], asked: Span
+) -> None:
+    memory, taken = RegisteredMemory(), dict[int, int]()
+    for number, span in enumerate(wanted):
+        covered = range(span.address, span.end)
+        if taken.keys() & set(covered):
+            with pytest.raises(InvalidArgumentError, match="overlap"):
+                memory.add(span)
+        else:
+            memory.add(span)
+            taken |= dict.fromkeys(covered, number)
+    owners = {taken.get(address) for address in range(asked.address, asked.end)}
+    assert memory.holds(asked) == (len(owners) == 1 and None not in owners)
+
+
+def test_forgotten_memory_is_not_held_and_can_come_back() -> None:
+    memory, span = RegisteredMemory(), Span(100, 10)
+    memory.add(span)
+    memory.remove(span)
+    assert not memory.holds(span)
+    memory.add(span)
+    assert memory.holds(Span(105, 5))
+
+
+def test_memory_that_is_empty_or_has_gaps_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="0 bytes"):
+        RegisteredMemory().add(span_of(memoryview(b"")))
+    with pytest.raises(InvalidArgumentError, match="not contiguous"):
+        span_of(memoryview(bytearray(8))[::2])
+
+
+def test_spans_tell_where_memory_lies_also_when_it_is_read_only() -> None:
+    array = bytearray(b"0123456789")
+    whole, part = span_of(memoryview(array)), span_of(memoryview(array)[3:7])
+    assert part == Span(whole.address + 3, 4)
+    assert span_of(memoryview(b"abc")).size_bytes == 3
+
+
+@given(st.lists(st.integers(1, 30), max_size=20))
+def test_batches_keep_the_order_fit_a_slot_and_leave_out_only_what_never_fits(sizes: list[int]) -> None:
+    staging = StagingMemory(80)
+    batches = list(staging.batches(sizes, lambda size: size))
+    assert [size for batch in batches for size in batch] == [size for size in sizes if size <= 20]
+    assert all(0 < sum(batch) <= 20 for batch in batches)
+
+
+def test_a_slot_belongs_to_one_thread_until_it_is_returned() -> None:
+    staging = StagingMemory(4096)
+    lent, end = [], threading.Event()
+
+    def hold() -> None:
+        with staging.slot(lambda: 60.0) as slot:
+            assert slot is not None
+            lent.append(span_of(slot))
+            all_lent.release()
+            end.wait(60)
+
+    all_lent = threading.Semaphore(0)
+    threads = [threading.Thread(target=hold) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert all_lent.acquire(timeout=60)
+    assert {span.address for span in lent} == {staging.span.address + index * 1024 for index in range(4)}
+    with staging.slot(lambda: 0.0) as none:
+        assert none is None, "there is no fifth"
+    end.set()
+    for thread in threads:
+        thread.join()
+    with staging.slot(lambda: 0.0) as slot:
+        assert slot is not None
