@@ -1,0 +1,321 @@
+"""Transfers of engines while a storage fails: a miss or a refused write, in time, and never other bytes.
+
+What holds for every single call is asserted where the calls are made (transfers_on_mount.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from fault_mount import FaultMount
+from transfers_on_mount import BLOCK_BYTES, Transfers
+
+from connectors.transfer import Failure, TransferEngine, TransferItem
+from kvcm.model.storages import NfsStorageSpec, StorageConfig
+from kvcm.model.uri import LocationUri
+
+DEADLINE_SECONDS = 1.0
+
+READ_ERRORS = [
+    pytest.param(operation, error, id=f"{operation}-{error}")
+    for operation in ("read", "open", "getattr")
+    for error in ("EIO", "ESTALE")
+]
+WRITE_ERRORS = [
+    *(pytest.param("write", error, id=f"write-{error}") for error in ("EIO", "ENOSPC", "ESTALE", "EDQUOT")),
+    *(pytest.param("create", error, id=f"create-{error}") for error in ("EIO", "ENOSPC", "ESTALE", "EROFS")),
+    *(pytest.param("flush", error, id=f"close-{error}") for error in ("EIO", "ENOSPC", "ESTALE", "EDQUOT")),
+    *(pytest.param("mkdir", error, id=f"mkdir-{error}") for error in ("EIO", "ENOSPC", "EROFS")),
+]
+
+
+@pytest.fixture
+def transfers(fault_mount: FaultMount) -> Iterator[Transfers]:
+    transfers = Transfers(fault_mount)
+    yield transfers
+    fault_mount.clear()
+    transfers.engine.close()
+
+
+@pytest.mark.parametrize(("operation", "error"), READ_ERRORS)
+def test_a_load_that_fails_is_a_miss(transfers: Transfers, operation: str, error: str) -> None:
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject(operation, path="/cluster/inst/*", error=error)
+    for _ in range(2):
+        assert not any(transfers.load(uris).ok)
+    transfers.mount.clear()
+    transfers.until_all_load(uris)
+
+
+@pytest.mark.parametrize(("operation", "error"), WRITE_ERRORS)
+def test_a_write_that_fails_is_refused(transfers: Transfers, operation: str, error: str) -> None:
+    """Also when nothing but closing the file fails: that is where network file systems tell of lost writes."""
+    transfers.mount.inject(operation, error=error)
+    for number in range(2):
+        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
+    transfers.mount.clear()
+    uris = transfers.uris("after")
+    transfers.until_all_save(uris)
+    transfers.until_all_load(uris)
+
+
+def test_a_storage_that_failed_for_long_is_tried_again(transfers: Transfers) -> None:
+    """It may have been left alone for a while; that ends without anybody's doing."""
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject("open", "create", path="/cluster/inst/*", error="EIO")
+    for number in range(20):
+        assert not any(transfers.load(uris).ok)
+        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
+    transfers.mount.clear()
+    transfers.until_all_load(uris)
+    transfers.until_all_save(transfers.uris("after"))
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EROFS"])
+def test_a_storage_that_takes_no_writes_still_gives_what_it_has(transfers: Transfers, error: str) -> None:
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject("create", "write", error=error)
+    for number in range(5):
+        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
+        assert all(transfers.load(uris).ok)
+    transfers.mount.clear()
+    transfers.until_all_save(transfers.uris("after"))
+
+
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC", "ESTALE"])
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_storage_that_fails_meanwhile_loses_what_it_failed(transfers: Transfers, error: str, after: int) -> None:
+    """What was written before counts, and loads; that both are so is asserted with every call."""
+    uris = transfers.uris("a")
+    transfers.mount.inject("write", error=error, after=after)
+    saved = transfers.save(uris)
+    assert not all(saved.ok)
+    transfers.mount.clear()
+    kept = [uri for uri, ok in zip(uris, saved.ok, strict=True) if ok]
+    transfers.until_all_load(kept)
+    transfers.mount.inject("read", error=error, after=after)
+    assert not all(transfers.load(uris).ok)
+
+
+def test_blocks_beside_one_that_fails_are_moved(transfers: Transfers) -> None:
+    uris = transfers.uris("a")
+    transfers.mount.inject("read", "write", path="*-p0", error="EIO")
+    expected = [not uri.path.endswith("-p0") for uri in uris]
+    assert transfers.save(uris).ok == expected
+    transfers.mount.clear()
+    transfers.until_all_save(uris)
+    transfers.mount.inject("read", path="*-p0", error="EIO")
+    assert transfers.load(uris).ok == expected
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1000, 65_537])
+def test_short_reads_and_writes_are_carried_on(transfers: Transfers, most_bytes: int) -> None:
+    """The first many requests; as slow as single bytes are, not all of them."""
+    uris = transfers.uris("a", packed_files=1, files=1)
+    transfers.mount.inject("read", "write", most_bytes=most_bytes, times=200)
+    assert all(transfers.save(uris).ok)
+    transfers.mount.clear()
+    transfers.mount.inject("read", "write", most_bytes=most_bytes, times=200)
+    assert all(transfers.load(uris).ok)
+
+
+def test_a_storage_that_takes_no_bytes_refuses_the_write(transfers: Transfers) -> None:
+    transfers.mount.inject("write", most_bytes=0)
+    assert not any(transfers.save(transfers.uris("a")).ok)
+    transfers.mount.clear()
+    transfers.until_all_save(transfers.uris("b"))
+
+
+def test_a_file_that_ends_early_is_a_miss_from_there_on(transfers: Transfers) -> None:
+    """As on a mount that still trusts the length that the file had before its later slots were written."""
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject("read", ends_at=2 * BLOCK_BYTES + 10)
+    loaded = transfers.load(uris)
+    assert loaded.ok == [uri.offset < 2 * BLOCK_BYTES for uri in uris]
+    assert loaded.failures == {None, Failure.LOST}
+    transfers.mount.clear()
+    transfers.until_all_load(uris)
+
+
+@pytest.mark.parametrize("operation", ["read", "open", "getattr"])
+def test_a_load_from_a_storage_that_hangs_is_a_miss_in_time(transfers: Transfers, operation: str) -> None:
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject(operation, path="/cluster/inst/*", hang=True)
+    for _ in range(2):
+        assert not any(transfers.load(uris, DEADLINE_SECONDS).ok)
+    transfers.mount.clear()
+    transfers.until_all_load(uris)
+
+
+@pytest.mark.parametrize("operation", ["write", "create", "mkdir", "flush"])
+def test_a_write_to_a_storage_that_hangs_is_refused_in_time(transfers: Transfers, operation: str) -> None:
+    transfers.mount.inject(operation, hang=True)
+    for name in ("a", "b"):
+        assert not any(transfers.save(transfers.uris(name), DEADLINE_SECONDS).ok)
+    transfers.mount.clear()
+    uris = transfers.uris("after")
+    transfers.until_all_save(uris)
+    transfers.until_all_load(uris)
+
+
+# The kernel makes one file of a directory after the other: one that is late holds up all.
+@pytest.mark.parametrize(("operation", "times"), [("open", 4), ("create", 1)])
+def test_a_stall_of_five_seconds_costs_hits_and_then_is_over(transfers: Transfers, operation: str, times: int) -> None:
+    """It ends by itself: every thread that waits in it comes back."""
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject(operation, path="/cluster/inst/*", delay_seconds=5.0, times=times)
+    moved = transfers.load(uris, 1.0) if operation == "open" else transfers.save(transfers.uris("b"), 1.0)
+    assert not all(moved.ok)
+    transfers.until_all_load(uris)
+    transfers.until_all_save(transfers.uris("c"))
+
+
+def test_a_stall_shorter_than_the_deadline_is_waited_for(transfers: Transfers) -> None:
+    uris = transfers.uris("a", packed_files=1, files=0)
+    transfers.mount.inject("read", "create", path="*-p0", delay_seconds=1.0, times=2)
+    assert all(transfers.save(uris, 30.0).ok)
+    assert all(transfers.load(uris, 30.0).ok)
+
+
+def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: Transfers) -> None:
+    packed = transfers.uris("a", packed_files=1, files=0)
+    assert all(transfers.save(packed[:1] + packed[2:]).ok)
+    transfers.mount.inject("write", hang=True)
+    assert transfers.save(packed[1:2], DEADLINE_SECONDS).failures <= {Failure.PENDING, Failure.CANCELLED}
+    transfers.mount.until_waiting()
+    transfers.mount.clear()
+    transfers.until_all_load(packed[:1] + packed[2:])
+
+
+def test_one_file_that_hangs_does_not_keep_the_others(transfers: Transfers) -> None:
+    uris = transfers.uris("a", packed_files=0, files=12)
+    assert all(transfers.save(uris).ok)
+    transfers.mount.inject("read", path="*-s0", hang=True)
+    loaded = transfers.load(uris, 3.0)
+    assert loaded.ok == [False] + [True] * 11
+
+
+def test_a_storage_that_hangs_does_not_keep_another(fault_mount: FaultMount, tmp_path: Path) -> None:
+    """Both in one call, and in calls after it."""
+    roots = {"bad": fault_mount.path, "good": tmp_path / "good"}
+    for root in roots.values():
+        (root / "cluster").mkdir(parents=True)
+    engine = TransferEngine.for_storages([StorageConfig(name, NfsStorageSpec(str(roots[name]), 1)) for name in roots])
+    uris = [LocationUri("file", name, f"{roots[name]}/cluster/{n}", BLOCK_BYTES) for n in range(8) for name in roots]
+    items = [TransferItem(uri, [memoryview(bytearray(BLOCK_BYTES))]) for uri in uris]
+    assert all(result.ok for result in engine.save(items, 20.0))
+    fault_mount.inject("read", "open", path="/cluster/*", hang=True)
+    for _ in range(3):
+        results = engine.load(items, DEADLINE_SECONDS)
+        assert [result.ok for result in results] == [uri.storage == "good" for uri in uris]
+    fault_mount.clear()
+    engine.close()
+
+
+@pytest.mark.parametrize("hidden", ["/cluster/inst/kv/*", "/cluster/inst/kv", "/cluster/inst"])
+def test_a_block_that_is_seen_late_is_lost_until_then(new_fault_mount: Callable[[], FaultMount], hidden: str) -> None:
+    """Written by one host, and not yet there for another: a miss, and neither an error nor an empty block."""
+    writer, reader = new_fault_mount(), new_fault_mount()
+    reader.hide(hidden)
+    there, here = Transfers(writer), Transfers(reader)
+    assert all(there.save(there.uris("a")).ok)
+    assert here.load(here.uris("a")).failures == {Failure.LOST}
+    reader.clear()
+    here.until_all_load(here.uris("a"))
+    for each in (there, here):
+        each.engine.close()
+
+
+@pytest.mark.parametrize("gone", ["cluster/inst", "cluster"])
+def test_blocks_whose_directory_is_gone_are_a_miss_until_it_is_back(transfers: Transfers, gone: str) -> None:
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    place = transfers.mount.directory / gone
+    place.rename(transfers.mount.directory / "aside")
+    for _ in range(5):
+        loaded = transfers.load(uris)
+        assert not any(loaded.ok)
+        # Without its first directory the storage is not there, and then nothing counts as lost.
+        assert gone != "cluster" or Failure.LOST not in loaded.failures
+    (transfers.mount.directory / "aside").rename(place)
+    transfers.until_all_load(uris)
+    transfers.until_all_save(transfers.uris("b"))
+
+
+def test_a_mount_whose_server_died_fails_until_it_is_back(transfers: Transfers) -> None:
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.die()
+    for number in range(5):
+        loaded = transfers.load(uris)
+        assert not any(loaded.ok)
+        assert Failure.LOST not in loaded.failures
+        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
+    transfers.mount.close()
+    transfers.mount.mount()
+    transfers.until_all_load(uris)
+    transfers.until_all_save(transfers.uris("after"))
+
+
+@pytest.mark.parametrize("looks_first", [True, False])
+def test_a_mount_that_went_away_takes_no_writes(transfers: Transfers, looks_first: bool) -> None:
+    """The empty mount point is left empty: what lay there would be seen by nobody else."""
+    uris = transfers.uris("a")
+    assert all(transfers.save(uris).ok)
+    transfers.mount.close()
+    if looks_first:
+        assert Failure.LOST not in transfers.load(uris).failures
+    saved = transfers.save_unseen(transfers.uris("b"))
+    left = list(transfers.mount.path.iterdir())
+    shutil.rmtree(transfers.mount.path / "cluster", ignore_errors=True)
+    transfers.mount.mount()
+    assert not any(saved.ok)
+    assert left == []
+    transfers.until_all_load(uris)
+    transfers.until_all_save(transfers.uris("c"))
+
+
+STORM: list[dict[str, Any]] = [
+    {"error": "EIO"},
+    {"error": "ESTALE"},
+    {"error": "ENOSPC"},
+    {"most_bytes": 70_000},
+    {"most_bytes": 0, "times": 3},
+    {"ends_at": BLOCK_BYTES + 1},
+    {"delay_seconds": 0.05},
+    {"hang": True},
+]
+OPERATIONS = ("read", "write", "open", "create", "getattr", "mkdir", "flush")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_goes_wrong_no_other_bytes_and_it_ends_well(transfers: Transfers, seed: int) -> None:
+    """Saves and loads at the same time, under faults that come and go."""
+    random = Random(seed)
+    known = transfers.uris("first")
+    assert all(transfers.save(known).ok)
+    with ThreadPoolExecutor(4) as callers:
+        for step in range(15):
+            fault = random.choice(STORM) | {"after": random.randrange(3)}
+            transfers.mount.inject(*random.sample(OPERATIONS, 2), path="/cluster/inst/*", **fault)
+            uris = transfers.uris(f"{step}")
+            calls = [callers.submit(transfers.load, random.sample(known, 8), 0.5) for _ in range(3)]
+            saved = callers.submit(transfers.save, uris, 0.5).result()
+            for call in calls:
+                call.result()
+            transfers.mount.clear()
+            known += [uri for uri, ok in zip(uris, saved.ok, strict=True) if ok]
+    transfers.until_all_load(known)
+    transfers.until_all_save(transfers.uris("last"))
