@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from connectors.layout.dtypes import item_bytes
 from kvcm.model.errors import InvalidArgumentError
 
 __all__ = ["BlockLayout"]
-
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +43,12 @@ class BlockLayout:
         for field in ("layers", "kv_heads", "head_dim", "block_tokens"):
             if getattr(self, field) <= 0:
                 raise InvalidArgumentError(f"{field} is {getattr(self, field)}, must be > 0")
-        if self.dtype not in _ITEM_BYTES:
-            raise InvalidArgumentError(f"dtype is {self.dtype!r}, must be one of {', '.join(_ITEM_BYTES)}")
+        item_bytes(self.dtype)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        return self.layers * 2 * self.kv_heads * self.head_dim * item_bytes(self.dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -14,7 +14,10 @@ import connectors
 ROOT = Path(connectors.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Modules that may need torch or transformers; all others work with the base install.
-NEEDS_TORCH = {"connectors.layout.tensors", "connectors.layout.staging", "connectors.layout.sequence"}
+NEEDS_TORCH = {
+    f"connectors.layout.{name}"
+    for name in ("tensors", "staging", "sequence", "engine_kv", "gather", "rows", "rows_triton")
+}
 
 
 def module_name(path: Path) -> str:
