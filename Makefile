@@ -16,10 +16,11 @@ $(VENV)/.server: pyproject.toml .ci/constraints.txt
 	touch $@
 
 # Everything that tests, demo and benchmarks need. torch goes first and pinned: other packages asking for
-# it would bring a build for GPUs.
+# it would bring a build for GPUs. triton interprets the kernels of GPUs in tests.
 $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
 	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
 	touch $@
 
 # Tests and benchmarks start real Redis servers of their own.
