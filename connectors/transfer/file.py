@@ -28,7 +28,12 @@ from kvcm.model.uri import LocationUri
 __all__ = ["FileMover"]
 
 _LINK_ERRORS = frozenset({errno.ELOOP, errno.ENOTDIR})
+_LATE = not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")
 _log = logging.getLogger(__name__)
+
+
+class _DeadlinePassedError(Exception):
+    """The caller's time is over; the `TimeoutError` of the system says that the storage failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class FileMover:
     def _move_file(self, way: _Way, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
         """Move items of one file; the results hold once it is closed."""
         if self._clock() >= deadline:
-            return [not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")] * len(items)
+            return [_LATE] * len(items)
         try:
             descriptor = self._open(way, items[0].uri)
         except Exception as error:
@@ -142,13 +147,15 @@ class FileMover:
         return open_below(root, components, way.flags, *self._modes)
 
     def _move_run(self, way: _Way, descriptor: int, run: _Run, deadline: float) -> list[TransferResult]:
+        if self._clock() >= deadline:
+            return [_LATE] * len(run.items)
         total = 0
 
         def progress(count: int) -> None:
             nonlocal total
             total += count
             if total < run.size_bytes and self._clock() >= deadline:
-                raise TimeoutError("the deadline passed while the item was moving")
+                raise _DeadlinePassedError("the deadline passed while the item was moving")
 
         offset = run.items[0].uri.offset
         try:
@@ -169,8 +176,6 @@ class FileMover:
             total -= item.uri.size
             if total >= 0:
                 results.append(moved(item.uri.size))
-            elif self._clock() >= deadline:
-                results.append(not_moved(Failure.CANCELLED, "the deadline passed before the item was begun"))
             else:
                 single = _Run([item], byte_views(item.buffers), item.uri.size)
                 results += self._move_run(way, descriptor, single, deadline)
@@ -246,7 +251,7 @@ def _failure(error: Exception, moved_bytes: int = 0) -> TransferResult:
 
 
 def _kind(error: Exception) -> Failure:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, _DeadlinePassedError):
         return Failure.CANCELLED
     if isinstance(error, (EndOfFileError, FileNotFoundError)):
         return Failure.LOST

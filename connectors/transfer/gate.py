@@ -30,14 +30,14 @@ class Gate:
     def enter(self, storage: str, direction: Direction, size_bytes: int, wake: threading.Condition) -> bool:
         """Take room for a group, or be woken when trying again is worth while."""
         has_room = self.budget.has_room(size_bytes)
+        has_share = self.budget.has_share(storage, size_bytes)
         is_load = direction is Direction.LOAD
-        if is_load and not has_room:
+        if is_load and has_share and not has_room:
             self._loads_waiting.add(storage)
-        may_go = is_load or not self._loads_waiting
-        if has_room and may_go and self.budget.has_share(storage, size_bytes):
+        elif is_load:  # it goes now, or room would not help it
+            self.no_load_waits(storage)
+        if has_room and has_share and (is_load or not self._loads_waiting):
             self.budget.take(storage, size_bytes)
-            if is_load:
-                self.no_load_waits(storage)
             return True
         self._turned_away[storage] = wake
         return False
@@ -48,7 +48,7 @@ class Gate:
         self._wake_all()
 
     def no_load_waits(self, storage: str) -> None:
-        """Let saves go on: the storage's load has got its room, or does not want it any more."""
+        """Let saves go on: the storage's load has got its room, or room is not what it needs."""
         if storage in self._loads_waiting:
             self._loads_waiting.remove(storage)
             self._wake_all()

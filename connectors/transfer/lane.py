@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from connectors.transfer.breaker import Breaker
 from connectors.transfer.gate import Gate
@@ -79,7 +80,7 @@ class Lane:
             self._refuse(visit, not_moved(Failure.CANCELLED, "the engine is closed"))
             return
         now = self._clock()
-        if not self._is_stuck(now):
+        if not self._is_stuck(visit, now):
             visit.passage = self._breakers[direction].enter(now)
         if visit.passage is None:
             reason = f"storage {self._storage} failed again and again and is left alone for a while"
@@ -125,11 +126,11 @@ class Lane:
     def shut(self) -> None:
         """Begin nothing more. Under the engine's lock."""
         self._is_closed = True
-        for queue in self._queues.values():
-            for batch in queue:
-                while (group := batch.next_group()) is not None:
-                    batch.visit.transfer.fill(group.positions, not_moved(Failure.CANCELLED, "the engine was closed"))
-                    group.has_ended = True
+        closed = not_moved(Failure.CANCELLED, "the engine was closed")
+        for batch in chain(self._moving, *self._queues.values()):
+            for group in self._take_back(batch):
+                batch.visit.transfer.fill(group.positions, closed)
+                group.has_ended = True
         self._forget_empty()
         self._work.notify_all()
 
@@ -139,10 +140,12 @@ class Lane:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._mover.close()
 
-    def _is_stuck(self, now: float) -> bool:
-        """Whether every thread has been busy for long with something that nobody waits for any more."""
+    def _is_stuck(self, visit: Visit, now: float) -> bool:
+        """Whether accesses that hang, and that nobody waits for any more, leave a visit no thread or no bytes."""
         hung = [batch for batch in self._moving if batch.is_abandoned and now - batch.begun >= _HUNG_SECONDS]
-        return len(hung) >= self._limit
+        hung_bytes = sum(batch.size_bytes for batch in hung)
+        has_share = not hung or hung_bytes + visit.batches[0].size_bytes <= self._gate.budget.share_bytes
+        return len(hung) >= self._limit or not has_share
 
     def _refuse(self, visit: Visit, result: TransferResult) -> None:
         visit.groups, visit.batches = [], []
@@ -169,12 +172,13 @@ class Lane:
                     continue
                 batch.begun = self._clock()
                 self._moving.append(batch)
+                done: list[_Access] = []
                 self._gate.lock.release()
                 try:
                     done = self._move(batch)
                 finally:
                     self._gate.lock.acquire()
-                self._end(batch, done)
+                    self._end(batch, done)
 
     def _next(self) -> Batch | None:
         """Take the first batch that may begin; a save does not overtake a load of its own storage."""
@@ -231,18 +235,23 @@ class Lane:
         for batch in visit.batches:
             reason = f"dropped under pressure: {why}" if batch.is_held_back else f"{why} before the item was begun"
             result = not_moved(Failure.CANCELLED, reason)
-            while (group := batch.next_group()) is not None:
-                left[group] = result
-                batch.size_bytes -= group.size_bytes
-                if batch in self._moving:  # only then they were counted
-                    self._gate.leave(self._storage, group.size_bytes)
+            left.update(dict.fromkeys(self._take_back(batch), result))
         return left
 
+    def _take_back(self, batch: Batch) -> Iterator[Group]:
+        """Take the groups of a batch that have not begun, and give their bytes back."""
+        while (group := batch.next_group()) is not None:
+            batch.size_bytes -= group.size_bytes
+            if batch in self._moving:  # only then they were counted
+                self._gate.leave(self._storage, group.size_bytes)
+            yield group
+
     def _forget_empty(self) -> None:
-        """Drop batches that their callers have taken back."""
+        """Drop batches that their callers have taken back; what was behind them may be able to begin."""
         for direction, queue in self._queues.items():
             if not all(batch.groups for batch in queue):
                 self._queues[direction] = deque(batch for batch in queue if batch.groups)
+                self._work.notify_all()
         if not self._queues[Direction.LOAD]:
             self._gate.no_load_waits(self._storage)
 
@@ -253,11 +262,12 @@ _Move = Callable[[Sequence[TransferItem], float], list[TransferResult]]
 def _move_group(move: _Move, group: Group, deadline_seconds: float) -> list[TransferResult]:
     try:
         results = move(group.items, deadline_seconds)
-    except Exception as error:  # a defect of the mover must not end the thread
-        return [not_moved(Failure.ERROR, repr(error))] * len(group.items)
-    if len(results) == len(group.items):
-        return results
-    return [not_moved(Failure.ERROR, f"{len(results)} results for {len(group.items)} items")] * len(group.items)
+        if len(results) == len(group.items):
+            return results
+        reason = f"{len(results)} results for {len(group.items)} items"
+    except BaseException as error:  # a defect of the mover must not end the thread
+        reason = repr(error)
+    return [not_moved(Failure.ERROR, reason)] * len(group.items)
 
 
 def _succeeded(outcomes: Mapping[str, tuple[int, int]], is_cancelled: bool) -> bool | None:

@@ -120,8 +120,13 @@ def _open_regular(name: str, parent: int, flags: int, mode: int) -> int:
 
 
 def _regular(descriptor: int, name: str) -> int:
-    """Return the descriptor of a regular file; any other is closed."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    """Return the descriptor of a regular file; any other is closed, also one that cannot be told."""
+    is_regular = False
+    try:
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    finally:
+        if not is_regular:
+            os.close(descriptor)
+    if not is_regular:
         raise InvalidArgumentError(f"{name!r} is not a regular file")
     return descriptor

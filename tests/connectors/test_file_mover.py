@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import os
 import resource
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
+from connectors.transfer.vectored import MAX_PIECES
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
@@ -277,6 +280,60 @@ def test_nothing_is_begun_after_the_deadline(mover: FileMover, root: Path) -> No
     items = [TransferItem(uri(root / str(index), 1), [memoryview(b"1")]) for index in range(3)]
     assert failures(mover.save(items, -1.0)) == [Failure.CANCELLED] * 3
     assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("coalesce", [True, False])
+def test_no_access_is_begun_after_the_deadline_within_one_file(root: Path, coalesce: bool) -> None:
+    (root / "packed").write_bytes(b"p" * 90)
+    seconds = itertools.count()
+    mover = FileMover({STORAGE: str(root)}, coalesce=coalesce, clock=lambda: float(next(seconds)))
+    buffers = [bytearray(10) for _ in range(6)]
+    slots = [0, 2, 4, 5, 7, 8]  # two pairs of neighbours
+    items = [
+        TransferItem(uri(root / "packed", 10, slot), [memoryview(b)]) for slot, b in zip(slots, buffers, strict=True)
+    ]
+    assert failures(mover.load(items, 3.5)) == [None] * 2 + [Failure.CANCELLED] * 4
+    assert buffers == [b"p" * 10] * 2 + [bytes(10)] * 4
+    mover.close()
+
+
+@pytest.mark.parametrize("call", ["fstat", "preadv", "close"])
+def test_a_storage_whose_system_calls_time_out_has_failed_and_is_left_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A mount that gives up by itself says ETIMEDOUT, which is not the caller's deadline."""
+    size = MAX_PIECES + 1
+    (root / "f").write_bytes(bytes(size))
+    items = [TransferItem(uri(root / "f", size), cut(bytearray(size), [1] * size))]
+    real = getattr(os, call)
+
+    def times_out(descriptor: int, *arguments: object) -> None:
+        real(descriptor, *arguments)
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    engine = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)})})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, times_out)
+        results = [engine.load(items, DEADLINE)[0] for _ in range(4)]
+    engine.close()
+    assert failures(results) == [Failure.ERROR] * 3 + [Failure.UNAVAILABLE]
+    assert "timed out" in results[0].reason
+
+
+def test_a_file_that_cannot_be_told_is_closed(mover: FileMover, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "f").write_bytes(b"1")
+    items = [TransferItem(uri(root / "f", 1), [memoryview(bytearray(1))])]
+
+    def is_stale(descriptor: int) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", is_stale)
+        results = [mover.load(items, DEADLINE)[0] for _ in range(50)]
+    assert len(list(descriptors.iterdir())) < before + 50
+    assert failures(results) == [Failure.ERROR] * 50
 
 
 @pytest.mark.parametrize("bad", ["", "/", "//", "relative/path", "/nul\0"])

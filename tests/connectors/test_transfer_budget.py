@@ -43,16 +43,50 @@ def test_the_budget_is_never_exceeded_and_everything_gets_in(
 
 
 def test_no_save_begins_while_a_load_waits_for_room() -> None:
-    gate = Gate(ByteBudget(100, ["a"]))
+    gate = Gate(ByteBudget(100, ["a", "b"]))
     condition = threading.Condition(gate.lock)
     with gate.lock:
         assert gate.enter("a", Direction.LOAD, 60, condition)
-        assert not gate.enter("a", Direction.LOAD, 50, condition)
-        assert not gate.enter("a", Direction.SAVE, 10, condition)
+        assert not gate.enter("b", Direction.LOAD, 50, condition)
+        assert not gate.enter("b", Direction.SAVE, 10, condition)
         gate.leave("a", 60)
         assert not gate.enter("a", Direction.SAVE, 10, condition)
-        assert gate.enter("a", Direction.LOAD, 50, condition)
+        assert gate.enter("b", Direction.LOAD, 50, condition)
         assert gate.enter("a", Direction.SAVE, 10, condition)
+
+
+class Bell(threading.Condition):
+    """Counts how often it was rung."""
+
+    rung = 0
+
+    def notify_all(self) -> None:
+        self.rung += 1
+        super().notify_all()
+
+
+def test_a_load_that_waits_for_its_own_share_holds_up_no_save() -> None:
+    gate = Gate(ByteBudget(100, ["a", "b"]))
+    condition = threading.Condition(gate.lock)
+    with gate.lock:
+        assert gate.enter("a", Direction.LOAD, 50, condition)
+        assert gate.enter("b", Direction.LOAD, 50, condition)
+        assert not gate.enter("a", Direction.LOAD, 40, condition)
+        gate.leave("b", 50)
+        assert gate.enter("b", Direction.SAVE, 8, condition)
+
+
+def test_saves_are_woken_when_a_load_that_room_would_help_gives_way_to_one_that_it_would_not() -> None:
+    gate = Gate(ByteBudget(99, ["a", "b", "c"]))
+    condition, bell = threading.Condition(gate.lock), Bell(gate.lock)
+    with gate.lock:
+        assert gate.enter("b", Direction.LOAD, 70, condition)
+        assert gate.enter("a", Direction.LOAD, 20, condition)
+        assert not gate.enter("a", Direction.LOAD, 12, condition)
+        assert not gate.enter("c", Direction.SAVE, 5, bell)
+        assert not gate.enter("a", Direction.LOAD, 20, condition)
+        assert bell.rung == 1
+        assert gate.enter("c", Direction.SAVE, 5, bell)
 
 
 def test_a_storage_that_keeps_its_share_leaves_the_rest_to_the_others() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -139,7 +140,7 @@ def test_cancelled_calls_do_not_count_against_the_storage(make: Callable[..., Ri
 
 
 def test_bytes_of_pending_items_stay_counted_until_the_storage_has_ended(make: Callable[..., Rig]) -> None:
-    rig = make(threads=2, budget_bytes=100)
+    rig = make(threads=2, budget_bytes=100, clock=Clock())
     rig.storage.hold("/0")
     assert failures(rig.engine.load([item("/0", 80)], 0.1)) == [PENDING]
     assert failures(rig.engine.load([item("/1", 20)], DEADLINE)) == [None]
@@ -280,24 +281,37 @@ def test_unknown_storages_are_refused_without_an_access(make: Callable[..., Rig]
 
 
 class Careless:
-    """A mover with defects."""
+    """A mover that answers with what is no answer, or is ended by an exception."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
 
     def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        raise ValueError("a defect")
+        if isinstance(self._answer, BaseException):
+            raise self._answer
+        return cast("list[TransferResult]", self._answer)
 
-    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        return []
+    save = load
 
     def close(self) -> None:
         pass
 
 
-def test_a_defect_of_a_mover_is_a_failed_item_and_the_thread_lives() -> None:
-    engine = TransferEngine({(SCHEME, "s"): Careless()}, threads=1)
-    [result] = engine.load([item("/0")], DEADLINE)
-    assert (result.failure, result.reason) == (ERROR, "ValueError('a defect')")
-    [result] = engine.save([item("/0")], DEADLINE)
-    assert (result.failure, result.reason) == (ERROR, "0 results for 1 items")
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ValueError("a defect"), "ValueError('a defect')"),
+        (SystemExit(1), "SystemExit(1)"),
+        ([], "0 results for 1 items"),
+        (None, "TypeError"),
+    ],
+)
+def test_a_defect_of_a_mover_is_a_failed_item_and_the_thread_lives(answer: object, reason: str) -> None:
+    engine = TransferEngine({(SCHEME, "s"): Careless(answer)}, threads=1)
+    for move in (engine.load, engine.save):
+        [result] = move([item("/0")], 5.0)
+        assert (result.failure, reason in result.reason) == (ERROR, True)
+    assert engine.statistics().storages["s"].in_flight_bytes == 0
     engine.close()
 
 
@@ -312,9 +326,10 @@ def test_a_closed_engine_moves_nothing_and_close_does_not_wait_for_callers(make:
     rig.storage.let_go()
     closing.join(WAIT)
     assert not closing.is_alive()
-    assert call.results()[0].ok  # what moved ended first
+    assert failures(call.results()) == [None, CANCELLED]  # what moved ended first
+    assert rig.engine.statistics().storages["s"].in_flight_bytes == 0
     assert failures(rig.engine.load([item("/3")], DEADLINE)) == [CANCELLED]
-    assert "load /3" not in rig.storage.begun
+    assert rig.storage.begun == ["load /0"]
 
 
 @given(
