@@ -43,7 +43,7 @@ _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
 _MOST_PLANS = 8
 _RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
-_MAKE_SECONDS = 5.0  # what was made then goes with its session
+_MAKE_SECONDS = 5.0  # for one page; what a storage makes later than that is left to the scrub
 _DISCARD_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
 _STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
 
@@ -257,11 +257,12 @@ class WriteSessions:
             backend = self._storages.backend(storage)
             if backend is None:
                 continue
-            try:
-                async with asyncio.timeout(_MAKE_SECONDS):
-                    await backend.make_objects(uris)
-            except TimeoutError:
-                raise StorageIOError(f"storage {storage!r} does not answer: start the write again") from None
+            for page in pages(uris):
+                try:
+                    async with asyncio.timeout(_MAKE_SECONDS):
+                        await backend.make_objects(page)
+                except TimeoutError:
+                    raise StorageIOError(f"storage {storage!r} does not answer: start the write again") from None
 
     def _allocate(
         self, cache: InstanceCache, session: WriteSession, blocks: Sequence[PlannedBlock], hints: Hints

@@ -4,13 +4,12 @@ Engines create and write the files; the manager makes up names and deletes. A pa
 by side in slots of equal size. Deleting one part punches its slot out of the file, so that the space returns at once
 and no neighbour is touched; the file itself goes with its last part. A slot is never handed out twice (decision 16).
 
-Which slots are deleted stands beside the file, in `<file>.deleted`, one number per line: whoever deletes the last one,
-another manager or this one after a restart, finds all the others there. Lines are only ever appended, each by one
-write, so two of one host that delete at the same time lose nothing. NFS has no atomic append: of two managers on
-different hosts that delete slots of one file at the same moment one may overwrite the other's lines. Then the file and
-what stands beside it are left when their last slot is deleted: their space (that of one file, at most, and only names
-where slots are punched out) is left to the scrub, and a slot whose line is lost counts as present in `exists`. No other
-bytes are harmed.
+Which slots are deleted stands beside the file (slot_notes.py): whoever deletes the last one, another manager or this
+one after a restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
+that delete at the same time lose nothing. NFS has no atomic append: of two managers on different hosts that delete
+slots of one file at the same moment one may overwrite the other's notes. Then the file and what stands beside it are
+left when their last slot is deleted: their space (that of one file, at most, and only names where slots are punched
+out) is left to the scrub, and a slot whose note is lost counts as present in `exists`. No other bytes are harmed.
 Rejected: a table in the manager's memory, gone with it; a document in the metadata store, which would bind the storage
 to it; a marker file per slot, to be counted by listing folders that hold millions of files.
 """
@@ -23,20 +22,22 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
+from stat import S_ISDIR
 from typing import NamedTuple, TypeVar
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
-from kvcm.storage.file_listing import BESIDE_SUFFIX, object_pages, remove_objects
-from kvcm.storage.file_making import make_files
+from kvcm.storage.file_listing import object_pages, remove_objects
+from kvcm.storage.file_making import make_files, make_folders
 from kvcm.storage.file_probe import PROBE_PREFIX, probe
-from kvcm.storage.file_writes import write_all
 from kvcm.storage.folders import NoFolderError
 from kvcm.storage.packing import pack, slot_count
+from kvcm.storage.slot_notes import beside, note_slots, noted_slots
 from kvcm.storage.threads import StorageThreads
 
 __all__ = ["FileStorage"]
@@ -114,18 +115,38 @@ class FileStorage:
         return await self._for_each_file(uris, _delete)
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
-        return await self._for_each_file(uris, _discard)
+        return await self._for_each_file(uris, partial(_discard, self.directory))
 
     async def _for_each_file(self, uris: Sequence[str], work: Callable[[_Deletion], None]) -> list[str | None]:
         """Do the work in a thread, file by file; return per uri why it failed, None where it did not."""
         return await self._threads.run(lambda: self._file_by_file([LocationUri.parse(uri) for uri in uris], work))
 
     def _file_by_file(self, uris: Sequence[LocationUri], work: Callable[[_Deletion], None]) -> list[str | None]:
+        """Files that are missing because the storage went away, before or meanwhile, do not count as gone."""
         try:
-            self.check_mounted()
-        except StorageIOError as error:  # else every file would count as gone already
+            before = self._mounted_device()
+        except StorageIOError as error:
             return [str(error)] * len(uris)
-        return _file_by_file(uris, work)
+        reasons = _file_by_file(uris, work)
+        try:
+            after = self._mounted_device()
+        except StorageIOError as error:
+            return [reason or str(error) for reason in reasons]
+        if after != before:
+            return [reason or f"storage {self._name} was mounted anew meanwhile" for reason in reasons]
+        return reasons
+
+    def _mounted_device(self) -> int:
+        """Return the device that the deployment's directory is on; inodes are not the same for ever everywhere."""
+        try:
+            status = Path(self.directory).stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._not_mounted() from error
+        except OSError as error:
+            raise self._failure(f"{self.directory}: {error.strerror}") from error
+        if not S_ISDIR(status.st_mode):
+            raise self._not_mounted()
+        return status.st_dev
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return await self._ask(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))
@@ -162,12 +183,7 @@ class FileStorage:
         Raises:
             StorageIOError: the deployment's directory is not there, or nobody can say.
         """
-        try:
-            is_there = Path(self.directory).is_dir()
-        except OSError as error:
-            raise self._failure(f"{self.directory}: {error.strerror}") from error
-        if not is_there:
-            raise self._not_mounted()
+        self._mounted_device()
 
     def _not_mounted(self) -> StorageIOError:
         return self._failure(
@@ -217,66 +233,56 @@ def _reason(deletion: _Deletion, work: Callable[[_Deletion], None]) -> str | Non
         work(deletion)
     except OSError as error:
         return f"{deletion.path}: {error.strerror}"
+    except (NoFolderError, StorageIOError) as error:
+        return f"{deletion.path}: {error}"
     return None
 
 
 def _delete(deletion: _Deletion) -> None:
-    path, notes = Path(deletion.path), Path(_beside(deletion.path))
-    if not deletion.slots or len(deletion.slots) >= slot_count(deletion.path):
-        _unlink(deletion.path)
+    path = deletion.path
+    if not deletion.slots or len(deletion.slots) >= slot_count(path):
+        _unlink(path)
         return
-    was_there = path.exists()
-    if not was_there and not notes.exists():
+    was_there = _is_there(path)
+    if not was_there and not _is_there(beside(path)):
         return
     for offset, size in deletion.slots.values():
-        _punch(deletion.path, offset, size)
+        _punch(path, offset, size)
     noted = _note_deleted(deletion)
     # Whoever deletes the last slot removes both. If that was done meanwhile, these slots had been noted before, and now
     # they are noted once more: nobody would come for that.
-    if not path.exists() and (was_there or noted == deletion.slots.keys()):
-        _unlink(deletion.path)
+    if not _is_there(path) and (was_there or noted == deletion.slots.keys()):
+        _unlink(path)
 
 
-def _discard(deletion: _Deletion) -> None:
+def _discard(directory: str, deletion: _Deletion) -> None:
     """Slots of a file that others are still to be written to: it may not be there yet."""
     if 0 < len(deletion.slots) < slot_count(deletion.path):
-        Path(deletion.path).parent.mkdir(parents=True, exist_ok=True)
+        make_folders(directory, deletion.path)
         _note_deleted(deletion)
 
 
 def _note_deleted(deletion: _Deletion) -> set[int]:
     """Note slots, and remove the file with the last of them; return what is noted now."""
-    _append(_beside(deletion.path), "".join(f"{slot}\n" for slot in deletion.slots).encode())
-    noted = _deleted_slots(deletion.path)
+    note_slots(deletion.path, deletion.slots)
+    noted = noted_slots(deletion.path)
     if len(noted) >= slot_count(deletion.path):
         _unlink(deletion.path)
     return noted
 
 
-def _append(path: str, lines: bytes) -> None:
-    """Append, by one write as a rule: on one host that is atomic for so few bytes."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        write_all(descriptor, lines)
-    finally:
-        os.close(descriptor)
-
-
 def _unlink(path: str) -> None:
     Path(path).unlink(missing_ok=True)
-    Path(_beside(path)).unlink(missing_ok=True)
+    Path(beside(path)).unlink(missing_ok=True)
 
 
-def _beside(path: str) -> str:
-    return path + BESIDE_SUFFIX
-
-
-def _deleted_slots(path: str) -> set[int]:
+def _is_there(path: str) -> bool:
+    """Return whether there is anything; a storage that does not say raises its error."""
     try:
-        lines = Path(_beside(path)).read_bytes().split()
-    except FileNotFoundError:
-        return set()
-    return {int(line) for line in lines if line.isdigit()}
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _punch(path: str, offset: int, size: int) -> None:
@@ -301,4 +307,4 @@ def _is_complete(uri: LocationUri) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     # A slot that was punched out still lies inside its file.
-    return uri.blkid is None or uri.blkid not in _deleted_slots(uri.path)
+    return uri.blkid is None or uri.blkid not in noted_slots(uri.path)

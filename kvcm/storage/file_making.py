@@ -11,7 +11,7 @@ from typing import Final
 from kvcm.model.errors import StorageIOError
 from kvcm.storage.folders import made_folder, opened_folder
 
-__all__ = ["make_files"]
+__all__ = ["make_files", "make_folders"]
 
 _FILE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE: Final = 0o600  # as engines make them: KV tells the prompt
@@ -41,6 +41,19 @@ def make_files(directory: str, paths: Iterable[str]) -> None:
             with made_folder(instance, top) as above, made_folder(spec, above) as inside:
                 for name in files:
                     _make(inside, name)
+
+
+def make_folders(directory: str, path: str) -> None:
+    """Make the directories that a file lies in, below a deployment's directory; no link is followed. Blocks.
+
+    Raises:
+        StorageIOError: the path does not lie where objects lie.
+        NoFolderError: the deployment's directory is not there.
+        OSError: a directory cannot be made.
+    """
+    instance, spec, _ = _components(directory, path)
+    with opened_folder(directory) as top, made_folder(instance, top) as above, made_folder(spec, above):
+        pass
 
 
 def _components(directory: str, path: str) -> list[str]:

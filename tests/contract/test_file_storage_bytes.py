@@ -8,12 +8,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from storage_rig import FILE_8, PATH_KINDS, Kind, Written, allocation, can_punch_holes, files_below, read, write
+from storage_rig import FILE_1, FILE_8, PATH_KINDS, Kind, Written, allocation, can_punch_holes, files_below, read, write
 
 import kvcm.storage.file
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.storage.directory import StorageDirectory
+from kvcm.storage.slot_notes import beside, note_slots, noted_slots
 
 SIZES = [{"tp0": 100, "tp1": 100}, {"tp0": 4096, "tp1": 300}]
 
@@ -81,6 +82,46 @@ async def test_a_file_goes_with_its_last_slot_though_some_were_never_handed_out(
     assert await storage.exists(uris) == [False] * 3 + [True] * 5
     await storage.delete(uris[3:])
     assert files_below(tmp_path) == []
+
+
+async def test_what_is_missing_because_the_mount_went_away_meanwhile_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator gives up a mount that hangs: the deletion under way fails, and those behind it find nothing."""
+    root, away = tmp_path / "root", tmp_path / "away"
+    written = Written.into(FILE_1.open(root), allocation({"tp0": 64}, range(5)))
+    unlink, paths = kvcm.storage.file._unlink, []
+
+    def unlink_late(path: str) -> None:
+        paths.append(path)
+        if len(paths) == 2:
+            root.rename(away)
+            root.mkdir()
+            raise OSError(5, "Input/output error")
+        unlink(path)
+
+    monkeypatch.setattr(kvcm.storage.file, "_unlink", unlink_late)
+    assert all(await written.backend.delete(written.uris))
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    away.rename(root)
+    assert await written.backend.exists(written.uris) == [False, True, True, True, True]
+    assert await written.backend.delete(written.uris) == [None] * 5
+
+
+def test_a_note_that_was_cut_off_is_not_read_as_another_slot(tmp_path: Path) -> None:
+    path = str(tmp_path / "1_16x0123456789abcdef.aa")
+    note_slots(path, [1, 2, 12])
+    notes = Path(beside(path))
+    for end in range(len(notes.read_bytes())):
+        whole = notes.read_bytes()
+        notes.write_bytes(whole[:end])
+        assert noted_slots(path) <= {1, 2, 12}
+        note_slots(path, [12, 2, 1])  # again
+        assert noted_slots(path) == {1, 2, 12}
+        notes.write_bytes(whole)
+    notes.write_bytes(b"\n4." + notes.read_bytes()[3:] + b"\n16.\n99.")
+    assert noted_slots(path) <= {2, 4, 12}
 
 
 async def test_a_deletion_that_is_repeated_while_another_one_ends_the_file_leaves_nothing(

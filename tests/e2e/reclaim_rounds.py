@@ -24,8 +24,8 @@ from store_look import look_at, verified
 
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as pb
-from kvcm.storage.file_listing import BESIDE_SUFFIX
 from kvcm.storage.packing import slot_count
+from kvcm.storage.slot_notes import noted_slots
 
 __all__ = ["EvictionReport", "EvictionRig", "evict_and_kill", "eviction_rig", "eviction_site", "judge_files"]
 
@@ -257,8 +257,7 @@ def _slot(uri: str) -> Slot:
 
 def _slots_left(path: str) -> Iterator[Slot]:
     """Yield what was not deleted of a file."""
-    beside = Path(path + BESIDE_SUFFIX)
-    deleted = set(map(int, beside.read_text().split())) if beside.exists() else set()
+    deleted = noted_slots(path)
     yield from ((path, slot) for slot in (None, *range(slot_count(path))) if slot not in deleted)
 
 
