@@ -19,6 +19,9 @@ class ClosedStorages:
     def prepare(self, config: StorageConfig, *, is_new: bool) -> None:
         """Open nothing."""
 
+    async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> None:
+        """Open nothing."""
+
     def install(self, config: StorageConfig, prepared: None) -> None:
         """Keep nothing open."""
 

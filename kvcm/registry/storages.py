@@ -36,6 +36,9 @@ class StorageOpener(Protocol):
         earlier may just not be mounted here.
         """
 
+    async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> Any:
+        """Do `prepare` in a thread that nothing else waits for: a medium may hang for ever."""
+
     def install(self, config: StorageConfig, prepared: Any) -> None:
         """Put what was prepared in place of an open storage of that name."""
 
@@ -86,7 +89,7 @@ class StorageRegistry:
     async def add_while_serving(self, config: StorageConfig) -> None:
         """Do `add` without holding up other requests."""
         await self._check_new(config)
-        await self._add(config, await asyncio.to_thread(self._opener.prepare, config, is_new=True))
+        await self._add(config, await self._opener.prepare_in_thread(config, is_new=True))
 
     async def update(self, config: StorageConfig) -> None:
         """Replace a storage's config; the old one stays in force when the new one cannot be opened. Blocks as `add`.
@@ -105,7 +108,7 @@ class StorageRegistry:
         if await self._is_only_limited(config):
             await self._replace_limit(config)
         else:
-            await self._replace(config, await asyncio.to_thread(self._opener.prepare, config, is_new=True))
+            await self._replace(config, await self._opener.prepare_in_thread(config, is_new=True))
 
     async def _check_new(self, config: StorageConfig) -> None:
         check_storage(config)
@@ -229,7 +232,7 @@ class StorageRegistry:
 
     async def _open_medium(self, medium: StorageConfig) -> None:
         try:
-            self._install(medium, await asyncio.to_thread(self._opener.prepare, medium, is_new=False))
+            self._install(medium, await self._opener.prepare_in_thread(medium, is_new=False))
         except Exception as error:  # whatever it is, the manager goes on without this storage
             self._failed(medium, error)
         finally:

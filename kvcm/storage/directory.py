@@ -13,6 +13,7 @@ from kvcm.storage.health import StorageHealth
 from kvcm.storage.hf3fs import HF3FS
 from kvcm.storage.mooncake import MooncakeStorage
 from kvcm.storage.path_types import FILE, PathType
+from kvcm.storage.threads import StorageThreads
 
 __all__ = ["OPENERS", "StorageDirectory"]
 
@@ -91,6 +92,14 @@ class StorageDirectory:
         if is_new and isinstance(opener, PathType):
             opener.make(config, self.cluster_id)
         return opener(config, self.cluster_id)
+
+    async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> StorageBackend:
+        """Do `prepare` without holding up the event loop.
+
+        Each has a thread of its own: a corrected config must not wait for one of that name that hangs.
+        """
+        thread = StorageThreads(f"open-{config.global_unique_name}", 1)
+        return await thread.run(lambda: self.prepare(config, is_new=is_new))
 
     def install(self, config: StorageConfig, backend: StorageBackend) -> None:
         """Put what was prepared in place; it takes over what an earlier storage of that name remembers."""

@@ -50,7 +50,7 @@ class MooncakeProcess:
 
         Raises:
             StorageIOError: there was no answer in time, the process ended, or the store failed.
-            KvcmError: the call itself failed.
+            KvcmError: the call itself failed; an operating system's error that was behind it is so here.
         """
         deadline = self._clock() + timeout_seconds
         if not self._lock.acquire(timeout=timeout_seconds):
@@ -63,8 +63,7 @@ class MooncakeProcess:
         finally:
             self._lock.release()
         if "error" in answer:
-            kind = getattr(errors, answer["kind"], KvcmError)
-            raise kind(answer["error"])
+            raise _error_of(answer)
         codes: list[int] = answer["codes"]
         return codes
 
@@ -82,20 +81,19 @@ class MooncakeProcess:
             Thread(target=self.restart, name="mooncake-end", daemon=True).start()
 
     def _exchange(self, question: dict[str, object], deadline: float) -> dict[str, Any]:
-        child = self._child or self._start()
-        assert child.stdin is not None
+        child = self._child or self._start(deadline)
         assert child.stdout is not None
-        child.stdin.write(json.dumps(question).encode() + b"\n")
-        child.stdin.flush()
+        self._write_line(child, question, deadline)
         answer: dict[str, Any] = json.loads(self._read_line(child.stdout, deadline))
         return answer
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, deadline: float) -> subprocess.Popen[bytes]:
         if self._is_closed:
             raise OSError("the storage is closed")
         # A session of its own: Ctrl-C at the manager is no reason to end before the manager does.
         child = subprocess.Popen(  # noqa: S603 - our own program, and nothing of a client's in its arguments
             _PROGRAM,
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -105,19 +103,34 @@ class MooncakeProcess:
         if self._is_closed:  # while it was started
             raise OSError("the storage is closed")
         assert child.stdin is not None
-        child.stdin.write(json.dumps(asdict(self._spec)).encode() + b"\n")
+        os.set_blocking(child.stdin.fileno(), False)
+        self._write_line(child, asdict(self._spec), deadline)
         return child
+
+    def _write_line(self, child: subprocess.Popen[bytes], content: dict[str, Any], deadline: float) -> None:
+        """Write as much at a time as the pipe takes: of a process that is stopped it is full at some point."""
+        assert child.stdin is not None
+        rest = json.dumps(content).encode() + b"\n"
+        while rest:
+            self._wait(child.stdin, select.POLLOUT, deadline)
+            rest = rest[os.write(child.stdin.fileno(), rest) :]
 
     def _read_line(self, stream: IO[bytes], deadline: float) -> bytes:
         line = b""
         while not line.endswith(b"\n"):
-            if not select.select([stream], [], [], max(0.0, deadline - self._clock()))[0]:
-                raise TimeoutError("it took too long and was ended")
+            self._wait(stream, select.POLLIN, deadline)
             piece = os.read(stream.fileno(), _READ_BYTES)
             if not piece:
                 raise EOFError("it ended")
             line += piece
         return line
+
+    def _wait(self, stream: IO[bytes], event: int, deadline: float) -> None:
+        # Not `select.select`, which knows no descriptors from 1024 on: a manager has many connections.
+        poll = select.poll()
+        poll.register(stream, event)
+        if not poll.poll(max(0.0, deadline - self._clock()) * 1000):
+            raise TimeoutError("it took too long and was ended")
 
     def _end(self) -> None:
         child, self._child = self._child, None
@@ -127,7 +140,12 @@ class MooncakeProcess:
         child.wait()
         for stream in (child.stdin, child.stdout):
             assert stream is not None
-            try:
-                stream.close()
-            except OSError:  # a question that the process did not take
-                continue
+            stream.close()
+
+
+def _error_of(answer: dict[str, Any]) -> KvcmError:
+    error: KvcmError = getattr(errors, answer["kind"], KvcmError)(answer["error"])
+    number: int = answer["errno"]
+    if number:  # by which it is known that a medium is full
+        error.__cause__ = OSError(number, os.strerror(number))
+    return error

@@ -1,11 +1,13 @@
 """The process that holds the manager's Mooncake client: `python -m kvcm.storage.mooncake_worker`.
 
 Questions come as lines of JSON on standard input, the storage's spec first, and each is answered by one line on
-standard output: `{"codes": [...]}`, or `{"error": text, "kind": name of the class}`. It ends with its standard input.
+standard output: `{"codes": [...]}`, or `{"error": text, "kind": name of the class, "errno": of the operating system's
+error behind it, or 0}`. It ends with its standard input.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -33,7 +35,7 @@ class _Worker:
         try:
             return {"codes": self._codes(question["call"], question.get("keys", []))}
         except KvcmError as error:
-            return {"error": str(error), "kind": type(error).__name__}
+            return {"error": str(error), "kind": type(error).__name__, "errno": _errno_behind(error)}
 
     def _codes(self, call: str, keys: list[str]) -> list[int]:
         if call == "load":
@@ -60,6 +62,8 @@ def _probe(client: MooncakeClient, directory: str) -> None:
     key = f"{directory}.kvcm-probe-{secrets.token_hex(8)}"
     content = secrets.token_bytes(_PROBE_BYTES)
     code = client.put(key, content)
+    if code == MooncakeCode.NO_SPACE:  # what is stored can still be read: the medium is full, not away
+        raise StorageIOError(f"a small object cannot be stored: {explain(code)}") from OSError(errno.ENOSPC, "full")
     if code != MooncakeCode.OK:
         raise StorageIOError(f"a small object cannot be stored: {explain(code)}")
     found = client.get(key)
@@ -71,6 +75,11 @@ def _probe(client: MooncakeClient, directory: str) -> None:
         )
     if removed not in (MooncakeCode.OK, MooncakeCode.MISSING):
         raise StorageIOError(f"a small object cannot be removed: {explain(removed)}")
+
+
+def _errno_behind(error: KvcmError) -> int:
+    cause = error.__cause__
+    return (cause.errno or 0) if isinstance(cause, OSError) else 0
 
 
 def _private_standard_output() -> TextIO:

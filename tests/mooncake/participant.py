@@ -19,11 +19,14 @@ import numpy as np
 from connectors.transfer.engine import TransferEngine
 from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
 from connectors.transfer.mover import TransferItem
+from kvcm.model.clock import SystemClock
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part, StoredObject
+from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.mooncake import MooncakeStorage
+from kvcm.storage.prober import Prober
 
 GAP_BYTES = 64  # between pieces, so that they are pieces
 REGISTERED_BYTES = 48 << 20
@@ -74,6 +77,24 @@ class Participant:
     def probe(self) -> None:
         assert self.storage is not None
         asyncio.run(self.storage.probe())
+
+    def state_after(self, probes: int) -> str:
+        """Return what the manager makes of so many probes in a row."""
+        assert self.storage is not None
+        storages = StorageDirectory("cluster")
+        storages.install(self.config, self.storage)
+        asyncio.run(self._watch(storages, probes))
+        health = storages.health("mc")
+        assert health is not None
+        return health.state.label
+
+    async def _watch(self, storages: StorageDirectory, probes: int) -> None:
+        prober = Prober(storages, SystemClock(), interval_seconds=0.0, timeout_seconds=60.0)
+        for _ in range(probes):
+            before = storages.health("mc")
+            prober.look()
+            while storages.health("mc") is before:  # noqa: ASYNC110 - it is answered by another process
+                await asyncio.sleep(0.01)
 
     def space(self) -> list[int]:
         assert self.storage is not None

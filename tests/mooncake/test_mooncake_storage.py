@@ -82,6 +82,28 @@ def test_a_probe_says_that_no_memory_is_lent(new_site: Callable[[], Site]) -> No
         manager.ask("probe")
 
 
+def test_a_full_store_is_never_down_for_that(new_site: Callable[[], Site]) -> None:
+    """What it holds can be read; a store that is hidden would never be read less, nor emptied."""
+    site = new_site()
+    owner = site.owner(16 << 20)
+    manager = site.client()
+    manager.ask("open")
+    eventually(lambda: manager.ask("probe") is None)
+    owner.kill()  # the store is as good as full when nobody lends it memory
+    eventually(lambda: _is_full(manager))
+    assert manager.ask("state_after", probes=4) == "degraded"
+    site.kill_master()
+    assert manager.ask("state_after", probes=4) == "down", "as many failures of another kind do"
+
+
+def _is_full(manager: Process) -> bool:
+    try:
+        manager.ask("probe")
+    except AskedError as error:
+        return "no segment has room" in str(error)
+    return False
+
+
 def test_space_is_not_known(manager: Process) -> None:
     assert manager.ask("space") == [-1, -1]
 

@@ -60,6 +60,9 @@ class Opener:
             raise self.refusal
         return config
 
+    async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> StorageConfig:
+        return await asyncio.to_thread(self.prepare, config, is_new=is_new)
+
     def install(self, config: StorageConfig, prepared: StorageConfig) -> None:
         self.calls.append(("open", config.global_unique_name))
         self._open[config.global_unique_name] = replace(config, spec=prepared.spec)
