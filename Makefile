@@ -80,14 +80,14 @@ acceptance-manager: setup
 
 # The demo, and every benchmark once. Figures of so short a run mean little, so missed targets are shown and do not
 # count; violations do: in crash, contention and faults everything but targets of time.
-smoke: setup redis
+smoke: setup redis fuse mooncake
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
 	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
 	$(BIN)/python benchmarks/match.py --quick --json build/match.json
 	$(BIN)/python benchmarks/index.py --quick --json build/index.json
 	$(BIN)/python benchmarks/scale.py --quick --json build/scale.json
-	$(BIN)/python -m pytest -m e2e tests/e2e
+	$(BIN)/python -m pytest -m e2e tests/e2e tests/mooncake tests/faults
 	$(BIN)/python benchmarks/crash.py --quick --json build/crash.json
 	$(BIN)/python benchmarks/contention.py --quick --json build/contention.json
 	$(BIN)/python benchmarks/faults.py --quick --json build/faults.json

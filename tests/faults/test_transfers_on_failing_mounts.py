@@ -170,6 +170,7 @@ def test_a_write_to_a_storage_that_hangs_is_refused_in_time(transfers: Transfers
 
 
 # The kernel makes one file of a directory after the other: one that is late holds up all.
+@pytest.mark.e2e
 @pytest.mark.parametrize(("operation", "times"), [("open", 4), ("create", 1)])
 def test_a_stall_of_five_seconds_costs_hits_and_then_is_over(transfers: Transfers, operation: str, times: int) -> None:
     """It ends by itself: every thread that waits in it comes back."""

@@ -10,6 +10,8 @@ from itertools import count
 import pytest
 from mooncake_rig import Process, Site, eventually
 
+pytestmark = pytest.mark.e2e
+
 _locations: Iterator[int] = count(1)
 
 

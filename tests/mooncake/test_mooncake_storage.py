@@ -17,6 +17,8 @@ from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 from kvcm.storage.mooncake import MooncakeStorage
 
+pytestmark = pytest.mark.e2e
+
 SIZE = 5000
 
 
