@@ -248,16 +248,12 @@ class WriteSessions:
 
     async def _make_objects(self, fresh: Sequence[Location]) -> None:
         """Let storages make the objects of fresh addresses that want to do that themselves."""
-        by_storage: defaultdict[str, list[str]] = defaultdict(list)
-        for location in fresh:
-            backend = self._storages.backend(location.storage)
-            if backend is not None and backend.makes_objects:
-                by_storage[location.storage] += [spec.uri for spec in decode_chunk(location.chunk).specs]
-        for storage, uris in by_storage.items():
+        for storage in {location.storage for location in fresh}:
             backend = self._storages.backend(storage)
-            if backend is None:
+            if backend is None or not backend.makes_objects:
                 continue
-            for page in pages(uris):
+            chunks = [location.chunk for location in fresh if location.storage == storage]
+            for page in pages([spec.uri for chunk in chunks for spec in decode_chunk(chunk).specs]):
                 try:
                     async with asyncio.timeout(_MAKE_SECONDS):
                         await backend.make_objects(page)
