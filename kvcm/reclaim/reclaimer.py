@@ -200,12 +200,17 @@ class Reclaimer:
 
     async def _serve_needs(self) -> int:
         total, servings = 0, Servings(self._hopeless)
-        until = self._clock.now() + _LOOK_SECONDS
+        until, is_confirmed = self._clock.now() + _LOOK_SECONDS, False
         while self._is_leader():
             if self._clock.now() >= until:
                 self._wake.set()
                 break
             found = list(needs(self._holdings(), self._limits(), self._active))
+            if not is_confirmed and any(need.label not in self._active for need in found):
+                # What was written while a store was asked may count twice until it is asked again.
+                is_confirmed = True
+                await self._refresh()
+                continue
             self._active = {need.label for need in found}
             need = servings.next(found)
             if need is None:
