@@ -191,14 +191,18 @@ class MooncakeStorageSpec(_message.Message):
     def __init__(self, local_hostname: _Optional[str] = ..., metadata_connstring: _Optional[str] = ..., protocol: _Optional[str] = ..., rdma_device: _Optional[str] = ..., master_service_entry: _Optional[str] = ...) -> None: ...
 
 class TairMemPoolStorageSpec(_message.Message):
-    __slots__ = ("domain", "timeout", "enable_vipserver")
+    __slots__ = ("domain", "timeout", "enable_vipserver", "node_id", "capacity_bytes")
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ENABLE_VIPSERVER_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     domain: str
     timeout: int
     enable_vipserver: bool
-    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ...) -> None: ...
+    node_id: str
+    capacity_bytes: int
+    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NfsStorageSpec(_message.Message):
     __slots__ = ("root_path", "key_count_per_file")
@@ -301,7 +305,7 @@ class ListStorageResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage: _Optional[_Iterable[_Union[StorageConfig, _Mapping]]] = ..., storage_status: _Optional[_Iterable[_Union[StorageStatus, _Mapping]]] = ...) -> None: ...
 
 class StorageStatus(_message.Message):
-    __slots__ = ("storage_unique_name", "is_enabled", "health", "reason", "since_ms", "probe_seconds", "failed_probes", "medium_bytes", "medium_free_bytes")
+    __slots__ = ("storage_unique_name", "is_enabled", "health", "reason", "since_ms", "probe_seconds", "failed_probes", "medium_bytes", "medium_free_bytes", "is_draining")
     STORAGE_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
     IS_ENABLED_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +315,7 @@ class StorageStatus(_message.Message):
     FAILED_PROBES_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     storage_unique_name: str
     is_enabled: bool
     health: StorageHealth
@@ -320,7 +325,8 @@ class StorageStatus(_message.Message):
     failed_probes: int
     medium_bytes: int
     medium_free_bytes: int
-    def __init__(self, storage_unique_name: _Optional[str] = ..., is_enabled: _Optional[bool] = ..., health: _Optional[_Union[StorageHealth, str]] = ..., reason: _Optional[str] = ..., since_ms: _Optional[int] = ..., probe_seconds: _Optional[float] = ..., failed_probes: _Optional[int] = ..., medium_bytes: _Optional[int] = ..., medium_free_bytes: _Optional[int] = ...) -> None: ...
+    is_draining: bool
+    def __init__(self, storage_unique_name: _Optional[str] = ..., is_enabled: _Optional[bool] = ..., health: _Optional[_Union[StorageHealth, str]] = ..., reason: _Optional[str] = ..., since_ms: _Optional[int] = ..., probe_seconds: _Optional[float] = ..., failed_probes: _Optional[int] = ..., medium_bytes: _Optional[int] = ..., medium_free_bytes: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class TriggerStrategy(_message.Message):
     __slots__ = ("used_size", "used_percentage", "hysteresis")
@@ -557,12 +563,14 @@ class BlockMask(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., bool_masks: _Optional[_Union[BoolMasksType, _Mapping]] = ...) -> None: ...
 
 class LocationSpec(_message.Message):
-    __slots__ = ("name", "uri")
+    __slots__ = ("name", "uri", "checksum")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     name: str
     uri: str
-    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
+    checksum: int
+    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class CacheLocation(_message.Message):
     __slots__ = ("type", "spec_size", "location_specs", "checksum")

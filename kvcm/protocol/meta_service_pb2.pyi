@@ -111,12 +111,14 @@ class CommonResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ...) -> None: ...
 
 class LocationSpec(_message.Message):
-    __slots__ = ("name", "uri")
+    __slots__ = ("name", "uri", "checksum")
     NAME_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     name: str
     uri: str
-    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ...) -> None: ...
+    checksum: int
+    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class CacheLocation(_message.Message):
     __slots__ = ("type", "spec_size", "location_specs", "checksum")
@@ -241,14 +243,18 @@ class MooncakeStorageSpec(_message.Message):
     def __init__(self, local_hostname: _Optional[str] = ..., metadata_connstring: _Optional[str] = ..., protocol: _Optional[str] = ..., rdma_device: _Optional[str] = ..., master_service_entry: _Optional[str] = ...) -> None: ...
 
 class TairMemPoolStorageSpec(_message.Message):
-    __slots__ = ("domain", "timeout", "enable_vipserver")
+    __slots__ = ("domain", "timeout", "enable_vipserver", "node_id", "capacity_bytes")
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ENABLE_VIPSERVER_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     domain: str
     timeout: int
     enable_vipserver: bool
-    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ...) -> None: ...
+    node_id: str
+    capacity_bytes: int
+    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NfsStorageSpec(_message.Message):
     __slots__ = ("root_path", "key_count_per_file")
@@ -347,7 +353,7 @@ class BlockMask(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., bool_masks: _Optional[_Union[BoolMasksType, _Mapping]] = ...) -> None: ...
 
 class GetCacheLocationRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "read_lease_ms", "peek")
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "read_lease_ms", "peek", "node_id")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +364,7 @@ class GetCacheLocationRequest(_message.Message):
     LOCATION_SPEC_NAMES_FIELD_NUMBER: _ClassVar[int]
     READ_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     query_type: QueryType
@@ -368,7 +375,8 @@ class GetCacheLocationRequest(_message.Message):
     location_spec_names: _containers.RepeatedScalarFieldContainer[str]
     read_lease_ms: int
     peek: bool
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ..., peek: _Optional[bool] = ...) -> None: ...
+    node_id: str
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ..., peek: _Optional[bool] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class GetCacheLocationResponse(_message.Message):
     __slots__ = ("header", "locations", "read_lease_id", "read_lease_deadline_ms")
@@ -383,7 +391,7 @@ class GetCacheLocationResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., read_lease_id: _Optional[str] = ..., read_lease_deadline_ms: _Optional[int] = ...) -> None: ...
 
 class GetCacheLocationLenRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "sw_size", "peek")
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "sw_size", "peek", "node_id")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -391,6 +399,7 @@ class GetCacheLocationLenRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SW_SIZE_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     query_type: QueryType
@@ -398,7 +407,8 @@ class GetCacheLocationLenRequest(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sw_size: int
     peek: bool
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sw_size: _Optional[int] = ..., peek: _Optional[bool] = ...) -> None: ...
+    node_id: str
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., sw_size: _Optional[int] = ..., peek: _Optional[bool] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class GetCacheLocationLenResponse(_message.Message):
     __slots__ = ("header", "cache_location_len")
@@ -435,7 +445,7 @@ class GetCacheMetaResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., metas: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StartWriteCacheRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "location_spec_group_names", "write_timeout_seconds", "min_replica_count", "parent_block_key")
+    __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "location_spec_group_names", "write_timeout_seconds", "min_replica_count", "parent_block_key", "node_id")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +454,7 @@ class StartWriteCacheRequest(_message.Message):
     WRITE_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARENT_BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     block_keys: _containers.RepeatedScalarFieldContainer[int]
@@ -452,7 +463,8 @@ class StartWriteCacheRequest(_message.Message):
     write_timeout_seconds: int
     min_replica_count: int
     parent_block_key: int
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., location_spec_group_names: _Optional[_Iterable[str]] = ..., write_timeout_seconds: _Optional[int] = ..., min_replica_count: _Optional[int] = ..., parent_block_key: _Optional[int] = ...) -> None: ...
+    node_id: str
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., location_spec_group_names: _Optional[_Iterable[str]] = ..., write_timeout_seconds: _Optional[int] = ..., min_replica_count: _Optional[int] = ..., parent_block_key: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class StartWriteCacheResponse(_message.Message):
     __slots__ = ("header", "write_session_id", "block_mask", "locations")

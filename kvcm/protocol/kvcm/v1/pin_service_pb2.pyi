@@ -90,12 +90,14 @@ class ReportMissingRequest(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[MissingPart, _Mapping]]] = ...) -> None: ...
 
 class MissingPart(_message.Message):
-    __slots__ = ("block_key", "uri")
+    __slots__ = ("block_key", "uri", "mismatched_checksum")
     BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     block_key: int
     uri: str
-    def __init__(self, block_key: _Optional[int] = ..., uri: _Optional[str] = ...) -> None: ...
+    mismatched_checksum: int
+    def __init__(self, block_key: _Optional[int] = ..., uri: _Optional[str] = ..., mismatched_checksum: _Optional[int] = ...) -> None: ...
 
 class ReportMissingResponse(_message.Message):
     __slots__ = ("header", "removed_locations", "unconfirmed_parts")
