@@ -16,6 +16,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from kvcm.model.hosts import HostRule
+
 __all__ = ["ConfigError", "Settings", "load_settings"]
 
 _OWN_SECTIONS = (
@@ -86,6 +88,13 @@ def _paths(value: str) -> tuple[Path, ...]:
     return paths
 
 
+def _hosts(value: str) -> tuple[HostRule, ...]:
+    try:
+        return tuple(HostRule.parse(part.strip()) for part in value.split(",") if part.strip())
+    except ValueError as error:
+        raise ValueError(f"hosts separated by commas, each {error}") from None
+
+
 def _file(value: str) -> str:
     if value and not Path(value).parent.is_dir():
         raise ValueError("a file in a directory that exists, or empty")
@@ -138,6 +147,8 @@ class Settings:
     fsync: str = _setting("kvcm.store.fsync", "everysec", _one_of("always", "everysec", "never"))
     search_cache_bytes: int = _setting("kvcm.store.search_cache_bytes", 1 << 30, _number(0, 1 << 50))
     allowed_roots: tuple[Path, ...] | None = _setting("kvcm.storage.allowed_roots", None, _paths)
+    allowed_hosts: tuple[HostRule, ...] | None = _setting("kvcm.storage.allowed_hosts", None, _hosts)
+    slot_reuse_grace_ms: int = _setting("kvcm.storage.slot_reuse_grace_ms", 600_000, _number(0, 86_400_000))
     probe_interval_ms: int = _setting("kvcm.storage.probe_interval_ms", 5000, _number(0, 3_600_000))
     probe_timeout_ms: int = _setting("kvcm.storage.probe_timeout_ms", 5000, _number(1, 600_000))
     max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24))

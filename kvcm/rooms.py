@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from kvcm.cache.drains import StorageDrains
 from kvcm.cache.garbage_custody import GarbageCustody
 from kvcm.cache.manager import CacheManager
+from kvcm.cache.pool_purges import PoolPurges
 from kvcm.cache.recount import UsageRecount
+from kvcm.cache.removal import Remover
 from kvcm.cache.shared_usage import SharedLedger
 from kvcm.config import Settings
 from kvcm.index.backends.redis_keys import BlockKeys
@@ -27,6 +30,7 @@ from kvcm.reclaim.evicted import Evicted
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.reclaim.needs import Limits
+from kvcm.reclaim.pool_leaks import PoolLeaks
 from kvcm.reclaim.pressure import Pressure
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.reclaim.scrub import StorageScrubber
@@ -50,6 +54,7 @@ _ACCESSES_SECONDS = 1.0  # what a crash may lose
 _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
 _SHARED_DUTY_SECONDS = 0.5  # a round asks every shard of every instance
 _RECOUNT_SECONDS = 1.0
+_POOLS_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,9 @@ class Rooms:
         deletions: deletes bytes and metadata.
         garbage: looks for blocks that nobody can read.
         scrubber: looks for bytes that no metadata knows.
+        drains: empties storages, and forgets what lay on removed ones.
+        purges: forgets what lay in memory of pools that is gone.
+        leaks: frees memory of pools that nobody owns.
         prober: looks after the health of storages.
         sharing: what there is to do while other managers work on the store; None while there are none.
     """
@@ -116,6 +124,9 @@ class Rooms:
     deletions: DeletionExecutor
     garbage: GarbageCollector
     scrubber: StorageScrubber
+    drains: StorageDrains
+    purges: PoolPurges
+    leaks: PoolLeaks
     prober: Prober
     sharing: Sharing | None
 
@@ -164,6 +175,9 @@ class Rooms:
             storages, clock, settings.deletion_workers, events, registry.storages.is_configured, turns
         )
         deletions.serve(cache)
+        storages.slot_reuse.grace_seconds = settings.slot_reuse_grace_ms / 1000
+        storages.slot_reuse.now = clock.now
+        storages.slot_reuse.term = lambda: leadership.token if leadership.is_leader else None
         custody = GarbageCustody(cache, registry, metadata.store)
         garbage = GarbageCollector(
             custody,
@@ -173,6 +187,18 @@ class Rooms:
             on_marked=told.removed,
         )
         scrubber = StorageScrubber(custody, storages, clock, storages.cluster_id)
+        remover = Remover(clock, registry.groups.find, events)
+        purges = PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.give_way)
+        leaks = PoolLeaks(storages.pools, lambda name: sum(cache.usage.held_on(name).values()), scrubber, clock)
+        drains = StorageDrains(
+            registry,
+            cache.open_caches,
+            remover,
+            clock,
+            is_shared=metadata.store.is_shared,
+            forget_medium=storages.forget,
+            give_way=turns.give_way,
+        )
         interval_seconds, timeout_seconds = settings.probe_interval_ms / 1000, settings.probe_timeout_ms / 1000
         prober = Prober(storages, clock, interval_seconds, timeout_seconds)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
@@ -180,9 +206,8 @@ class Rooms:
             budget.is_coherent = lambda: sharing.invalidations.is_live and settings.search_cache_bytes > 0
         return cls(
             *(settings, metadata, registry, storages, leadership, events),
-            *(cache, reclaimer, deletions, garbage, scrubber),
-            prober,
-            sharing,
+            *(cache, reclaimer, deletions, garbage, scrubber, drains),
+            *(purges, leaks, prober, sharing),
         )
 
     def duties(self) -> list[Duty]:
@@ -198,6 +223,9 @@ class Rooms:
             ("accesses", partial(_every, _ACCESSES_SECONDS, self.cache.accesses.drain)),
             ("expiry", partial(_every, duty_seconds, self._leading(self.cache.expire))),
             ("removals", partial(_every, duty_seconds, self._leading(self.cache.purge_removed))),
+            ("pools", partial(_every, _POOLS_SECONDS, self._leading(self._purge_pools))),
+            ("leaks", partial(_every, _POOLS_SECONDS, self._leading(self.leaks.look))),  # reads everything at times
+            ("drains", partial(_every, duty_seconds, self._leading(self._drain))),
             ("reclaim", partial(self.reclaimer.run, lambda: self.leadership.is_leader)),
             ("deletions", partial(self.deletions.run, duty_seconds, lambda: self.leadership.is_leader)),
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
@@ -220,6 +248,12 @@ class Rooms:
                 await duty()
 
         return run
+
+    async def _purge_pools(self) -> None:
+        await self.purges.go_on(lambda: self.leadership.is_leader)
+
+    async def _drain(self) -> None:
+        await self.drains.go_on(lambda: self.leadership.is_leader)
 
     async def _refresh(self) -> None:
         await self.registry.refresh()

@@ -19,7 +19,7 @@ class DeletionItem(NamedTuple):
         location_id: the location within the block.
         storage: name of the storage that holds the bytes.
         uris: one per spec.
-        session_id: write session that may still be writing the bytes, "" when none is.
+        session_id: write session that may still be writing the bytes, "" when it said that it is done.
         size_bytes: bytes of all of it.
     """
 

@@ -10,7 +10,7 @@ Named tuples instead of dataclasses: a start and a finish build several per bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -27,11 +27,17 @@ __all__ = [
     "encode_chunk",
     "retag",
     "uris_of",
+    "with_checksums",
 ]
 
 _ANSWER_TAG = 0x12  # field 2, length-delimited: GetCacheLocationResponse.locations, GetCacheMetaResponse.locations
-_SPEC_TAG, _URI_TAG = 0x1A, 0x12  # CacheLocation.location_specs, LocationSpec.uri
-_WIRE_VARINT, _WIRE_LEN = 0, 2
+_SPEC_SIZE_TAG, _SPEC_TAG = 0x10, 0x1A  # CacheLocation.spec_size, CacheLocation.location_specs
+_NAME_TAG, _URI_TAG = 0x0A, 0x12  # LocationSpec.name, LocationSpec.uri
+_CHECKSUM = 1000  # field of LocationSpec
+_CHECKSUM_TAG = b"\xc1\x3e"  # the same, 64 bits as they are
+_CHECKSUM_FIELD_SIZE = 10
+_CHECKSUM_OF_ALL_TAG = b"\x20"  # CacheLocation.checksum, which is that of the only spec
+_WIRE_VARINT, _WIRE_FIXED64, _WIRE_LEN = 0, 1, 2
 
 
 class LocationStatus(IntEnum):
@@ -43,10 +49,17 @@ class LocationStatus(IntEnum):
 
 
 class SpecUri(NamedTuple):
-    """One spec of a location: its registered name and where it lies; an empty uri means not there."""
+    """One spec of a location.
+
+    Attributes:
+        name: as registered.
+        uri: where it lies; empty means not there.
+        checksum: of its bytes, as its writer told (meta_service.proto); 0 for none.
+    """
 
     name: str
     uri: str
+    checksum: int = 0
 
 
 class Place(NamedTuple):
@@ -68,7 +81,7 @@ class Location(NamedTuple):
         chunk: the encoded `CacheLocation`, as field 2 of an answer.
         size_bytes: bytes of all its specs.
         written_at: unix seconds of StartWriteCache.
-        session_id: write session that owns it while writing; kept by what was removed before its session ended.
+        session_id: write session that owns it while writing; kept for good by what never served.
         deadline: unix seconds: while writing when the session expires, while deleting when the bytes may go, while
             serving when it has to be evicted though there is room (a writer's hint), 0 for never.
         priority: what has a lower one is evicted first; a writer's hint.
@@ -92,6 +105,11 @@ class Location(NamedTuple):
     def place(self) -> Place:
         """Where its bytes count."""
         return Place(self.storage, self.storage_type)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether its writer ended the session and said that it is done, so that nobody writes its bytes any more."""
+        return not self.session_id
 
 
 class BlockRecord(NamedTuple):
@@ -140,11 +158,54 @@ def encode_chunk(storage_type: StorageType, spec_size: int, specs: Iterable[Spec
         message += b"\x08" + _varint(storage_type)
     if spec_size:
         message += b"\x10" + _varint(spec_size)
-    for name, uri in specs:
-        name_field = _text_field(b"\x0a", name)
-        uri_field = _text_field(b"\x12", uri)
-        message += b"\x1a" + _varint(len(name_field) + len(uri_field)) + name_field + uri_field
+    checksum = 0
+    for name, uri, checksum in specs:
+        fields = _text_field(b"\x0a", name) + _text_field(b"\x12", uri)
+        if checksum:
+            fields += _CHECKSUM_TAG + checksum.to_bytes(8, "little")
+        message += b"\x1a" + _varint(len(fields)) + fields
+    return _closed(message, spec_size, checksum)
+
+
+def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:
+    """Return a chunk that has no checksums yet with those of its specs: half the cost of decoding it.
+
+    Args:
+        chunk: of a location that is being written.
+        checksums: by name of the spec; 0 for none, and so for those that are left out.
+    """
+    message = bytearray()
+    spec_size = checksum = 0
+    _, position = _read_varint(chunk, 1)
+    end = len(chunk)
+    while position < end:
+        start, tag = position, chunk[position]
+        value, position = _read_varint(chunk, start + 1)
+        if tag != _SPEC_TAG:
+            spec_size = value if tag == _SPEC_SIZE_TAG else spec_size
+            message += chunk[start:position]
+            continue
+        fields = chunk[position : position + value]
+        position += value
+        checksum = checksums.get(_name_within(fields), 0)
+        if checksum:
+            fields += _CHECKSUM_TAG + checksum.to_bytes(8, "little")
+        message += b"\x1a" + _varint(len(fields)) + fields
+    return _closed(message, spec_size, checksum)
+
+
+def _closed(message: bytearray, spec_size: int, last_checksum: int) -> bytes:
+    """Return an encoded location that lacks only its own checksum as field 2 of an answer."""
+    if last_checksum and spec_size == 1:
+        message += _CHECKSUM_OF_ALL_TAG + _varint(last_checksum)
     return b"\x12" + _varint(len(message)) + message
+
+
+def _name_within(fields: bytes) -> str:
+    if not fields or fields[0] != _NAME_TAG:
+        return ""
+    length, position = _read_varint(fields, 1)
+    return fields[position : position + length].decode()
 
 
 def decode_chunk(chunk: bytes) -> DecodedLocation:
@@ -179,6 +240,9 @@ def _uri_within(chunk: bytes, position: int, end: int) -> str:
     uri = ""
     while position < end:
         tag = chunk[position]
+        if tag == _CHECKSUM_TAG[0]:
+            position += _CHECKSUM_FIELD_SIZE
+            continue
         length, position = _read_varint(chunk, position + 1)
         if tag == _URI_TAG:
             uri = chunk[position : position + length].decode()
@@ -192,8 +256,9 @@ def retag(chunk: bytes, field_number: int) -> bytes:
 
 
 def _decode_spec(encoded: bytes) -> SpecUri:
-    texts = {number: _as_bytes(value).decode() for number, value in _fields(encoded, 0, len(encoded))}
-    return SpecUri(texts.get(1, ""), texts.get(2, ""))
+    values = {number: _as_bytes(value) for number, value in _fields(encoded, 0, len(encoded))}
+    checksum = int.from_bytes(values.get(_CHECKSUM, b""), "little")
+    return SpecUri(values.get(1, b"").decode(), values.get(2, b"").decode(), checksum)
 
 
 def _text_field(tag: bytes, text: str) -> bytes:
@@ -230,6 +295,10 @@ def _fields(data: bytes, position: int, end: int) -> Sequence[tuple[int, int | b
     fields: list[tuple[int, int | bytes]] = []
     while position < end:
         tag, position = _read_varint(data, position)
+        if tag & 7 == _WIRE_FIXED64:
+            fields.append((tag >> 3, data[position : position + 8]))
+            position += 8
+            continue
         value, position = _read_varint(data, position)
         if tag & 7 == _WIRE_VARINT:
             fields.append((tag >> 3, value))

@@ -12,6 +12,7 @@ The client is C++ and takes its process over, as was seen with version 0.3.13.po
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,9 +22,18 @@ from importlib.util import find_spec
 from typing import Protocol, cast
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError, UnsupportedError
+from kvcm.model.hosts import HostPort
 from kvcm.model.storages import MooncakeStorageSpec
 
-__all__ = ["MooncakeClient", "MooncakeCode", "check_mooncake", "explain", "load_mooncake", "open_client"]
+__all__ = [
+    "MooncakeClient",
+    "MooncakeCode",
+    "check_mooncake",
+    "explain",
+    "load_mooncake",
+    "mooncake_hosts",
+    "open_client",
+]
 
 # Read by the client when it is loaded; what the operator has set wins.
 _LIMITS = {
@@ -31,6 +41,9 @@ _LIMITS = {
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
     "MC_RPC_TIMEOUT_MS": "3000",
 }
+_NO_METADATA_SERVER = "P2PHANDSHAKE"
+_TWO_READINGS = re.compile(r"[?#\\\s]")  # in `a#@b` some see a and some see b: it is refused, being no host
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.IGNORECASE)
 _CONNECT_SECONDS = 2.0
 _INSTALL = "install it with `pip install 'kvcm[mooncake]'`"
 
@@ -105,10 +118,63 @@ class MooncakeClient(Protocol):
         self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
     ) -> list[int]: ...
 
+    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]: ...
+
+    def batch_get_session_end(self, keys: Sequence[str]) -> int: ...
+
+    def batch_get_into_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        all_src_offsets: Sequence[Sequence[int]],
+    ) -> list[int]: ...
+
 
 def explain(code: int) -> str:
     """Return in words what a result that is no success means."""
     return f"{_WORDS.get(cast(MooncakeCode, code), 'mooncake refused it')} (mooncake {code})"
+
+
+def mooncake_hosts(spec: MooncakeStorageSpec) -> list[tuple[str, HostPort]]:
+    """Return the hosts that a client is told to connect to, each with the field that names it.
+
+    Raises:
+        InvalidArgumentError: one is no host.
+    """
+    fields = {
+        "master_service_entry": spec.master_service_entry,
+        "metadata_connstring": "" if spec.metadata_connstring == _NO_METADATA_SERVER else spec.metadata_connstring,
+    }
+    return [
+        (field, _host_port(field, text))
+        for field, value in fields.items()
+        if value
+        for text in _authorities(field, value)
+    ]
+
+
+def _host_port(field: str, text: str) -> HostPort:
+    if text.count(":") > 1 and not text.startswith("["):  # `fd00::1:80` is an address, or one with a port
+        raise InvalidArgumentError(
+            f"{field}: host {text!r} must be an IPv6 address in brackets, with or without a port"
+        )
+    try:
+        return HostPort.parse(text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{field}: {error}") from None
+
+
+def _authorities(field: str, entry: str) -> list[str]:
+    """Return `a:1` and `b:2` of `etcd://a:1;b:2`, `http://user@a:1/path` and `a:1,b:2`.
+
+    An empty one, as in `http:///a`, is returned like any other, for it is no host: the client looks for one behind it.
+    """
+    scheme, separator, place = entry.partition("://")
+    if (separator and not _SCHEME.fullmatch(scheme)) or not entry.isprintable():
+        raise InvalidArgumentError(f"{field} {entry!r} must be hosts, or <scheme>://hosts, without control characters")
+    parts = [part.partition("/")[0] for part in re.split("[;,] *", place if separator else entry)]
+    return [part if _TWO_READINGS.search(part) else part.rpartition("@")[2] for part in parts]
 
 
 def check_mooncake(spec: MooncakeStorageSpec) -> None:

@@ -119,11 +119,13 @@ class MooncakeStorageSpec:
 
 @dataclass(frozen=True, slots=True)
 class TairMemPoolStorageSpec:
-    """A pool of host memory."""
+    """A pool of host memory: shared memory of one node where `node_id` is given."""
 
     domain: str = ""
     timeout: int = 0
     enable_vipserver: bool = False
+    node_id: str = ""
+    capacity_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,9 @@ class StorageConfig:
         is_available: false while the operator has it disabled.
         capacity_bytes: bytes that all groups together may use on it, 0 for no limit.
         used_percentage: ratio of that above which reclaiming begins; 0 is `groups.DEFAULT_MARK`, above 1 is never.
+        draining_since: unix seconds since when it is being emptied, 0 while it is not.
+        removed_at: unix seconds when it was removed, 0 while it is there: only what lies on it is still to be
+            forgotten, and nobody but the registry sees it.
     """
 
     global_unique_name: str
@@ -190,11 +195,31 @@ class StorageConfig:
     is_available: bool = True
     capacity_bytes: int = 0
     used_percentage: float = 0.0
+    draining_since: float = 0.0
+    removed_at: float = 0.0
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it is being emptied."""
+        return self.draining_since > 0
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it is there no more."""
+        return self.removed_at > 0
 
     @property
     def storage_type(self) -> StorageType:
         """Type of the storage, as its spec says."""
         return _TYPE_OF_SPEC[type(self.spec)]
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that all groups together may use: as configured, and no more than the medium is known to have; 0 for no
+        limit."""
+        if not isinstance(self.spec, TairMemPoolStorageSpec) or not self.spec.capacity_bytes:
+            return self.capacity_bytes
+        return min(self.capacity_bytes or self.spec.capacity_bytes, self.spec.capacity_bytes)
 
 
 def _joined(mountpoint: str, root_dir: str) -> str:

@@ -18,10 +18,15 @@ class LocationUri(NamedTuple):
     Attributes:
         scheme: kind of storage: `file`, `hf3fs`, `mooncake`, `pace`, `dummy`.
         storage: the storage's globally unique name.
-        path: absolute path inside the scheme, `/` at least.
+        path: absolute path inside the scheme, `/` at least; `/<offset>` in a memory pool.
         size: bytes of this part.
         blkid: slot inside a packed file, None when the object holds one part only.
         key: object key of stores that have no paths, None elsewhere.
+        node_id: node of a memory pool, None elsewhere.
+        range_id: stamp of the allocation in a memory pool: it grows with every allocation of the same bytes. None
+            elsewhere.
+        location_id: location that a slot of a packed file was handed out to when it was not the first to have it; the
+            first one's is in the path. So no two locations ever have the same uri.
     """
 
     scheme: str
@@ -30,16 +35,23 @@ class LocationUri(NamedTuple):
     size: int
     blkid: int | None = None
     key: str | None = None
+    node_id: str | None = None
+    range_id: int | None = None
+    location_id: str | None = None
 
     @property
     def offset(self) -> int:
-        """First byte of the part inside its object."""
+        """First byte of the part inside its object, or its memory pool."""
+        if self.range_id is not None:
+            return int(self.path[1:])
         return (self.blkid or 0) * self.size
 
     def __str__(self) -> str:
         blkid = "" if self.blkid is None else f"blkid={self.blkid}&"
         key = "" if self.key is None else f"key={self.key}&"
-        return f"{self.scheme}://{self.storage}{self.path}?{blkid}{key}size={self.size}"
+        location = "" if self.location_id is None else f"location={self.location_id}&"
+        pool = "" if self.range_id is None else f"node_id={self.node_id}&range_id={self.range_id}&"
+        return f"{self.scheme}://{self.storage}{self.path}?{blkid}{key}{location}{pool}size={self.size}"
 
     @classmethod
     def parse(cls, text: str) -> LocationUri:
@@ -56,7 +68,9 @@ class LocationUri(NamedTuple):
         if not storage or not slash:
             raise InvalidArgumentError(f"uri {text!r} names no storage or no path")
         params = dict(part.partition("=")[::2] for part in query.split("&"))
-        blkid = params.get("blkid")
+        blkid, range_id = params.get("blkid"), params.get("range_id")
+        if range_id is not None:
+            _number(text, "the path without its slash", path)
         return cls(
             scheme,
             storage,
@@ -64,6 +78,9 @@ class LocationUri(NamedTuple):
             size=_number(text, "size", params.get("size")),
             blkid=None if blkid is None else _number(text, "blkid", blkid),
             key=params.get("key"),
+            node_id=params.get("node_id"),
+            range_id=None if range_id is None else _number(text, "range_id", range_id),
+            location_id=params.get("location"),
         )
 
 
