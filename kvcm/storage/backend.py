@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Allocation", "Hints", "ObjectPage", "Part", "StorageBackend", "StorageSpace", "StoredObject"]
+__all__ = ["Allocation", "Hints", "ObjectPage", "Part", "StorageBackend", "StorageSpace", "StoredObject", "is_full"]
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an operating system's error behind this one says that the medium takes no bytes."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
 
 
 class Part(NamedTuple):
@@ -41,7 +53,8 @@ class Allocation(NamedTuple):
 
     Attributes:
         instance_id: owner of the blocks.
-        location_id: ends the name of every object, so that no two locations ever share one (design.md decision 1).
+        location_id: ends the name of every fresh object (design.md decision 1), and is in the uri of every place that
+            others had before: so no two locations ever have the same uri.
         parts: what needs a place, in the order of packing.
         hints: what is known of them.
     """
@@ -83,11 +96,11 @@ class ObjectPage(NamedTuple):
 class StorageBackend(Protocol):
     """An open storage. Deletions and queries may block the caller's task, never the event loop."""
 
-    def allocate(self, allocation: Allocation) -> list[str]:
-        """Return one uri per part, in order. Moves no bytes and does not block.
+    async def allocate(self, allocation: Allocation) -> list[str]:
+        """Return one uri per part, in order. Moves no bytes; at most the metadata store is asked.
 
         Raises:
-            StorageIOError: there is no room; nothing is allocated then.
+            StorageIOError: there is no room, or the store cannot be asked; nothing is allocated then.
         """
 
     @property
@@ -124,6 +137,12 @@ class StorageBackend(Protocol):
 
         Returns:
             As `delete`.
+        """
+
+    async def forgotten(self, uris: Sequence[str]) -> None:
+        """Hear that the metadata of deleted places is gone, so that nobody deletes them again.
+
+        Only told of places that served, by the manager that deleted them, unless it ends in between.
         """
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:

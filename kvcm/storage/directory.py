@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
-from kvcm.model.storages import PathStorageSpec, StorageConfig, StorageType
+from kvcm.model.hosts import AllowedHosts
+from kvcm.model.mooncake import mooncake_hosts
+from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.storage.backend import StorageBackend
 from kvcm.storage.dummy import DummyStorage
 from kvcm.storage.health import StorageHealth
 from kvcm.storage.hf3fs import HF3FS
+from kvcm.storage.mempool import MempoolStorage, PoolOpener
 from kvcm.storage.mooncake import MooncakeStorage
+from kvcm.storage.node_view import NodeView
 from kvcm.storage.path_types import FILE, PathType
+from kvcm.storage.slots import SlotReuse
 from kvcm.storage.threads import StorageThreads
 
-__all__ = ["OPENERS", "StorageDirectory"]
+__all__ = ["OPENERS", "Opener", "StorageDirectory"]
 
 Opener = Callable[[StorageConfig, str], StorageBackend]
 """From (config, cluster id) to an open storage; raises KvcmError when it cannot be opened."""
@@ -39,13 +46,17 @@ _SPEED_RANK = {
 }
 
 
+_ANY_HOST = AllowedHosts()
+
+
 class StorageDirectory:
-    """Open storages by name.
+    """Open storages by name, as callers see them that name no node, or one without memory pools.
 
     Args:
         cluster_id: first directory of every object, so that two deployments can share a storage.
         allowed_roots: directories that path storages must lie in; None allows any.
         openers: what opens each storage type.
+        allowed_hosts: that storages may name.
     """
 
     def __init__(
@@ -53,15 +64,23 @@ class StorageDirectory:
         cluster_id: str,
         allowed_roots: Sequence[Path] | None = None,
         openers: Mapping[StorageType, Opener] = OPENERS,
+        *,
+        allowed_hosts: AllowedHosts = _ANY_HOST,
     ) -> None:
         self.cluster_id = cluster_id
+        self.slot_reuse = SlotReuse()  # of all path storages; never, unless somebody says otherwise
         self._allowed_roots = allowed_roots
+        self._allowed_hosts = allowed_hosts
         self._openers = openers
         self._backends: dict[str, StorageBackend] = {}
         self._closed: dict[str, StorageBackend] = {}  # what they remember is needed if they come back
         self._ranks: dict[str, int] = {}
+        self._pool_ranks: dict[str, int] = {}  # memory of single nodes
+        self._pool_ranks_on: defaultdict[str, dict[str, int]] = defaultdict(dict)  # the same, by node
+        self._nodes: dict[str, str] = {}  # of pools
         self._types: dict[str, StorageType] = {}
         self._enabled: set[str] = set()
+        self._draining: set[str] = set()
         self._health: dict[str, StorageHealth] = {}
         self.generation = 0
 
@@ -89,9 +108,12 @@ class StorageDirectory:
             known = ", ".join(sorted(storage_type.kind for storage_type in self._openers))
             raise UnsupportedError(f"storage type {config.storage_type.kind} is not available, available are: {known}")
         self._check_root(config)
-        if is_new and isinstance(opener, PathType):
+        self._check_hosts(config)
+        if not isinstance(opener, PathType):
+            return opener(config, self.cluster_id)
+        if is_new:
             opener.make(config, self.cluster_id)
-        return opener(config, self.cluster_id)
+        return opener(config, self.cluster_id, self.slot_reuse)
 
     async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> StorageBackend:
         """Do `prepare` without holding up the event loop.
@@ -110,8 +132,12 @@ class StorageDirectory:
         if name in self._backends:
             self._backends[name].close()
         self._backends[name] = backend
+        self._forget_rank(name)
         self._types[name] = config.storage_type
+        if isinstance(config.spec, TairMemPoolStorageSpec) and config.spec.node_id:
+            self._nodes[name] = config.spec.node_id
         self._health[name] = StorageHealth()  # what was known is not of this medium
+        self.set_draining(name, is_draining=config.is_draining)
         self.set_enabled(name, enabled=config.is_available)
 
     def _check_root(self, config: StorageConfig) -> None:
@@ -122,6 +148,11 @@ class StorageDirectory:
             allowed_text = ", ".join(map(str, self._allowed_roots)) or "none (set kvcm.storage.allowed_roots)"
             raise InvalidArgumentError(f"root {str(root)!r} is outside the allowed roots: {allowed_text}")
 
+    def _check_hosts(self, config: StorageConfig) -> None:
+        if isinstance(config.spec, MooncakeStorageSpec):
+            for field, host in mooncake_hosts(config.spec):
+                self._allowed_hosts.check(field, host)
+
     def set_enabled(self, name: str, *, enabled: bool) -> None:
         """Make an open storage available for reads and writes, or not."""
         if enabled:
@@ -129,6 +160,13 @@ class StorageDirectory:
         else:
             self._enabled.discard(name)
         self._rank_anew(name)
+
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Keep new blocks off an open storage, or take them again; reads go on either way."""
+        if is_draining:
+            self._draining.add(name)
+        else:
+            self._draining.discard(name)
 
     def set_health(self, name: str, health: StorageHealth) -> None:
         """Note how an open storage is: what is down is not available, enabled or not.
@@ -140,26 +178,75 @@ class StorageDirectory:
         if health.is_usable is not was_usable:
             self._rank_anew(name)
 
+    def note_unwritable(self, name: str) -> None:
+        """Expect no room on an open storage until its next probe: somebody found none a moment ago."""
+        if name in self._health:
+            self._health[name] = replace(self._health[name], is_unwritable=True)
+
     def _rank_anew(self, name: str) -> None:
         if name in self._enabled and self._health[name].is_usable:
-            self._ranks[name] = _SPEED_RANK[self._types[name]]
+            for ranks in self._rank_tables(name):
+                ranks[name] = _SPEED_RANK[self._types[name]]
         else:
-            self._ranks.pop(name, None)
+            for ranks in self._rank_tables(name):
+                ranks.pop(name, None)
         self.generation += 1
+
+    def _rank_tables(self, name: str) -> tuple[dict[str, int], ...]:
+        node_id = self._nodes.get(name)
+        return (self._ranks,) if node_id is None else (self._pool_ranks, self._pool_ranks_on[node_id])
+
+    def _forget_rank(self, name: str) -> None:
+        for ranks in self._rank_tables(name):
+            ranks.pop(name, None)
+        self._nodes.pop(name, None)
+
+    async def forget(self, config: StorageConfig, before: float) -> None:
+        """Drop what is kept of a storage that was removed and of which nothing is left.
+
+        Args:
+            config: of the storage.
+            before: unix seconds; what is younger belongs to one that was added again.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        self._closed.pop(config.global_unique_name, None)
+        opener = self._openers.get(config.storage_type)
+        if isinstance(opener, PoolOpener) and isinstance(config.spec, TairMemPoolStorageSpec) and config.spec.node_id:
+            await opener(config, self.cluster_id).forget(before)
 
     def close(self, name: str) -> None:
         """Close a storage; its locations count as missing from now on."""
-        self._ranks.pop(name, None)
+        self._forget_rank(name)
         self._types.pop(name, None)
         self._health.pop(name, None)
         self._enabled.discard(name)
-        self._closed[name] = self._backends.pop(name)
-        self._closed[name].close()
+        self._draining.discard(name)
+        backend = self._backends.pop(name)
+        backend.close()
+        if not isinstance(backend, MempoolStorage):  # of a pool everything is in the store, until it is forgotten
+            self._closed[name] = backend
         self.generation += 1
 
     def rank(self, storage: str) -> int | None:
-        """Return the speed rank of a storage (lower is faster), None while it is disabled, down or not open."""
+        """Return the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
+        memory pool, which is on some node only."""
         return self._ranks.get(storage)
+
+    def for_node(self, node_id: str) -> StorageDirectory | NodeView:
+        """Return the storages as callers on a node see them: with the memory pools of that node, and no other.
+
+        Args:
+            node_id: "" for a caller that names none.
+        """
+        pools = self._pool_ranks_on.get(node_id)
+        return NodeView(self, pools) if pools else self
+
+    @property
+    def everywhere(self) -> NodeView:
+        """The storages as operators see them: with the memory pools of all nodes."""
+        return NodeView(self, self._pool_ranks)
 
     def health(self, storage: str) -> StorageHealth | None:
         """Return how an open storage is, enabled or not; None when there is none of that name."""
@@ -167,7 +254,11 @@ class StorageDirectory:
 
     def takes_writes(self, storage: str) -> bool:
         """Return whether a new block can be expected to find room on a storage."""
-        return storage in self._ranks and self._health[storage].takes_writes
+        return (storage in self._ranks or storage in self._pool_ranks) and self._health[storage].takes_writes
+
+    def is_draining(self, storage: str) -> bool:
+        """Return whether a storage is being emptied, so that nothing new may go there."""
+        return storage in self._draining
 
     def type_of(self, storage: str) -> StorageType | None:
         """Return the type of an open storage, None when there is none of that name."""
@@ -180,6 +271,10 @@ class StorageDirectory:
     def open_backends(self) -> Mapping[str, StorageBackend]:
         """Return the open storages by name, enabled or not."""
         return self._backends
+
+    def pools(self) -> Mapping[str, MempoolStorage]:
+        """Return the open memory pools by name, enabled or not."""
+        return {name: backend for name, backend in self._backends.items() if isinstance(backend, MempoolStorage)}
 
     def close_all(self) -> None:
         """Close every storage."""

@@ -41,7 +41,7 @@ class DummyStorage:
         directory = f"/{config.spec.root_path.strip('/')}".rstrip("/") + f"/{path_component(cluster_id)}/"
         return cls(config.global_unique_name, directory, config.spec.key_count_per_file)
 
-    def allocate(self, allocation: Allocation) -> list[str]:
+    async def allocate(self, allocation: Allocation) -> list[str]:
         uris = [""] * len(allocation.parts)
         for slots in pack(allocation, self._keys_per_object):
             for index, name, slot in slots:
@@ -67,6 +67,9 @@ class DummyStorage:
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
         return await self.delete(uris)
+
+    async def forgotten(self, uris: Sequence[str]) -> None:
+        """Nothing is handed out again."""
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return [uri in self._live for uri in uris]

@@ -1,8 +1,7 @@
 """Path storages: directories that all engines have mounted at the same path. Which types there are: path_types.py.
 
 Engines create and write the files; the manager makes up names and deletes. A packed file holds several parts side
-by side in slots of equal size. Deleting one part punches its slot out of the file, so that the space returns at once
-and no neighbour is touched; the file itself goes with its last part. A slot is never handed out twice (decision 16).
+by side in slots of equal size, which are deleted one by one and handed out again (decision 16): file_slots.py.
 
 Which slots are deleted stands beside the file (slot_notes.py): whoever deletes the last one, another manager or this
 one after a restart, finds all the others there. Notes are only ever appended, each by one write, so two of one host
@@ -16,46 +15,34 @@ to it; a marker file per slot, to be counted by listing folders that hold millio
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from itertools import count
 from pathlib import Path
 from stat import S_ISDIR
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
 from kvcm.storage.file_listing import object_pages, remove_objects
-from kvcm.storage.file_making import make_files, make_folders
+from kvcm.storage.file_making import make_files
 from kvcm.storage.file_probe import PROBE_PREFIX, probe
+from kvcm.storage.file_reuse import SlotGiver
+from kvcm.storage.file_slots import PackedFiles, SlotsOfFile, is_complete, slots_by_file
 from kvcm.storage.folders import NoFolderError
-from kvcm.storage.packing import pack, slot_count
-from kvcm.storage.slot_notes import beside, note_slots, noted_slots
+from kvcm.storage.packing import pack
+from kvcm.storage.slots import FreeSlots, SlotReuse
 from kvcm.storage.threads import StorageThreads
 
 __all__ = ["FileStorage"]
 
 Answer = TypeVar("Answer")
 
-_PUNCH_HOLE_KEEP_SIZE = 0x03  # fallocate(2): FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_CANNOT_PUNCH = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _MOST_THREADS = 64  # more than ever delete at the same time
 _MOST_PROBES = 8  # that hang: with threads of their own they take none of those
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Deletion(NamedTuple):
-    """Slots of one file that have to go: byte range by number; none for a file that is one part as a whole."""
-
-    path: str
-    slots: dict[int, tuple[int, int]]
 
 
 class FileStorage:
@@ -68,10 +55,19 @@ class FileStorage:
         cluster_id: of the deployment.
         keys_per_file: parts that are packed into a file.
         makes_objects: whether files are made here, empty, before engines get their addresses.
+        reuse: when slots of packed files are handed out again; None is never.
     """
 
     def __init__(
-        self, name: str, scheme: str, root: str, cluster_id: str, keys_per_file: int, *, makes_objects: bool = False
+        self,
+        name: str,
+        scheme: str,
+        root: str,
+        cluster_id: str,
+        keys_per_file: int,
+        *,
+        makes_objects: bool = False,
+        reuse: SlotReuse | None = None,
     ) -> None:
         self._name = name
         self._scheme = scheme
@@ -83,15 +79,39 @@ class FileStorage:
         self._probe_threads = StorageThreads(f"probe-{name}", _MOST_PROBES)
         self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
         self._probe_numbers = count()
+        self._files = PackedFiles(self.directory, FreeSlots(reuse if reuse is not None else SlotReuse()))
+        self._giver = SlotGiver(name, self._files, self._threads)
+        self._is_succeeded = False
 
-    def allocate(self, allocation: Allocation) -> list[str]:
-        uris = [""] * len(allocation.parts)
-        for slots in pack(allocation, self._keys_per_file):
+    async def allocate(self, allocation: Allocation) -> list[str]:
+        uris = await self._reused(allocation)
+        fresh = [index for index, uri in enumerate(uris) if not uri]
+        rest = allocation._replace(parts=[allocation.parts[index] for index in fresh])
+        for slots in pack(rest, self._keys_per_file):
             path = self.directory + slots[0][1]
             for index, _, slot in slots:
-                size = allocation.parts[index].size_bytes
-                uris[index] = str(LocationUri(self._scheme, self._name, path, size, slot))
+                size = rest.parts[index].size_bytes
+                uris[fresh[index]] = str(LocationUri(self._scheme, self._name, path, size, slot))
         return uris
+
+    async def _reused(self, allocation: Allocation) -> list[str]:
+        """Return the uris of parts that got a slot which others had before, "" for the others."""
+        parts, location_id = allocation.parts, allocation.location_id
+        if not self._is_packed or not (location_id.isascii() and location_id.isalnum()):
+            return [""] * len(parts)
+        places = await self._giver.give(path_component(allocation.instance_id), parts, location_id)
+        return [
+            ""
+            if place is None
+            else str(
+                LocationUri(self._scheme, self._name, place[0], part.size_bytes, place[1], location_id=location_id)
+            )
+            for part, place in zip(parts, places, strict=True)
+        ]
+
+    @property
+    def _is_packed(self) -> bool:
+        return self._keys_per_file > 1
 
     @property
     def makes_objects(self) -> bool:
@@ -112,16 +132,16 @@ class FileStorage:
             raise self._failure(f"probe failed: {error}") from error
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
-        return await self._for_each_file(uris, _delete)
+        return await self._for_each_file(uris, self._files.delete)
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
-        return await self._for_each_file(uris, partial(_discard, self.directory))
+        return await self._for_each_file(uris, self._files.discard)
 
-    async def _for_each_file(self, uris: Sequence[str], work: Callable[[_Deletion], None]) -> list[str | None]:
+    async def _for_each_file(self, uris: Sequence[str], work: Callable[[SlotsOfFile], None]) -> list[str | None]:
         """Do the work in a thread, file by file; return per uri why it failed, None where it did not."""
         return await self._threads.run(lambda: self._file_by_file([LocationUri.parse(uri) for uri in uris], work))
 
-    def _file_by_file(self, uris: Sequence[LocationUri], work: Callable[[_Deletion], None]) -> list[str | None]:
+    def _file_by_file(self, uris: Sequence[LocationUri], work: Callable[[SlotsOfFile], None]) -> list[str | None]:
         """Files that are missing because the storage went away, before or meanwhile, do not count as gone."""
         try:
             before = self._mounted_device()
@@ -148,11 +168,16 @@ class FileStorage:
             raise self._not_mounted()
         return status.st_dev
 
+    async def forgotten(self, uris: Sequence[str]) -> None:
+        if self._is_packed:
+            for file in slots_by_file(map(LocationUri.parse, uris)).values():
+                self._files.free.forgotten(file.path, [slot for slot, _ in file.slots])
+
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return await self._ask(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))
 
     def _exist(self, uris: Sequence[LocationUri]) -> list[bool]:
-        found = list(map(_is_complete, uris))
+        found = list(map(is_complete, uris))
         if not all(found):
             self.check_mounted()
         return found
@@ -169,9 +194,10 @@ class FileStorage:
         return await self._ask(lambda: self._remove_objects(self._directory_of(cluster_id), objects))
 
     def _remove_objects(self, directory: str, objects: Sequence[StoredObject]) -> list[str | None]:
-        reasons = remove_objects(directory, objects)
-        if directory == self.directory:
-            self.check_mounted()
+        if directory != self.directory:
+            return remove_objects(directory, objects)
+        reasons = self._files.remove_objects(objects)
+        self.check_mounted()
         return reasons
 
     def _directory_of(self, cluster_id: str) -> str:
@@ -211,100 +237,31 @@ class FileStorage:
         return StorageSpace(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize)
 
     def inherit(self, previous: StorageBackend) -> None:
-        """All there is to remember lies beside the files."""
+        """Go on with the same files, whose free slots stay free unless files are packed otherwise by now."""
+        if isinstance(previous, FileStorage) and previous.directory == self.directory:
+            self._files, previous._is_succeeded = previous._files, True
+            self._giver = SlotGiver(self._name, self._files, self._threads)
+            if previous._keys_per_file != self._keys_per_file:
+                self._files.free.clear()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing is held open. While a storage is gone its blocks may be forgotten, and their files with them: none of
+        these is filled when it comes back."""
+        if not self._is_succeeded:
+            self._files.free.clear()
 
 
-def _file_by_file(uris: Sequence[LocationUri], work: Callable[[_Deletion], None]) -> list[str | None]:
-    deletions: dict[str, _Deletion] = {}
-    for uri in uris:
-        slots = deletions.setdefault(uri.path, _Deletion(uri.path, {})).slots
-        if uri.blkid is not None:
-            slots[uri.blkid] = (uri.offset, uri.size)
-    reasons = {path: _reason(deletion, work) for path, deletion in deletions.items()}
+def _file_by_file(uris: Sequence[LocationUri], work: Callable[[SlotsOfFile], None]) -> list[str | None]:
+    reasons = {path: _reason(file, work) for path, file in slots_by_file(uris).items()}
     return [reasons[uri.path] for uri in uris]
 
 
-def _reason(deletion: _Deletion, work: Callable[[_Deletion], None]) -> str | None:
+def _reason(file: SlotsOfFile, work: Callable[[SlotsOfFile], None]) -> str | None:
     """Do the work and return why it failed, None when it did not."""
     try:
-        work(deletion)
+        work(file)
     except OSError as error:
-        return f"{deletion.path}: {error.strerror}"
+        return f"{file.path}: {error.strerror}"
     except (NoFolderError, StorageIOError) as error:
-        return f"{deletion.path}: {error}"
+        return f"{file.path}: {error}"
     return None
-
-
-def _delete(deletion: _Deletion) -> None:
-    path = deletion.path
-    if not deletion.slots or len(deletion.slots) >= slot_count(path):
-        _unlink(path)
-        return
-    was_there = _is_there(path)
-    if not was_there and not _is_there(beside(path)):
-        return
-    for offset, size in deletion.slots.values():
-        _punch(path, offset, size)
-    noted = _note_deleted(deletion)
-    # Whoever deletes the last slot removes both. If that was done meanwhile, these slots had been noted before, and now
-    # they are noted once more: nobody would come for that.
-    if not _is_there(path) and (was_there or noted == deletion.slots.keys()):
-        _unlink(path)
-
-
-def _discard(directory: str, deletion: _Deletion) -> None:
-    """Slots of a file that others are still to be written to: it may not be there yet."""
-    if 0 < len(deletion.slots) < slot_count(deletion.path):
-        make_folders(directory, deletion.path)
-        _note_deleted(deletion)
-
-
-def _note_deleted(deletion: _Deletion) -> set[int]:
-    """Note slots, and remove the file with the last of them; return what is noted now."""
-    note_slots(deletion.path, deletion.slots)
-    noted = noted_slots(deletion.path)
-    if len(noted) >= slot_count(deletion.path):
-        _unlink(deletion.path)
-    return noted
-
-
-def _unlink(path: str) -> None:
-    Path(path).unlink(missing_ok=True)
-    Path(beside(path)).unlink(missing_ok=True)
-
-
-def _is_there(path: str) -> bool:
-    """Return whether there is anything; a storage that does not say raises its error."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def _punch(path: str, offset: int, size: int) -> None:
-    """Give a slot's blocks back to the file system. Where it cannot punch, the space returns with the whole file."""
-    if size <= 0:
-        return
-    with suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            punched = _libc.fallocate(descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(size))
-            code = ctypes.get_errno()
-        finally:
-            os.close(descriptor)
-        if punched != 0 and code not in _CANNOT_PUNCH:
-            raise OSError(code, os.strerror(code))
-
-
-def _is_complete(uri: LocationUri) -> bool:
-    try:
-        if Path(uri.path).lstat().st_size < uri.offset + uri.size:
-            return False
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    # A slot that was punched out still lies inside its file.
-    return uri.blkid is None or uri.blkid not in noted_slots(uri.path)

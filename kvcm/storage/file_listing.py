@@ -20,9 +20,11 @@ from kvcm.storage.backend import ObjectPage, StoredObject
 from kvcm.storage.folders import NoFolderError, opened_folder
 from kvcm.storage.packing import owner_of, slot_count
 
-__all__ = ["BESIDE_SUFFIX", "object_pages", "remove_objects"]
+__all__ = ["BESIDE_SUFFIX", "NEW_SUFFIX", "object_pages", "remove_objects"]
 
 BESIDE_SUFFIX: Final = ".deleted"
+NEW_SUFFIX: Final = ".new"
+"""Of notes that are being written anew: what a process leaves behind that ends meanwhile goes with its object."""
 
 _PAGE_OBJECTS: Final = 1000
 _BLOCK_BYTES: Final = 512
@@ -130,7 +132,8 @@ def _remove(folder: int, listed: StoredObject) -> str | None:
         found = _look_at(folder, name)
         if found is not None and found.modified_at != listed.modified_at:
             return "it changed since it was listed"
-        for part, _ in _parts(folder, name):
+        # What is listed goes last, so that what is left of an attempt that was cut off is found again.
+        for part in (name + BESIDE_SUFFIX + NEW_SUFFIX, name, name + BESIDE_SUFFIX):
             with suppress(FileNotFoundError):
                 os.unlink(part, dir_fd=folder)
     except OSError as error:

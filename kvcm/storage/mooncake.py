@@ -71,7 +71,7 @@ class MooncakeStorage:
             raise
         return storage
 
-    def allocate(self, allocation: Allocation) -> list[str]:
+    async def allocate(self, allocation: Allocation) -> list[str]:
         uris = [""] * len(allocation.parts)
         for slots in pack(allocation, keys_per_object=1):
             for index, name, _ in slots:
@@ -100,6 +100,9 @@ class MooncakeStorage:
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
         return await self.delete(uris)
+
+    async def forgotten(self, uris: Sequence[str]) -> None:
+        """Nothing is handed out again."""
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         codes = await self._ask("exists", list(map(_key, uris)))

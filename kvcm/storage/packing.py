@@ -54,12 +54,15 @@ def _object_name(allocation: Allocation, parts: Sequence[Part]) -> str:
 
 
 def object_name(uri: str) -> str:
-    """Return the name below its deployment's directory of the object that a part lies in.
+    """Return the name below its deployment's directory of the object that a part lies in. Memory of a pool has one of
+    its own, that begins with a slash since it tells no instance.
 
     Raises:
         InvalidArgumentError: the uri cannot be read.
     """
     parsed = LocationUri.parse(uri)
+    if parsed.range_id is not None:
+        return f"/{parsed.storage}{parsed.path}.{parsed.range_id}"
     return "/".join((parsed.key or parsed.path).split("/")[-3:])
 
 

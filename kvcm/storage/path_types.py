@@ -19,6 +19,7 @@ from pathlib import Path
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import NfsStorageSpec, PathStorageSpec, StorageConfig
 from kvcm.storage.file import FileStorage
+from kvcm.storage.slots import SlotReuse
 
 __all__ = ["FILE", "PathType"]
 
@@ -49,14 +50,19 @@ class PathType:
             reason = f"{self.root_field} {_root(config)!r} cannot be created: {error.strerror}"
             raise StorageIOError(reason) from error
 
-    def __call__(self, config: StorageConfig, cluster_id: str) -> FileStorage:
+    def __call__(self, config: StorageConfig, cluster_id: str, reuse: SlotReuse | None = None) -> FileStorage:
         """Open a storage, and make nothing where its medium may not be mounted. Blocks.
+
+        Args:
+            config: of the storage.
+            cluster_id: of the deployment.
+            reuse: when slots of packed files are handed out again; None is never.
 
         Raises:
             InvalidArgumentError: the root cannot be one.
             StorageIOError: the deployment's directory is not there or cannot be written.
         """
-        storage = self._storage(config, cluster_id)
+        storage = self._storage(config, cluster_id, reuse)
         if not os.path.lexists(storage.directory.rstrip("/")) and _holds_blocks(_root(config)):
             self.make(config, cluster_id)
         # An engine that does not find the directory either knows that the storage is not mounted where it is.
@@ -65,7 +71,7 @@ class PathType:
             raise StorageIOError(f"{self.root_field} {_root(config)!r}: {storage.directory} is not writable")
         return storage
 
-    def _storage(self, config: StorageConfig, cluster_id: str) -> FileStorage:
+    def _storage(self, config: StorageConfig, cluster_id: str, reuse: SlotReuse | None = None) -> FileStorage:
         spec = config.spec
         assert isinstance(spec, PathStorageSpec)
         self._check_text(spec.root)
@@ -77,6 +83,7 @@ class PathType:
             cluster_id,
             spec.key_count_per_file,
             makes_objects=not isinstance(spec, NfsStorageSpec) and spec.touch_file_when_create,
+            reuse=reuse,
         )
 
     def _check_text(self, root: str) -> None:

@@ -11,14 +11,13 @@ A look decides, for every storage, whether a probe is due or late. Looks never w
 from __future__ import annotations
 
 import asyncio
-import errno
 from dataclasses import dataclass, field
 
 import structlog
 
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
-from kvcm.storage.backend import StorageBackend
+from kvcm.storage.backend import StorageBackend, is_full
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd, StorageHealth
 
@@ -26,7 +25,6 @@ __all__ = ["Prober"]
 
 _RETRY_SECONDS = 1.0  # of a storage that is not UP: three failures in a row are seen within some three seconds
 _LOOK_SECONDS = 0.1
-_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 _log = structlog.get_logger("kvcm.storage")
 
@@ -125,7 +123,7 @@ class Prober:
             space = await watch.backend.space()
         except Exception as error:  # whatever it raises, it cannot be used
             reason = str(error) if isinstance(error, KvcmError) else f"{type(error).__name__}: {error}"
-            end = ProbeEnd.UNWRITABLE if _is_unwritable(error) else ProbeEnd.FAILED
+            end = ProbeEnd.UNWRITABLE if is_full(error) else ProbeEnd.FAILED
         probe = Probe(end, self._clock.now() - watch.began_at, reason, space)
         watch.probe = None
         if watch.is_late:  # it counted; what it says now is about a time long past
@@ -149,12 +147,3 @@ class Prober:
 def _abandon(watch: _Watch) -> None:
     if watch.probe is not None:
         watch.probe.cancel()
-
-
-def _is_unwritable(error: BaseException | None) -> bool:
-    """Whether an operating system's error behind this one says that the medium takes no bytes."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
-            return True
-        error = error.__cause__
-    return False
