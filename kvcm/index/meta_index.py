@@ -21,9 +21,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from random import Random, uniform
 
-from kvcm.index.answers import StorageView
+from kvcm.index.answers import StorageView, compose_answer
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend, usage_difference
 from kvcm.index.backends.rows import RowObserver, Rows
+from kvcm.index.node_answers import NodeAnswers
 from kvcm.index.search_cache import CacheBudget, SearchCache
 from kvcm.index.shards import ShardLocks, plan_sub_batches
 from kvcm.index.uninterrupted import uninterrupted
@@ -83,7 +84,9 @@ class MetaIndex:
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
         self._budget = budget if budget is not None else CacheBudget()
-        self._cache = SearchCache(view, self._budget, is_bounded=backend.is_shared)
+        self._view = view
+        self._cache = SearchCache(view, self._budget, compose_answer, is_bounded=backend.is_shared)
+        self._on_nodes = NodeAnswers(backend, self._budget)
         self._locks = ShardLocks(shard_count)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
@@ -135,13 +138,18 @@ class MetaIndex:
         """Hear from the store how many blocks there are and what they use."""
         await self._backend.refresh()
 
-    async def answers(self, keys: Sequence[int], *, stop_at_miss: bool = False) -> list[bytes | None]:
+    async def answers(
+        self, keys: Sequence[int], *, stop_at_miss: bool = False, view: StorageView | None = None
+    ) -> list[bytes | None]:
         """Return the encoded answer of every key, None where nothing can be read.
 
         Args:
             keys: block keys, in request order.
             stop_at_miss: return only the answers before the first miss.
+            view: which storages the caller can read; None is the index's own view.
         """
+        if view is not None and view is not self._view:
+            return await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
         found = self._cache.lookup(keys)
         window = _FIRST_WINDOW if stop_at_miss else len(keys)
         position, asked = _next_none(found, 0, len(found)), 0
@@ -171,11 +179,16 @@ class MetaIndex:
 
     def invalidate(self, keys: Iterable[int]) -> None:
         """Another manager changed these keys."""
+        self._forget(list(keys))
+
+    def _forget(self, keys: Sequence[int]) -> None:
         self._cache.forget(keys)
+        self._on_nodes.forget(keys)
 
     def invalidate_all(self) -> None:
         """Changes of other managers may have been missed."""
         self._cache.clear()
+        self._on_nodes.clear()
 
     async def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order."""
@@ -266,7 +279,7 @@ class MetaIndex:
         try:
             outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
         except BaseException:
-            self._cache.forget([change.key for change in written])  # who knows what was stored
+            self._forget([change.key for change in written])  # who knows what was stored
             self._tell_possible_growth(written, note)
             raise
         finally:
@@ -276,8 +289,9 @@ class MetaIndex:
             changes = [change for change in changes if change.key not in lost]
             written = [change for change in written if change.key not in lost]
         if self._backend.is_shared:
-            self._cache.forget([change.key for change in written])
+            self._forget([change.key for change in written])
         else:
+            self._on_nodes.forget([change.key for change in written])
             for key, _, new, _ in written:
                 self._cache.note(key, new)
         _tell_usage(outcome.usage, written, note)
@@ -352,7 +366,7 @@ class MetaIndex:
 
     async def drop(self) -> None:
         """Forget everything: the instance is gone."""
-        self._cache.clear()
+        self.invalidate_all()
         await self._backend.drop()
 
 

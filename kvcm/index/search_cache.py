@@ -18,16 +18,18 @@ this process the cache holds references, no copies, and needs no bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from kvcm.index.answers import StorageView, compose_answer
+from kvcm.index.answers import StorageView
 from kvcm.model.locations import BlockRecord
 
 __all__ = ["CacheBudget", "ReadInFlight", "SearchCache"]
 
 _ENTRY_BYTES = 150  # dict slot, key, and the headers of chunk and key
+
+Kept = TypeVar("Kept", bound=Sized)
 
 
 class CacheBudget:
@@ -44,9 +46,9 @@ class CacheBudget:
         self.hits = 0
         self.misses = 0
         self._young_bytes = 0
-        self._caches: WeakSet[SearchCache] = WeakSet()
+        self._caches: WeakSet[SearchCache[Any]] = WeakSet()
 
-    def join(self, cache: SearchCache) -> None:
+    def join(self, cache: SearchCache[Any]) -> None:
         """Let a cache share the budget."""
         self._caches.add(cache)
 
@@ -66,29 +68,41 @@ class ReadInFlight(NamedTuple):
     generation: int
 
 
-class SearchCache:
+class SearchCache(Generic[Kept]):
     """Answers by key. A key that is absent is unknown, not a miss: ask the records.
 
     Args:
         view: which storages can be read; a change of it empties the cache.
         budget: bytes to share with other caches.
+        compose: makes of a record what is kept of it, None for nothing: `compose_answer`, for answers.
+        weigh: returns the bytes that a kept value takes.
         is_bounded: false in front of records of this process, to which the cache only refers.
     """
 
-    def __init__(self, view: StorageView, budget: CacheBudget, *, is_bounded: bool = True) -> None:
+    def __init__(
+        self,
+        view: StorageView,
+        budget: CacheBudget,
+        compose: Callable[[BlockRecord, StorageView], Kept | None],
+        weigh: Callable[[Kept], int] = len,
+        *,
+        is_bounded: bool = True,
+    ) -> None:
         self._view = view
+        self._compose = compose
+        self._weigh = weigh
         self._generation = view.generation
         self._budget = budget
         self._is_bounded = is_bounded and budget.capacity_bytes is not None
-        self._young: dict[int, bytes] = {}
-        self._old: dict[int, bytes] = {}
+        self._young: dict[int, Kept] = {}
+        self._old: dict[int, Kept] = {}
         self._reading: dict[int, ReadInFlight] = {}
         budget.join(self)
 
-    def lookup(self, keys: Sequence[int]) -> list[bytes | None]:
+    def lookup(self, keys: Sequence[int]) -> list[Kept | None]:
         """Return the answers that are known, None for the others."""
         self._follow_view()
-        found: list[bytes | None] = list(map(self._young.get, keys))
+        found: list[Kept | None] = list(map(self._young.get, keys))
         if self._old and None in found:
             for position, answer in enumerate(found):
                 if answer is None and (old := self._old.pop(keys[position], None)) is not None:
@@ -96,10 +110,10 @@ class SearchCache:
                     self._keep(keys[position], old)
         return found
 
-    def note(self, key: int, record: BlockRecord | None) -> bytes | None:
+    def note(self, key: int, record: BlockRecord | None) -> Kept | None:
         """Keep the answer for a record that is current right now, and return it."""
         self._reading.pop(key, None)
-        answer = compose_answer(record, self._view) if record is not None else None
+        answer = self._compose(record, self._view) if record is not None else None
         if answer is None:
             self._young.pop(key, None)
             self._old.pop(key, None)
@@ -131,10 +145,10 @@ class SearchCache:
         self._reading.update(dict.fromkeys(keys, read))
         return read
 
-    def end(self, read: ReadInFlight, records: Sequence[BlockRecord | None]) -> list[bytes | None]:
+    def end(self, read: ReadInFlight, records: Sequence[BlockRecord | None]) -> list[Kept | None]:
         """Return the answers for the records of a read, and keep those whose placeholder survived."""
         self._follow_view()
-        answers = [compose_answer(record, self._view) if record is not None else None for record in records]
+        answers = [self._compose(record, self._view) if record is not None else None for record in records]
         for key, answer in zip(read.keys, answers, strict=True):
             if self._reading.get(key) is read:
                 del self._reading[key]
@@ -148,12 +162,12 @@ class SearchCache:
             if self._reading.get(key) is read:
                 del self._reading[key]
 
-    def _keep(self, key: int, answer: bytes) -> None:
+    def _keep(self, key: int, answer: Kept) -> None:
         if not self._is_bounded:
             self._young[key] = answer
         elif self._budget.is_coherent():
             self._young[key] = answer
-            self._budget.spend(len(answer))
+            self._budget.spend(self._weigh(answer))
 
     def _follow_view(self) -> None:
         if self._generation != self._view.generation:

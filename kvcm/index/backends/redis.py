@@ -7,7 +7,7 @@ Keys of one lock shard of one instance share a hash tag, hence a slot of a clust
     P:c{uid.shard}          children: parent + child of the children that lie in this shard, all of score 0
     P:p{uid.shard}          pending: key -> when a session expires or bytes may go
     P:u{uid.shard}          usage: type/storage -> bytes, -type/storage -> those that are being deleted;
-                            - -> blocks of which everything is being deleted
+                            - -> blocks of which everything is being deleted; # -> number of writes (redis_sums.py)
 
 Keys of blocks are 8 bytes, big endian. Invariants:
 
@@ -33,9 +33,9 @@ from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
 from kvcm.index.backends.redis_keys import KEY, RELATION, ShardKeys
 from kvcm.index.backends.redis_order import Placed, access_of, merged, requeue_call, touch_call
 from kvcm.index.backends.redis_scripts import DROP, FAMILIES, SAMPLE
+from kvcm.index.backends.redis_sums import SharedSums
 from kvcm.index.backends.redis_write import ShardWrite
 from kvcm.index.backends.rows import RowObserver
-from kvcm.index.backends.tally import Sum
 from kvcm.index.codec import decode_record
 from kvcm.index.shards import shard_of
 from kvcm.model.locations import BlockRecord, Place
@@ -66,35 +66,26 @@ class RedisBackend:
     def __init__(self, client: RedisClient, uid: int, shard_count: int) -> None:
         self._client = client
         self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
-        self._key_count = 0
-        self._usage: Counter[Place] = Counter()
-        self._deleting: Counter[Place] = Counter()
-        self._deleting_keys = 0
+        self._sums = SharedSums(self._shards)
 
     @property
     def key_count(self) -> int:
-        return self._key_count
+        return self._sums.key_count
 
     @property
     def usage_bytes(self) -> Mapping[Place, int]:
-        return self._usage
+        return self._sums.usage
 
     @property
     def deleting_bytes(self) -> Mapping[Place, int]:
-        return self._deleting
+        return self._sums.deleting
 
     @property
     def deleting_keys(self) -> int:
-        return self._deleting_keys
+        return self._sums.deleting_keys
 
     async def refresh(self) -> None:
-        sizes = [(b"ZCARD", shard.order) for shard in self._shards]
-        answers = await self._client.execute(sizes + [(b"HGETALL", shard.usage) for shard in self._shards])
-        self._forget_sums()
-        self._key_count = sum(answers[: len(sizes)])
-        for usage in answers[len(sizes) :]:
-            for field, size in zip(usage[::2], usage[1::2], strict=True):
-                self._add(Sum.parse(field.decode()), int(size))
+        await self._sums.refresh(self._client.run)
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         if len(keys) <= _MOST_KEYS_PER_READ:
@@ -105,16 +96,16 @@ class RedisBackend:
         if not changes:
             return NOTHING_WRITTEN
         writes = [
-            ShardWrite(self._shards[shard], part)
+            (shard, ShardWrite(self._shards[shard], part))
             for shard, positions in self._by_shard([change.key for change in changes]).items()
             for part in _cut([changes[position] for position in positions], _MOST_KEYS_PER_CALL)
         ]
         lost: list[int] = []
         usage: Counter[Place] = Counter()
         for some in _cut(writes, _MOST_CALLS_AT_ONCE):
-            answers = await self._client.run([write.call for write in some])
-            for write, answer in zip(some, answers, strict=True):
-                lost += self._note(write, answer, usage)
+            answers = await self._client.run([write.call for _, write in some])
+            for (shard, write), (turn, *losers) in zip(some, answers, strict=True):
+                lost += self._note(shard, write, turn, losers, usage)
         return Written(lost, usage)
 
     async def children(self, key: int) -> list[int]:
@@ -225,7 +216,7 @@ class RedisBackend:
             ]
             sizes = await self._client.run(calls)
             left = [shard for shard, size in zip(left, sizes, strict=True) if size]
-        self._forget_sums()
+        self._sums.clear()
 
     def _by_shard(self, keys: Iterable[int]) -> dict[int, list[int]]:
         """Return the positions of keys by shard."""
@@ -253,29 +244,19 @@ class RedisBackend:
         ((scores),) = await self._client.execute([(b"ZMSCORE", shard.order, *members)])
         return [member for member, score in zip(members, scores, strict=True) if score is not None]
 
-    def _forget_sums(self) -> None:
-        self._key_count = self._deleting_keys = 0
-        self._usage.clear()
-        self._deleting.clear()
-
-    def _add(self, of: Sum | None, size: int) -> None:
-        if of is None:
-            return  # of another release
-        if of.place is None:
-            self._deleting_keys += size
-        else:
-            (self._deleting if of.is_deleting else self._usage)[of.place] += size
-
-    def _note(self, write: ShardWrite, lost: Sequence[int], usage: Counter[Place]) -> list[int]:
+    def _note(self, shard: int, write: ShardWrite, turn: int, lost: Sequence[int], usage: Counter[Place]) -> list[int]:
         """Count what was written, and return the keys that lost."""
         losers = set(lost)
-        for of, size in write.sums.totals(losers).items():
-            self._add(of, size)
+        sums = write.sums.totals(losers)
+        for of, size in sums.items():
             if of.place is not None and not of.is_deleting:
                 usage[of.place] += size
-        for index, (_, old, new, _) in enumerate(write.changes, 1):
-            if index not in losers:
-                self._key_count += (new is not None) - (old is not None)
+        keys = sum(
+            (new is not None) - (old is not None)
+            for index, (_, old, new, _) in enumerate(write.changes, 1)
+            if index not in losers
+        )
+        self._sums.note(shard, turn, sums, keys)
         return [write.changes[index - 1].key for index in lost]
 
 

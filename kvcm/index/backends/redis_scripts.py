@@ -30,7 +30,8 @@ _WRITE: Final = """
 --                  usage: {index, number of the field, bytes or blocks, index, ...}}.
 -- ARGV[3], ARGV[4]: 8 bytes per block that leaves and per block that comes: the parent.
 -- ARGV[5...]: the records to store, empty to remove.
--- Returns the indexes of blocks whose record had another stamp.
+-- Returns the turn of the shard that this call is, 0 when all blocks lost, then the indexes of blocks whose record had
+-- another stamp.
 local order, children, pending, usage = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local scores, dues, leaving, coming, fields, bytes = unpack(cmsgpack.unpack(ARGV[2]))
 local won, lost = {}, {}
@@ -132,7 +133,8 @@ write(held)
 schedule()
 relate()
 count()
-return lost
+if next(won) == nil then return {0, unpack(lost)} end
+return {redis.call('HINCRBY', usage, '#', 1), unpack(lost)}
 """
 WRITE: Final = Script(_WRITE)
 REWRITE: Final = Script(_WRITE, allow_oom=True)
