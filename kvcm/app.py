@@ -12,15 +12,18 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from random import Random
 
 import structlog
 
 from kvcm.config import ConfigError, Settings
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
-from kvcm.model.errors import DuplicateEntityError, KvcmError, StorageIOError
+from kvcm.model.errors import DuplicateEntityError, KvcmError, NotReadyError, StorageIOError
+from kvcm.model.hosts import AllowedHosts, HostRule
+from kvcm.model.mooncake import mooncake_hosts
 from kvcm.model.nodes import Endpoint
-from kvcm.model.storages import PathStorageSpec
+from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageType
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
@@ -30,13 +33,17 @@ from kvcm.service.calls import Call, Caller
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.capacity_series import CapacitySeries
 from kvcm.service.capacity_view import CapacityView
+from kvcm.service.drain_view import DrainView
 from kvcm.service.grpc_server import GrpcServer
 from kvcm.service.http_app import HttpApp, LineStream
 from kvcm.service.http_server import HttpServer
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.pin_api import PinApi
-from kvcm.storage.directory import StorageDirectory
+from kvcm.service.pool_api import PoolApi
+from kvcm.service.storage_api import StorageApi
+from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
+from kvcm.storage.mempool import PoolOpener
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks.progress import LoadProgress
 from kvcm.telemetry.metrics import ApiMetrics
@@ -45,6 +52,7 @@ __all__ = ["Manager"]
 
 _DRAIN_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
+_POOL_SHARDS = 16
 
 _log = structlog.get_logger("kvcm")
 
@@ -127,7 +135,12 @@ class Manager:
             stack.push_async_callback(metadata.close)
             store, table = metadata.store, metadata.store.table("registry")
             cluster_id = settings.cluster_id or await kept_cluster_id(table, _new_cluster_id(settings), store.flush)
-            storages = StorageDirectory(cluster_id, _allowed_roots(settings, document))
+            pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311
+            openers: dict[StorageType, Opener] = {**OPENERS, StorageType.ST_TAIRMEMPOOL: pools}
+            storages = StorageDirectory(
+                *(cluster_id, _allowed_roots(settings, document), openers),
+                allowed_hosts=_allowed_hosts(settings, document),
+            )
             stack.callback(storages.close_all)
             registry = Registry(storages, table, store.flush, metadata.kind)
             await registry.load()
@@ -151,15 +164,21 @@ class Manager:
         metrics = ApiMetrics()
         meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits, rooms.events)
         pins = PinApi(rooms.cache, limits)
+        pools = PoolApi(rooms.registry, rooms.storages)
         view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
         series = CapacitySeries(
             *(view, rooms.registry, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber, rooms.storages)
         )
-        admin = AdminApi(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, series, rooms.storages)
+        admin = AdminApi(
+            *(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, rooms.drains, series, rooms.storages)
+        )
+        drains = DrainView(rooms.drains, rooms.storages, rooms.deletions, rooms.leadership)
+        storages = StorageApi(rooms.drains, drains)
         capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         caller = Caller(metrics, rooms.refuse_unless_leading, rooms.labels, refresh)
-        data_calls, admin_calls = [*meta.calls(), *pins.calls()], [*admin.calls(), *capacity.calls()]
+        data_calls = [*meta.calls(), *pins.calls(), *pools.calls()]
+        admin_calls = [*admin.calls(), *capacity.calls(), *storages.calls()]
         for call in (*data_calls, *admin_calls):
             metrics.declare(call.name)
         await servers.start(data_calls, admin_calls, caller, rooms.events.subscribe)
@@ -236,8 +255,12 @@ def _new_cluster_id(settings: Settings) -> str:
 
 async def _add_missing(registry: Registry, document: StartupDocument) -> None:
     """Add what the startup document names and the store does not know yet."""
-    with contextlib.suppress(DuplicateEntityError):
+    try:
         await registry.storages.add(document.storage)
+    except DuplicateEntityError:
+        pass
+    except NotReadyError as error:  # it was removed, and its name is not free yet
+        _log.warning("storage_not_added", storage=document.storage.global_unique_name, reason=str(error))
     with contextlib.suppress(DuplicateEntityError):
         await registry.groups.create(document.group)
     _log.info("configured", storage=document.storage.global_unique_name, group=document.group.name)
@@ -261,6 +284,15 @@ def _allowed_roots(settings: Settings, document: StartupDocument) -> tuple[Path,
     spec = document.storage.spec
     own = (Path(spec.root),) if isinstance(spec, PathStorageSpec) else ()
     return (*(settings.allowed_roots or ()), *own)
+
+
+def _allowed_hosts(settings: Settings, document: StartupDocument) -> AllowedHosts:
+    """The same for hosts that storages name."""
+    if settings.allowed_hosts is None and settings.is_loopback:
+        return AllowedHosts()
+    spec = document.storage.spec
+    own = mooncake_hosts(spec) if isinstance(spec, MooncakeStorageSpec) else []
+    return AllowedHosts((*(settings.allowed_hosts or ()), *(HostRule.parse(str(host)) for _, host in own)))
 
 
 def _default_root(settings: Settings) -> Path:

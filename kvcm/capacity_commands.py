@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcm.admin_client import AdminClient
-from kvcm.capacity_tables import ListedStorage, print_storages, print_usage, shown_time
+from kvcm.capacity_tables import ListedStorage, print_drains, print_storages, print_usage, shown_time
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin_pb
+from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage_pb
 from kvcm.refusals import CANNOT_RUN, FAILED, refusals
+from kvcm.service.drain_view import DrainStatus
 from kvcm.service.translate import read, storage_of
 from kvcm.service.usage_values import StorageStatus, UsageReport
 from kvcm.sizes import parse_size, shown_size
@@ -85,7 +87,7 @@ def _listed(answer: admin_pb.ListStorageResponse, report: UsageReport) -> list[L
     listed = []
     for config in map(storage_of, answer.storage):
         name, kind = config.global_unique_name, config.storage_type.kind
-        listed.append(ListedStorage(name, kind, used.get(name, 0), config.capacity_bytes, known.get(name)))
+        listed.append(ListedStorage(name, kind, used.get(name, 0), config.limit_bytes, known.get(name)))
     return listed
 
 
@@ -94,6 +96,36 @@ def _storage_fields(storage: ListedStorage) -> dict[str, Any]:
     status = asdict(storage.status, dict_factory=_with_names) if storage.status is not None else {}
     status.pop("storage_unique_name", None)
     return {**fields, "used_bytes": storage.used_bytes, "capacity_bytes": storage.capacity_bytes, **status}
+
+
+@_storage_app.command("drain")
+def drain_storage(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The storage.")],
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Let it take writes again; what is left on it stays.")
+    ] = False,
+    manager: Manager = _ADMIN,
+) -> None:
+    """Empty a storage: nothing is written to it any more, and its blocks are evicted in the background."""
+    with refusals(FAILED, CANNOT_RUN):
+        client = AdminClient(manager)
+        if cancel:
+            client.call("CancelDrain", storage_pb.CancelDrainRequest(storage_unique_name=name), admin_pb.CommonResponse)
+        else:
+            request = storage_pb.DrainStorageRequest(storage_unique_name=name)
+            client.call("DrainStorage", request, admin_pb.CommonResponse)
+
+
+@_storage_app.command("drains")
+def list_drains(manager: Manager = _ADMIN, as_json: AsJson = False) -> None:
+    """List the storages that are being emptied, and removed ones whose blocks are still to be forgotten."""
+    with refusals(FAILED, CANNOT_RUN):
+        answer = AdminClient(manager).call("ListDrain", storage_pb.ListDrainRequest(), storage_pb.ListDrainResponse)
+        drains = [read(DrainStatus, drain) for drain in answer.drains]
+    if as_json:
+        typer.echo(json.dumps({"drains": [asdict(drain, dict_factory=_with_names) for drain in drains]}))
+    else:
+        print_drains(drains, _console())
 
 
 @_storage_app.command("scrub")

@@ -11,11 +11,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvcm.service.drain_view import DrainStatus
 from kvcm.service.usage_values import GroupUsage, StorageStatus, StorageUsage, Usage, UsageReport
 from kvcm.sizes import shown_size
 from kvcm.storage.health import HealthState
 
-__all__ = ["ListedStorage", "print_storages", "print_usage", "shown_time"]
+__all__ = ["ListedStorage", "print_drains", "print_storages", "print_usage", "shown_time"]
 
 _LIMITS = ("used", "deleting", "limit", "evict above", "down to", "%")
 _BAD, _WARN, _QUIET = "bold red", "yellow", "dim"
@@ -60,7 +61,26 @@ def _status(status: StorageStatus | None) -> tuple[RenderableType, ...]:
     since = shown_time(status.since_ms) if status.since_ms else ""
     sizes = (shown_size(size) if size >= 0 else "" for size in (status.medium_free_bytes, status.medium_bytes))
     health = Text(status.health.label, _HEALTH_STYLES[status.health])
-    return (health, since, *sizes, Text("yes") if status.is_enabled else Text("no", _WARN))
+    return (health, since, *sizes, _use(status))
+
+
+def _use(status: StorageStatus) -> Text:
+    if not status.is_enabled:
+        return Text("no", _WARN)
+    return Text("draining", _WARN) if status.is_draining else Text("yes")
+
+
+def print_drains(drains: Sequence[DrainStatus], console: Console) -> None:
+    """Show drains, and why they do not go on."""
+    table = _table("storage", "task", "state", "since", "left")
+    for drain in drains:
+        task = "forget, removed" if drain.is_removal else "drain"
+        since, left = shown_time(drain.started_ms), shown_size(drain.left_bytes)
+        table.add_row(_name(drain.storage_unique_name), task, drain.state.label, since, left)
+    console.print(table)
+    for drain in drains:
+        if drain.reason:
+            console.print(Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN))
 
 
 def shown_time(unix_ms: int) -> str:
@@ -201,7 +221,7 @@ def _name(text: str) -> Text:
 
 def _table(*columns: str) -> Table:
     table = Table()
-    words = {"", "policy", "groups", "type", "health", "since", "enabled"}
+    words = {"", "policy", "groups", "type", "health", "since", "enabled", "task", "state"}
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number and column not in words else "left")
     return table

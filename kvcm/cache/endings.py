@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from kvcm.cache.checksums import checked, checksums_of
 from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.pages import pages
-from kvcm.cache.write_values import NO_HINT, FinishedWrite, Retention, WriteSession
+from kvcm.cache.write_values import NO_HINT, FinishedWrite, Retention, Told, WriteSession
 from kvcm.index.change_events import ChangeEvents
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
@@ -119,7 +120,12 @@ class SessionEndings:
             await self._forget(failed)
 
     async def finish(
-        self, cache: InstanceCache, session_id: str, success: BlockMask, retention: Retention = NO_HINT
+        self,
+        cache: InstanceCache,
+        session_id: str,
+        success: BlockMask,
+        retention: Retention = NO_HINT,
+        told: Told = (),
     ) -> FinishedWrite:
         """End a session: successful blocks become serving, the others are dropped.
 
@@ -128,10 +134,11 @@ class SessionEndings:
             session_id: the session.
             success: masked positions succeeded; positions index the locations that the start returned.
             retention: how long the blocks are worth keeping; of several finishes the one that decided counts.
+            told: checksums of the locations, in the order of the start; the same holds for them.
 
         Raises:
-            InvalidArgumentError: no such session is open for the instance, the mask does not fit it, or the retention
-                is out of range; the session stays open then.
+            InvalidArgumentError: no such session is open for the instance, the mask or the checksums do not fit it, or
+                the retention is out of range; the session stays open then.
             StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
         """
         retention.check()
@@ -142,8 +149,13 @@ class SessionEndings:
                 raise InvalidArgumentError("write_session_id is being finished with other success_blocks")
             if session.decision is not None:
                 return await self._carry_out(cache, session)
-            keep_until = retention.keep_until(self._clock.now())
-            decided = replace(session, decision=decision, priority=retention.priority, keep_until=keep_until)
+            decided = replace(
+                session,
+                decision=decision,
+                priority=retention.priority,
+                keep_until=retention.keep_until(self._clock.now()),
+                checksums=await checksums_of(told, decision, cache.instance.spec_names),
+            )
             if await self._decide(document, decided):
                 return await self._carry_out(cache, decided)
         raise NotReadyError("the write session keeps changing: finish it again")
@@ -275,10 +287,11 @@ class SessionEndings:
     async def _settle(self, cache: InstanceCache, session: WriteSession, *, has_expired: bool = False) -> FinishedWrite:
         assert session.decision is not None
         succeeded = {key for key, ok in zip(session.keys, session.decision, strict=True) if ok}
+        checksums = session.checksums.by_key(session.keys)
         now = self._clock.now()
 
         def settle(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return _settled(old, session, now, to_serving=key in succeeded)
+            return _settled(old, session, now, checksums.get(key), to_serving=key in succeeded)
 
         served = 0
         # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
@@ -339,18 +352,25 @@ def _changed(old: BlockRecord | None, change: Callable[[Location], Location]) ->
     return old if locations == old.locations else old._replace(locations=locations)
 
 
-def _settled(old: BlockRecord | None, session: WriteSession, now: float, *, to_serving: bool) -> BlockRecord | None:
+def _settled(
+    old: BlockRecord | None, session: WriteSession, now: float, checksums: Mapping[str, int] | None, *, to_serving: bool
+) -> BlockRecord | None:
     def settle(location: Location) -> Location:
         if location.session_id != session.id or location.status is LocationStatus.SERVING:
             return location
         if to_serving and location.status is LocationStatus.WRITING:
+            if checksums:
+                location = checked(location, checksums)
             return location._replace(
                 status=LocationStatus.SERVING,
                 session_id="",
                 deadline=session.keep_until,
                 priority=session.priority,
             )
-        # Nobody was ever given it to read, and its writer is done: its bytes can go at once.
-        return location._replace(status=LocationStatus.DELETING, session_id="", deadline=now)
+        if location.status is LocationStatus.DELETING and location.deadline <= now:
+            return location  # settled before, or about to go
+        # Nobody was ever given it to read: its bytes can go at once. Its writer may come back nevertheless, so it keeps
+        # the session's id to the end: by that it is told from what served (`Location.has_served`).
+        return location._replace(status=LocationStatus.DELETING, deadline=now)
 
     return _changed(old, settle)

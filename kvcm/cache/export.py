@@ -9,7 +9,7 @@ freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvcm import __version__
@@ -128,7 +128,7 @@ class Exporter:
     def _write_storages(self, names: Iterable[str]) -> None:
         missing = set(names) - self._storages_written
         for config in self._registry.storages.existing(missing):
-            self._write_document("storage", config)
+            self._write_document("storage", replace(config, draining_since=0.0))
             self._storages_written.add(config.global_unique_name)
 
     def _write_document(self, kind: str, value: object) -> None:

@@ -70,7 +70,9 @@ def overlapping(one: Location, other: Location) -> Extent | None:
 
 def _extent(uri: str) -> Extent:
     parsed = LocationUri.parse(uri)
-    name = f"{parsed.scheme}://{parsed.storage}{parsed.path}?{parsed.key or ''}"
+    # Of a pool's memory the stamp says whose it is: what was freed may have the place of what is there now.
+    whose = parsed.key if parsed.range_id is None else parsed.range_id
+    name = f"{parsed.scheme}://{parsed.storage}{parsed.path}?{whose or ''}"
     if parsed.blkid is None:
         return Extent(name, 0, _WHOLE)
     start = min(parsed.offset, _WHOLE - 1)  # what a storage cannot hold still has to fit into a column

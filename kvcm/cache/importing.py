@@ -113,6 +113,7 @@ class Importer:
 
         Raises:
             DuplicateEntityError: something different of that name exists; says in what it differs.
+            NotReadyError: a storage of that name and another medium is still to be forgotten.
             InvalidArgumentError: a document is malformed, or something that it needs is missing.
             StorageIOError: a document is of another release.
         """
@@ -159,6 +160,8 @@ class Importer:
         known = self._known(value)
         if known is not None and (difference := _difference(known, value)):
             raise DuplicateEntityError(f"{_title(value)} exists and differs: {difference}; nothing is changed")
+        if isinstance(value, StorageConfig) and known is None:
+            self._registry.storages.check_new(value)  # a name that is still being forgotten is nobody's yet
         if isinstance(value, Instance) and known is None:
             group_name = value.instance_group_name
             if group_name not in groups and self._registry.groups.find(group_name) is None:
@@ -341,7 +344,7 @@ def _difference(known: object, new: object) -> str:
         return known.difference(new) or ""
     if isinstance(known, InstanceGroup) and isinstance(new, InstanceGroup):
         known = with_store_of(known, new)
-    ignored = {"is_available"} if isinstance(new, StorageConfig) else {"version"}
+    ignored = {"is_available", "draining_since"} if isinstance(new, StorageConfig) else {"version"}
     return _first_difference(known, new, ignored)
 
 

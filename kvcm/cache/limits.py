@@ -85,9 +85,9 @@ class LimitBook:
     def _read(self) -> None:
         groups = self._registry.groups.all()
         self._storages = {
-            config.global_unique_name: StorageLimit(config.capacity_bytes, _guaranteed(config, groups))
+            config.global_unique_name: StorageLimit(config.limit_bytes, _guaranteed(config, groups))
             for config in self._registry.storages.all()
-            if config.capacity_bytes
+            if config.limit_bytes
         }
         names: defaultdict[str, list[str]] = defaultdict(list)
         for group in groups:

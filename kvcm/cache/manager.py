@@ -20,10 +20,10 @@ from kvcm.cache.pins import Pin, PinRequest, Pins
 from kvcm.cache.read_modes import ReadModes
 from kvcm.cache.removal import Remover
 from kvcm.cache.removals import InstanceRemovals
-from kvcm.cache.selection import Storages
+from kvcm.cache.selection import NodeStorages
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession, WriteSessions
 from kvcm.cache.usage import Ledger, UsageLedger
-from kvcm.cache.write_values import NO_HINT, Retention
+from kvcm.cache.write_values import NO_HINT, Retention, Told
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -84,7 +84,7 @@ class CacheManager:
     def __init__(
         self,
         registry: Registry,
-        storages: Storages,
+        storages: NodeStorages,
         clock: Clock,
         new_id: Callable[[int], str] = random_id,
         new_backend: Callable[[Placement], IndexBackend] = lambda _placement: MemoryBackend(),
@@ -114,8 +114,8 @@ class CacheManager:
         )
         budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
         pins = self._store.table("pins", _SESSION_SHARDS)
-        self.pins = Pins(pins, budgets, self._find, storages, clock, lambda: new_id(16))
-        self._missing = MissingParts(storages, self._remover)
+        self.pins = Pins(pins, budgets, self._find, storages.everywhere, clock, lambda: new_id(16))
+        self.missing = MissingParts(storages.everywhere, self._remover)
         self.accesses = AccessRecorder(clock, self._policy_of)
         self.read_modes = ReadModes(self._store.table("modes"))
         self._removals = InstanceRemovals(
@@ -184,11 +184,12 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         group = self._registry.groups.find(cache.instance.instance_group_name)
-        if group is not None and not any(self._storages.rank(name) is not None for name in group.storage_candidates):
+        view = self._storages.for_node(query.node_id)
+        if group is not None and all(view.rank(name) is None for name in group.storage_candidates):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
         if self.read_modes.is_new(cache.placement.uid, query.mode):
             await self.read_modes.note(cache.placement.uid)
-        found = await match(cache, query)
+        found = await match(cache, query, view)
         if not peek:
             self.accesses.record(cache, found.keys)
         return found
@@ -227,7 +228,7 @@ class CacheManager:
         Raises:
             UnknownInstanceError: the instance is not registered.
         """
-        return await block_metas(self.cache(instance_id), keys, mask, self._storages)
+        return await block_metas(self.cache(instance_id), keys, mask, self._storages.everywhere)
 
     async def start_write(self, instance_id: str, request: WriteRequest) -> StartedWrite:
         """Open a write session.
@@ -244,7 +245,7 @@ class CacheManager:
         return started
 
     async def finish_write(
-        self, instance_id: str, session_id: str, success: BlockMask, retention: Retention = NO_HINT
+        self, instance_id: str, session_id: str, success: BlockMask, retention: Retention = NO_HINT, told: Told = ()
     ) -> FinishedWrite:
         """End a write session.
 
@@ -253,7 +254,7 @@ class CacheManager:
         """
         cache = self.cache(instance_id)
         await self._expire_if_alone()
-        finished = await self.endings.finish(cache, session_id, success, retention)
+        finished = await self.endings.finish(cache, session_id, success, retention, told)
         if (group := self._registry.groups.find(cache.instance.instance_group_name)) is not None:
             self._sessions.look_at_marks(group)
         await self._store.flush()
@@ -299,7 +300,7 @@ class CacheManager:
             UnknownInstanceError: the instance is not registered.
             StorageIOError: a storage cannot be asked; nothing is removed.
         """
-        report = await self._missing.report(self.cache(instance_id), parts)
+        report = await self.missing.report(self.cache(instance_id), parts)
         await self._store.flush()
         return report
 

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import cast
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.index.answers import StorageView
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.masks import NO_MASK, BlockMask
 
@@ -37,6 +38,7 @@ class MatchQuery:
         mask: positions to leave out.
         window: keys per window of the sliding-window match.
         spec_names: specs to return; empty for all.
+        node_id: the reader's node, whose memory pools it can read; "" for none.
     """
 
     mode: MatchMode
@@ -44,6 +46,7 @@ class MatchQuery:
     mask: BlockMask = NO_MASK
     window: int = 0
     spec_names: frozenset[str] = frozenset()
+    node_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +62,32 @@ class Match:
     keys: Sequence[int]
 
 
-async def match(cache: InstanceCache, query: MatchQuery) -> Match:
+async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | None = None) -> Match:
     """Answer a query.
+
+    Args:
+        cache: the instance.
+        query: what is asked for.
+        view: which storages the reader can read; None is those that everybody can.
 
     Raises:
         InvalidArgumentError: the window does not fit the keys.
     """
-    found = await _MODES[query.mode](cache, query)
+    found = await _MODES[query.mode](cache, query, view)
     if not query.spec_names:
         return found
     return Match(cache.filtered(found.chunks, query.spec_names), found.keys)
 
 
-async def _prefix(cache: InstanceCache, query: MatchQuery) -> Match:
+async def _prefix(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
     keys = _unmasked_keys(query)
-    answers = await cache.index.answers(keys, stop_at_miss=True)
+    answers = await cache.index.answers(keys, stop_at_miss=True, view=view)
     return Match(cast("list[bytes]", answers), keys[: len(answers)])  # it ends before the first None
 
 
-async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery) -> Match:
+async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
     """The longest prefix with all full-attention specs whose last block has the linear-attention state too."""
-    prefix = await _prefix(cache, query)
+    prefix = await _prefix(cache, query, view)
     length = 0
     for position, present in enumerate(cache.present.map(prefix.chunks), start=1):
         if not cache.full_specs <= present:
@@ -89,18 +97,18 @@ async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery) -> Match:
     return Match(prefix.chunks[:length], prefix.keys[:length])
 
 
-async def _batch(cache: InstanceCache, query: MatchQuery) -> Match:
-    answers = await _answers_in_place(cache, query)
+async def _batch(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
+    answers = await _answers_in_place(cache, query, view)
     hits = [key for key, answer in zip(query.keys, answers, strict=True) if answer is not None]
     return Match([cache.placeholder if answer is None else answer for answer in answers], hits)
 
 
-async def _window(cache: InstanceCache, query: MatchQuery) -> Match:
+async def _window(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
     """The right-most window of consecutive hits; every other position is a placeholder."""
     count, window = len(query.keys), query.window
     if not 1 <= window <= count:
         raise InvalidArgumentError(f"sw_size is {window}, must be from 1 to the number of keys, {count}")
-    answers = await _answers_in_place(cache, query)
+    answers = await _answers_in_place(cache, query, view)
     start = _rightmost_run(answers, window)
     chunks: list[bytes] = [cache.placeholder] * count
     if start is None:
@@ -133,13 +141,13 @@ def _unmasked_keys(query: MatchQuery) -> Sequence[int]:
     return [query.keys[i] for i in positions]
 
 
-async def _answers_in_place(cache: InstanceCache, query: MatchQuery) -> list[bytes | None]:
+async def _answers_in_place(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> list[bytes | None]:
     """Answers at the positions of the request; None where the key is missing or masked."""
     positions = query.mask.unmasked(len(query.keys))
     if len(positions) == len(query.keys):
-        return await cache.index.answers(query.keys)
+        return await cache.index.answers(query.keys, view=view)
     answers: list[bytes | None] = [None] * len(query.keys)
-    found = await cache.index.answers([query.keys[i] for i in positions])
+    found = await cache.index.answers([query.keys[i] for i in positions], view=view)
     for position, answer in zip(positions, found, strict=True):
         answers[position] = answer
     return answers

@@ -1,14 +1,16 @@
-"""Reports of missing bytes: what a reader did not find is looked for by the manager, and given up only if it agrees.
+"""Reports of missing and of corrupt bytes: locations that readers could not use are given up.
 
-A reader can be wrong: its mount may be gone, or it reads by an old answer. So the storage is asked first, and a report
-removes nothing that the manager can see. When bytes are missing the whole location goes, since its other parts are
-worth nothing without them; and so do the block's other locations when what is left of it is of no use by itself.
+A reader can be wrong: its mount may be gone, or it reads by an old answer. So where it found no bytes the storage is
+asked first, and a report removes nothing that the manager can see. Bytes that are not those of the recorded checksum
+are there, so the storage cannot tell, and a reader is believed that names this very checksum: then it read by the
+answer that holds now. When bytes are missing or corrupt the whole location goes, since its other parts are worth
+nothing without them; and so do the block's other locations when what is left of it is of no use by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -29,10 +31,17 @@ _log = structlog.get_logger("kvcm.cache")
 
 
 class MissingPart(NamedTuple):
-    """A part of a block that somebody could not read."""
+    """A part of a block that somebody could not use.
+
+    Attributes:
+        key: of the block.
+        uri: as it was answered.
+        mismatched_checksum: 0 when its bytes are not there; otherwise they are not those of this checksum.
+    """
 
     key: int
     uri: str
+    mismatched_checksum: int = 0
 
 
 class MissingReport(NamedTuple):
@@ -40,7 +49,8 @@ class MissingReport(NamedTuple):
 
     Attributes:
         removed_locations: locations that went.
-        unconfirmed_parts: parts whose bytes are there after all, or that no location names any more.
+        unconfirmed_parts: parts whose bytes are there after all, that no location names any more, or that have another
+            checksum now, or none.
     """
 
     removed_locations: int
@@ -61,41 +71,54 @@ class MissingParts:
     Args:
         storages: the open storages.
         remover: takes locations out of indexes.
+
+    Attributes:
+        mismatches: parts that were found corrupt, by instance group and storage.
     """
 
     def __init__(self, storages: Storages, remover: Remover) -> None:
         self._storages = storages
         self._remover = remover
+        self.mismatches: Counter[tuple[str, str]] = Counter()
 
     async def report(self, cache: InstanceCache, parts: Sequence[MissingPart]) -> MissingReport:
-        """Check parts, and remove the locations whose bytes are missing.
+        """Check parts, and remove the locations whose bytes are missing or corrupt.
 
         Raises:
             StorageIOError: a storage cannot be asked; nothing is removed.
         """
-        lost = await self._without_bytes(await self._holders(cache, set(parts)))
-        ids: defaultdict[int, set[str]] = defaultdict(set)
-        for holder in lost:
-            ids[holder.part.key].add(holder.location_id)
-        removed = await self._remover.remove_chosen(
-            cache, ids, lambda key, record: _worthless(cache, record, ids[key]), reason="missing"
-        )
-        if removed:
-            _log.warning("bytes_missing", instance=cache.instance.instance_id, locations=removed)
-        confirmed = {holder.part for holder in lost}
+        holders = await self._holders(cache, set(parts))
+        corrupt = [holder for holder in holders if holder.part.mismatched_checksum]
+        lost = await self._without_bytes([holder for holder in holders if not holder.part.mismatched_checksum])
+        removed = await self._remove(cache, lost, "missing") + await self._remove(cache, corrupt, "corrupt")
+        self.mismatches.update((cache.instance.instance_group_name, holder.storage) for holder in corrupt)
+        confirmed = {holder.part for holder in (*lost, *corrupt)}
         return MissingReport(removed, sum(part not in confirmed for part in parts))
 
+    async def _remove(self, cache: InstanceCache, useless: Sequence[_Holder], reason: str) -> int:
+        ids: defaultdict[int, set[str]] = defaultdict(set)
+        for holder in useless:
+            ids[holder.part.key].add(holder.location_id)
+        removed = await self._remover.remove_chosen(
+            cache, ids, lambda key, record: _worthless(cache, record, ids[key]), reason=reason
+        )
+        if removed:
+            storages = sorted({holder.storage for holder in useless})
+            _log.warning(f"bytes_{reason}", instance=cache.instance.instance_id, storages=storages, locations=removed)
+        return removed
+
     async def _holders(self, cache: InstanceCache, parts: Collection[MissingPart]) -> list[_Holder]:
-        uris: defaultdict[int, set[str]] = defaultdict(set)
+        """Return the reported parts that serving locations have, those that are corrupt with the same checksum."""
+        reported: defaultdict[int, set[MissingPart]] = defaultdict(set)
         for part in parts:
-            uris[part.key].add(part.uri)
+            reported[part.key].add(part)
         holders: list[_Holder] = []
-        for page in pages(list(uris)):
+        for page in pages(list(reported)):
             for key, record in zip(page, await cache.index.get(page), strict=True):
                 for location in record.locations if record is not None else ():
                     if location.status is LocationStatus.SERVING:
-                        named = uris[key].intersection(spec.uri for spec in decode_chunk(location.chunk).specs)
-                        holders += [_Holder(MissingPart(key, uri), location.id, location.storage) for uri in named]
+                        named = reported[key].intersection(_possible_parts(key, location))
+                        holders += [_Holder(part, location.id, location.storage) for part in named]
             await asyncio.sleep(0)
         return holders
 
@@ -123,6 +146,12 @@ class MissingParts:
             raise StorageIOError(f"storage {storage!r} did not answer within {_ASK_SECONDS:g} s: try again") from None
         except Exception as error:  # whatever it raises, it did not say that the bytes are missing
             raise StorageIOError(f"storage {storage!r} cannot be asked: {error}") from error
+
+
+def _possible_parts(key: int, location: Location) -> set[MissingPart]:
+    """Return what can be told of a location: of each part that its bytes are gone, or are not of its checksum."""
+    specs = decode_chunk(location.chunk).specs
+    return {MissingPart(key, spec.uri, checksum) for spec in specs for checksum in (0, spec.checksum)}
 
 
 def _worthless(cache: InstanceCache, record: BlockRecord, lost_ids: Collection[str]) -> Which:

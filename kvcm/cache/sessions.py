@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.limits import Limits
 from kvcm.cache.pages import pages
-from kvcm.cache.selection import Storages, candidates
+from kvcm.cache.selection import NodeStorages, candidates
 from kvcm.cache.usage import Ledger, Reservation
 from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_specs, plan_write
 from kvcm.cache.write_values import FinishedWrite, StartedWrite, WriteRequest, WriteSession
@@ -35,7 +35,7 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, No
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, decode_chunk, encode_chunk
 from kvcm.model.masks import BlockMask
-from kvcm.storage.backend import Allocation, Hints, Part
+from kvcm.storage.backend import Allocation, Hints, Part, StorageBackend, is_full
 
 __all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession", "WriteSessions"]
 
@@ -68,7 +68,7 @@ class WriteSessions:
     def __init__(
         self,
         endings: SessionEndings,
-        storages: Storages,
+        storages: NodeStorages,
         usage: Ledger,
         clock: Clock,
         new_id: Callable[[int], str],
@@ -92,7 +92,7 @@ class WriteSessions:
             InvalidArgumentError: the spec groups do not fit, or a block would follow itself.
             NotReadyError: blocks have to be written and no storage of the group is available, or other managers are
                 faster.
-            CapacityError: not even the first block that has to be written fits.
+            CapacityError: not even the first block that has to be written fits, or its storage has no room after all.
             StorageIOError: the store failed; what was begun is rolled back now or at the session's deadline.
         """
         if request.parent_key is not None and request.parent_key in request.keys:
@@ -106,10 +106,12 @@ class WriteSessions:
         session = self._new_session(cache, request, plan, reservation)
         try:
             return await self._begin(cache, session, request, plan, reservation, _hints(cache, group))
-        except BaseException:
+        except BaseException as error:
             # Nobody was told the session's id: not even the client could end it.
             with suppress(KvcmError):
                 await uninterrupted(self._endings.abort(cache, session))
+            if isinstance(error, CapacityError):
+                self._refused(group)
             raise
         finally:
             if reservation is not None:
@@ -152,17 +154,25 @@ class WriteSessions:
         wanted = cache.specs_per_key(request.spec_groups, len(keys))
         head = await self._head(cache, request.parent_key)
         records = await self._records(cache, keys)
+        view = self._storages.for_node(request.node_id)
+        usable = candidates(group, view)
+        # What is on a storage that is drained is written anew, where there is another one to write it to.
+        is_leaving = (self._storages.is_draining,) if usable else ()
         missing = [
-            missing_specs(record, specs, self._storages, request.replicas)
+            missing_specs(record, specs, view, request.replicas, *is_leaving)
             for record, specs in zip(records, wanted, strict=True)
         ]
-        usable = candidates(group, self._storages)
         if not usable and any(missing):
-            raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
+            raise NotReadyError(self._no_storage(group))
         cache.index.limit_keys(limits.max_key_count)  # as configured now
         # While no other manager works on the store, nothing suspends from here until the room is reserved.
         room = await self._usage.room(limits, cache.placement.uid, cache.index) if any(missing) else None
         return plan_write(Planner(usable, room, cache.index.max_key_count), keys, missing, records, head)
+
+    def _no_storage(self, group: InstanceGroup) -> str:
+        message = f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}"
+        draining = [name for name in group.storage_candidates if self._storages.is_draining(name)]
+        return f"{message}, of which {draining} are being drained" if draining else message
 
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Read the records, after ending writers whose time is up: their blocks can be written again."""
@@ -198,16 +208,23 @@ class WriteSessions:
         reservation: Reservation | None,
         hints: Hints,
     ) -> StartedWrite:
+        opened = self._opened(reservation)
         await self._endings.open(session)
         locations: dict[int, Location] = {}
         lost: set[int] = set()
         for page in pages(plan.blocks):
             if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
                 raise NotReadyError("the store took too long for the write to begin: start it again")
-            locations |= self._allocate(cache, session, page, hints)
-            lost |= await self._add(cache, session, request, page, locations)
+            fresh = await self._allocate(cache, session, page, hints)
+            locations |= fresh
+            try:
+                lost |= await self._add(cache, session, request, page, locations)
+            except BaseException:
+                await uninterrupted(self._discard(list(fresh.values())))
+                raise
             await asyncio.sleep(0)
         session = await self._without(cache, session, locations, lost)
+        self._check_same(opened)
         if not await self._endings.is_open(session):
             # It expired while the store was busy: blocks that came later have no owner.
             raise NotReadyError("the write session ended before its blocks were stored: start the write again")
@@ -230,6 +247,19 @@ class WriteSessions:
         await self._endings.change(session, kept)
         return kept
 
+    def _opened(self, reservation: Reservation | None) -> dict[str, StorageBackend | None]:
+        """Return what is open of the storages that a write goes to."""
+        places = reservation.wanted_bytes if reservation is not None else ()
+        return {place.storage: self._storages.backend(place.storage) for place in places}
+
+    def _check_same(self, opened: Mapping[str, StorageBackend | None]) -> None:
+        """Refuse addresses on a storage that was removed meanwhile: its name may be that of another medium by now."""
+        for storage, backend in opened.items():
+            if self._storages.backend(storage) is not backend:
+                raise NotReadyError(
+                    f"storage {storage!r} was removed or changed while the write was being started: start it again"
+                )
+
     async def _discard(self, unused: Sequence[Location]) -> None:
         """Free addresses that are not handed out, before the others are: whoever deletes a packed file has to know that
         nobody will write these slots, also if this manager dies at once."""
@@ -237,14 +267,17 @@ class WriteSessions:
         for location in unused:
             by_storage[location.storage] += [spec.uri for spec in decode_chunk(location.chunk).specs]
         for storage, uris in by_storage.items():
-            backend = self._storages.backend(storage)
-            try:
-                async with asyncio.timeout(_DISCARD_SECONDS):
-                    reasons = await backend.discard(uris) if backend is not None else ()
-            except TimeoutError:
-                reasons = ["no answer"]
-            for reason in filter(None, reasons):
-                _log.warning("addresses_not_discarded", storage=storage, reason=reason)
+            await self._discard_on(storage, uris)
+
+    async def _discard_on(self, storage: str, uris: Sequence[str]) -> None:
+        backend = self._storages.backend(storage)
+        try:
+            async with asyncio.timeout(_DISCARD_SECONDS):
+                reasons = await backend.discard(uris) if backend is not None else ()
+        except TimeoutError:
+            reasons = ["no answer"]
+        for reason in filter(None, reasons):
+            _log.warning("addresses_not_discarded", storage=storage, reason=reason)
 
     async def _make_objects(self, fresh: Sequence[Location]) -> None:
         """Let storages make the objects of fresh addresses that want to do that themselves."""
@@ -260,18 +293,25 @@ class WriteSessions:
                 except TimeoutError:
                     raise StorageIOError(f"storage {storage!r} does not answer: start the write again") from None
 
-    def _allocate(
+    async def _allocate(
         self, cache: InstanceCache, session: WriteSession, blocks: Sequence[PlannedBlock], hints: Hints
     ) -> dict[int, Location]:
         """Return a writing location with addresses for every planned block, allocated in one batch per storage."""
         by_storage: defaultdict[str, list[PlannedBlock]] = defaultdict(list)
         for block in blocks:
             by_storage[block.place.storage].append(block)
-        uris = {storage: self._uris(cache, session, storage, part, hints) for storage, part in by_storage.items()}
+        uris: dict[str, dict[tuple[str, int], str]] = {}
+        try:
+            for storage, part in by_storage.items():
+                uris[storage] = await self._uris(cache, session, storage, part, hints)
+        except BaseException:
+            for storage, unused in uris.items():
+                await uninterrupted(self._discard_on(storage, list(unused.values())))
+            raise
         now = self._clock.now()
         return {block.key: _location(session, block, uris[block.place.storage], now) for block in blocks}
 
-    def _uris(
+    async def _uris(
         self, cache: InstanceCache, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock], hints: Hints
     ) -> dict[tuple[str, int], str]:
         instance = cache.instance
@@ -284,7 +324,13 @@ class WriteSessions:
         backend = self._storages.backend(storage)
         if backend is None:
             raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start it again")
-        uris = backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
+        try:
+            uris = await backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
+        except StorageIOError as error:
+            self._storages.note_unwritable(storage)  # the next write goes elsewhere, where there is another one
+            if not is_full(error):
+                raise
+            raise CapacityError(f"{error}: retry shortly, room is being made") from error
         return {(part.spec_name, part.key): uri for part, uri in zip(parts, uris, strict=True)}
 
     async def _add(
@@ -297,6 +343,7 @@ class WriteSessions:
     ) -> set[int]:
         """Add the locations to the records; return the blocks that another writer began in the meantime."""
         planned = {block.key: block for block in blocks}
+        is_leaving, view = self._storages.is_draining, self._storages.for_node(request.node_id)
 
         def add_location(key: int, old: BlockRecord | None) -> BlockRecord | None:
             block = planned[key]
@@ -304,7 +351,7 @@ class WriteSessions:
                 return BlockRecord(block.parent, block.depth, (locations[key],))
             if any(location.id == session.location_id for location in old.locations):
                 return old  # the store answered too late and we asked again: it is there already
-            if missing_specs(old, block.specs, self._storages, request.replicas) != block.specs:
+            if missing_specs(old, block.specs, view, request.replicas, is_leaving) != block.specs:
                 return old
             return old._replace(locations=(*old.locations, locations[key]))
 

@@ -1,6 +1,7 @@
 """What a StartWriteCache will write: pure planning, no side effects (design.md decision 17).
 
-* A block is masked when its serving or writing locations on available storages cover every spec asked for.
+* A block is masked when its serving or writing locations on available storages cover every spec asked for. What serves
+  on a storage that is being drained will be gone soon: where there is another storage it covers nothing.
 * A key repeated in one request is masked at its later positions.
 * A block that fits no limit is refused, and so is everything behind it: a suffix without its prefix is useless.
 """
@@ -8,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,8 +52,26 @@ class WritePlan:
     new_keys: int = 0
 
 
-def missing_specs(record: BlockRecord | None, wanted: Specs, view: StorageView, min_replica_count: int) -> Specs:
-    """Return the specs that a block still lacks: not being written, and in fewer available locations than asked for."""
+def _none_leaves(_storage: str) -> bool:
+    return False
+
+
+def missing_specs(
+    record: BlockRecord | None,
+    wanted: Specs,
+    view: StorageView,
+    min_replica_count: int,
+    is_leaving: Callable[[str], bool] = _none_leaves,
+) -> Specs:
+    """Return the specs that a block still lacks: not being written, and in fewer available locations than asked for.
+
+    Args:
+        record: what the index knows of the block.
+        wanted: specs that are asked for.
+        view: which storages are available.
+        min_replica_count: locations that are asked for.
+        is_leaving: storages on which what serves does not count; what is being written there does (invariant 2).
+    """
     if record is None:
         return wanted
     writing: set[str] = set()
@@ -62,7 +81,7 @@ def missing_specs(record: BlockRecord | None, wanted: Specs, view: StorageView, 
             continue
         if location.status is LocationStatus.WRITING:
             writing.update(location.spec_names)
-        elif location.status is LocationStatus.SERVING:
+        elif location.status is LocationStatus.SERVING and not is_leaving(location.storage):
             replicas.update(location.spec_names)
     return tuple(info for info in wanted if info.name not in writing and replicas[info.name] < min_replica_count)
 

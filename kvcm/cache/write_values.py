@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvcm.cache.checksums import CHECKSUM_BYTES, NO_CHECKSUMS, Checksums, Told
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.masks import BlockMask
 
-__all__ = ["NO_HINT", "FinishedWrite", "Retention", "StartedWrite", "WriteRequest", "WriteSession"]
+__all__ = ["NO_HINT", "FinishedWrite", "Retention", "StartedWrite", "Told", "WriteRequest", "WriteSession"]
 
 _FORMAT = 1
 _PRIORITIES = range(-100, 101)
@@ -59,6 +60,7 @@ class WriteRequest:
         timeout_seconds: life of the session; 0 and less is the default, more than an hour is an hour.
         min_replica_count: a block is skipped only when it has so many available replicas; 0 is 1.
         parent_key: key before `keys[0]`, None at the head of a chain.
+        node_id: the writer's node, whose memory pools it can write; "" for none.
     """
 
     keys: Sequence[int]
@@ -66,6 +68,7 @@ class WriteRequest:
     timeout_seconds: int = 0
     min_replica_count: int = 0
     parent_key: int | None = None
+    node_id: str = ""
 
     @property
     def replicas(self) -> int:
@@ -89,8 +92,15 @@ class _HintedDocument(_Document, array_like=True, frozen=True):
     keep_until: float = 0.0
 
 
+class _CheckedDocument(_HintedDocument, array_like=True, frozen=True):
+    """With the checksums of the parts, too, as `Checksums` has them."""
+
+    checksum_names: tuple[str, ...] = ()
+    checksums: bytes = b""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_HintedDocument)
+_decoder = msgspec.msgpack.Decoder(_CheckedDocument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,8 @@ class WriteSession:
         decision: None while it is open. Then how it ends, per key whether it succeeded: whoever finds the session with
             a decision carries it out, since the one who made it may have died on the way.
         priority: what its blocks have once they serve.
-        keep_until: unix seconds when its blocks have to go, 0 for never; both are part of the decision.
+        keep_until: unix seconds when its blocks have to go, 0 for never.
+        checksums: of its parts; these three are part of the decision.
     """
 
     id: str
@@ -117,13 +128,17 @@ class WriteSession:
     decision: tuple[bool, ...] | None = None
     priority: int = 0
     keep_until: float = 0.0
+    checksums: Checksums = NO_CHECKSUMS
 
     def encoded(self) -> bytes:
         """Return the session's document; its id is the document's name."""
         decision = bytes(self.decision) if self.decision is not None else None
         fields = (_FORMAT, self.uid, self.deadline, self.location_id, array("q", self.keys).tobytes(), decision)
-        if self.priority or self.keep_until:
-            return _encoder.encode(_HintedDocument(*fields, self.priority, self.keep_until))
+        hint = (self.priority, self.keep_until)
+        if self.checksums.names:
+            return _encoder.encode(_CheckedDocument(*fields, *hint, *self.checksums))
+        if any(hint):
+            return _encoder.encode(_HintedDocument(*fields, *hint))
         return _encoder.encode(_Document(*fields))
 
     @classmethod
@@ -143,8 +158,11 @@ class WriteSession:
                 f"a stored write session has format {stored.version}, this release knows {_FORMAT}: upgrade it first"
             )
         decision = tuple(map(bool, stored.decision)) if stored.decision is not None else None
+        checksums = Checksums(stored.checksum_names, stored.checksums)
+        if len(checksums.values) != len(keys) * len(checksums.names) * CHECKSUM_BYTES:
+            raise StorageIOError("a stored write session cannot be read: it has not one checksum per key and name")
         hint = (stored.priority, stored.keep_until)
-        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision, *hint)
+        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision, *hint, checksums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 The event loop is held for a slice of blocks at a time, however many batches are under way. Metadata goes only if the
 location is still the one that was found (compare-and-delete), so deleting twice harms nobody; nothing that is in flight
-here is begun a second time.
+here is begun a second time. Of a storage that is not configured any more the metadata goes alone, also where a call of
+the storage hangs.
 """
 
 from __future__ import annotations
@@ -55,12 +56,11 @@ class Deleted:
 
     def add(self, changes: Iterable[Change]) -> None:
         """Count the locations that changes took out of records."""
-        for _, old, new, _ in changes:
-            if old is None or new is old:
+        for change in changes:
+            if change.old is None or change.new is change.old:
                 continue
-            kept = {location.id for location in new.locations} if new is not None else ()
-            gone = [location.size_bytes for location in old.locations if location.id not in kept]
-            self.blocks += new is None
+            gone = [location.size_bytes for location in _gone(change)]
+            self.blocks += change.new is None
             self.locations += len(gone)
             self.byte_count += sum(gone)
 
@@ -129,8 +129,11 @@ class Deletions:
             self._in_flight_of[item.uid][item.storage] -= 1
 
     def fail_late(self) -> None:
-        """Note which storages hang."""
+        """Note which storages hang, and let go of those that were removed."""
         for storage, workers in self._workers.items():
+            if self._is_removed(storage):
+                workers.let_go()
+                continue
             if count := workers.fail_late():
                 _log.warning("deletion_hangs", storage=storage, count=count, retry_seconds=workers.pause_seconds)
 
@@ -164,6 +167,11 @@ class Deletions:
         """Stop; what was not done is found again in the records."""
         for task in self._tasks:
             task.cancel()
+        for workers in self._workers.values():
+            workers.cancel()
+
+    def _is_removed(self, storage: str) -> bool:
+        return self._storages.backend(storage) is None and not self._is_configured(storage)
 
     def _workers_of(self, storage: str) -> StorageWorkers:
         workers = self._workers.get(storage)
@@ -173,19 +181,24 @@ class Deletions:
 
     def _seconds_to_wait(self, storage: str, in_flight: int) -> float:
         """Return how long a storage is not to be asked: it fails, or is far behind and in the way of the others."""
+        if self._is_removed(storage):  # it is not asked at all
+            return 0.0
         workers = self._workers_of(storage)
         if workers.pause_seconds or in_flight <= _MOST_IN_FLIGHT or not workers.is_slow:
             return workers.pause_seconds
         return workers.seconds_for(in_flight + workers.put_off_count)
 
     async def _delete(self, custody: IndexInCustody, storage: str, items: Sequence[DeletionItem]) -> None:
-        backend, workers = self._storages.backend(storage), self._workers_of(storage)
-        if backend is None and not self._is_configured(storage):
+        workers = self._workers_of(storage)
+        async with workers.turn(len(items)):
+            backend = self._storages.backend(storage)
+            # Whatever waited here while another batch failed has to wait for the end of the pause.
+            is_asked = not self._is_removed(storage) and not workers.pause_seconds
+            reasons = await self._delete_bytes(workers, backend, items) if is_asked else None
+        if self._is_removed(storage) or (is_asked and reasons is None):
+            # Nobody is told: a call that was let go of may still be at it, whatever is configured by now.
             await self._drop(custody, items)
             return
-        async with workers.turn(len(items)):
-            # Whatever waited here while another batch failed has to wait for the end of the pause.
-            reasons = None if workers.pause_seconds else await self._delete_bytes(backend, items)
         if reasons is None:
             await self.put_off(custody, items, workers.pause_seconds)
             return
@@ -197,26 +210,39 @@ class Deletions:
             await self.put_off(custody, failed, pause)
         else:
             workers.succeeded()
-        await self._drop(custody, [item for item, reason in zip(items, reasons, strict=True) if reason is None])
+        dropped = await self._drop(custody, [item for item, why in zip(items, reasons, strict=True) if why is None])
+        if backend is not None and dropped:
+            await _tell_forgotten(backend, storage, dropped)
 
-    async def _delete_bytes(self, backend: StorageBackend | None, items: Sequence[DeletionItem]) -> list[str | None]:
-        """Return per item why its bytes are still there, None when they are gone."""
+    async def _delete_bytes(
+        self, workers: StorageWorkers, backend: StorageBackend | None, items: Sequence[DeletionItem]
+    ) -> list[str | None] | None:
+        """Return per item why its bytes are still there, None when they are gone; nothing when the storage was removed
+        before it answered."""
         if backend is None:
             return ["the storage is not open on this manager"] * len(items)
         await self.give_way()
         try:
-            results = iter(await backend.delete([uri for item in items for uri in item.uris]))
+            results = await workers.call(backend.delete([uri for item in items for uri in item.uris]))
         except Exception as error:  # whatever a storage raises, its items are tried again
             return [f"{type(error).__name__}: {error}"] * len(items)
-        return [next(filter(None, [next(results) for _ in item.uris]), None) for item in items]
+        if results is None:
+            return None
+        each = iter(results)
+        return [next(filter(None, [next(each) for _ in item.uris]), None) for item in items]
 
-    async def _drop(self, custody: IndexInCustody, items: Sequence[DeletionItem]) -> None:
-        """Drop the metadata of what is gone."""
+    async def _drop(self, custody: IndexInCustody, items: Sequence[DeletionItem]) -> list[DeletionItem]:
+        """Drop the metadata of what is gone. Returns what had served of what this very call dropped, and nobody before
+        it."""
         ids = _ids_by_key(items)
+        dropped: set[tuple[int, str]] = set()
         for page in slices(list(ids), SLICE_BLOCKS):
             await self.give_way()
             changes = await custody.meta_index.read_modify_write(page, lambda key, old: without(old, ids[key]))
             self.deleted.add(changes)
+            gone = ((change.key, location) for change in changes for location in _gone(change))
+            dropped.update((key, location.id) for key, location in gone if location.has_served)
+        return [item for item in items if (item.key, item.location_id) in dropped]
 
     async def put_off(self, custody: IndexInCustody, items: Sequence[DeletionItem], seconds: float) -> None:
         """Let deletions become due again so many seconds from now, in their records."""
@@ -227,6 +253,29 @@ class Deletions:
             await custody.meta_index.read_modify_write(page, lambda key, old: due_later(old, ids[key], due))
         for storage, count in Counter(item.storage for item in items).items():
             self._workers_of(storage).put_off(count, due)
+
+
+async def _tell_forgotten(backend: StorageBackend, storage: str, dropped: Sequence[DeletionItem]) -> None:
+    """Tell a storage what nobody will delete again. Where that fails, its places are lost until their objects go.
+
+    Of what never served the writer may come back: its places are never anybody else's (design.md decision 16), and no
+    storage is told.
+    """
+    uris = [uri for item in dropped for uri in item.uris]
+    try:
+        await backend.forgotten(uris)
+    except Exception as error:  # whatever a storage raises, its bytes and their metadata are gone
+        _log.warning(
+            "places_not_forgotten", storage=storage, count=len(uris), reason=f"{type(error).__name__}: {error}"
+        )
+
+
+def _gone(change: Change) -> list[Location]:
+    """Return the locations that a change took out of a record."""
+    if change.old is None or change.new is change.old:
+        return []
+    kept = {location.id for location in change.new.locations} if change.new is not None else ()
+    return [location for location in change.old.locations if location.id not in kept]
 
 
 def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

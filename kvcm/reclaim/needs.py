@@ -141,7 +141,7 @@ class _Look:
         for members in self._groups.values():
             yield from self._of_types(members)
         for storage in self._limits.storages:
-            if storage.capacity_bytes:
+            if storage.limit_bytes:
                 yield from self._of_storage(storage)
         for members in self._groups.values():
             yield from self._of_keys(members)

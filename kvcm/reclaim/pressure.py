@@ -105,7 +105,7 @@ class Pressure:
         self._storages = {
             storage.global_unique_name: _on_storage(storage, groups, blocks)
             for storage in self._registry.storages.all()
-            if storage.capacity_bytes
+            if storage.limit_bytes
         }
         self._quotas = {quota.name: _drawn(quota, groups, blocks) for quota in self._registry.quotas.all()}
 

@@ -166,7 +166,7 @@ class Reclaimer:
         return bool(
             0 < trigger.used_percentage <= 1
             or trigger.used_size
-            or any(storage.capacity_bytes for storage in limits.storages)
+            or any(storage.limit_bytes for storage in limits.storages)
             or any(quota.name == group.global_quota_group_name for quota in limits.quotas)
         )
 
@@ -200,17 +200,12 @@ class Reclaimer:
 
     async def _serve_needs(self) -> int:
         total, servings = 0, Servings(self._hopeless)
-        until, is_confirmed = self._clock.now() + _LOOK_SECONDS, False
+        until = self._clock.now() + _LOOK_SECONDS
         while self._is_leader():
             if self._clock.now() >= until:
                 self._wake.set()
                 break
             found = list(needs(self._holdings(), self._limits(), self._active))
-            if not is_confirmed and any(need.label not in self._active for need in found):
-                # What was written while a store was asked may count twice until it is asked again.
-                is_confirmed = True
-                await self._refresh()
-                continue
             self._active = {need.label for need in found}
             need = servings.next(found)
             if need is None:

@@ -9,8 +9,9 @@ What is deleted is old enough that no writer can be at it, was unknown twice, th
 change since it was listed. Whatever cannot be read, asked or understood ends the scrub before it deletes anything more.
 
 The name of an object tells its instance and its first block, so nearly all are found by asking for that block. A packed
-object may be known by its other blocks alone: those that are left are gathered, and looked for in a scan of their
-instances, together. Memory: `_MOST_SUSPECTS` names.
+object may be known by other blocks alone, also by those that got slots of it later (file_slots.py notes that beside it
+first, so it changed), and memory of a pool has a name that tells nothing of its owner: what is left is gathered,
+and looked for in a scan of its instances, or of all, together. Memory: `_MOST_SUSPECTS` names.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ class _Scrub:
         self._counts["bytes"] += sum(each.size_bytes for each in page.objects)
         self._counts["failed"] += page.failed
         unknown = await self._not_by_first_block(page.objects)
-        self._suspects += [each for each in unknown if slot_count(each.name) > 1]
-        await self._judge([each for each in unknown if slot_count(each.name) <= 1])
+        self._suspects += [each for each in unknown if _is_suspect(each.name)]
+        await self._judge([each for each in unknown if not _is_suspect(each.name)])
         if len(self._suspects) >= _MOST_SUSPECTS:
             await self._judge_suspects()
 
@@ -228,22 +229,29 @@ class _Scrub:
         return [each for each in objects if each.name not in known]
 
     async def _not_in_any_block(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
-        """Return the objects that no block of their instance names."""
+        """Return the objects that no block of their instance names; of those that tell no instance, no block at all."""
         names: defaultdict[str, set[str]] = defaultdict(set)
         for each in objects:
             names[each.name.partition("/")[0]].add(each.name)
         for custody in list(self._custodian.indexes()) if objects else ():
-            unknown = names.get(path_component(custody.instance_id))
+            unknown = [some for name in (path_component(custody.instance_id), "") if (some := names.get(name))]
             if unknown:
                 await _strike_out(custody.meta_index, unknown)
         return [each for each in objects if each.name in names[each.name.partition("/")[0]]]
 
 
-async def _strike_out(index: MetaIndex, names: set[str]) -> None:
+def _is_suspect(name: str) -> bool:
+    """Return whether another block than that of its name may know an object, or its name tells of none."""
+    return name.startswith("/") or slot_count(name) > 1
+
+
+async def _strike_out(index: MetaIndex, unknown: Sequence[set[str]]) -> None:
     async for page in index.scan():
         async for key, record in _records(index, page):
-            names.difference_update(_objects_of(key, record))
-        if not names:
+            known = list(_objects_of(key, record))
+            for names in unknown:
+                names.difference_update(known)
+        if not any(unknown):
             return
 
 

@@ -80,9 +80,9 @@ def key_mark(group: InstanceGroup, max_key_count: int) -> Mark | None:
 
 def storage_mark(storage: StorageConfig, block: int = 0) -> Mark | None:
     """Return the mark of all bytes on a storage, None when it has no capacity of its own."""
-    if not storage.capacity_bytes:
+    if not storage.limit_bytes:
         return None
-    return ratio_mark(storage.capacity_bytes, storage.used_percentage or DEFAULT_MARK, None, block)
+    return ratio_mark(storage.limit_bytes, storage.used_percentage or DEFAULT_MARK, None, block)
 
 
 def global_mark(quota: GlobalQuota, block: int = 0) -> Mark | None:

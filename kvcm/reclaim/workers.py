@@ -2,27 +2,32 @@
 
 A deletion that takes too long counts as a failure, once; it keeps its worker until the storage lets go of it, so that
 nothing is deleted a second time beside it. Workers that hang are therefore missing, and when all of them do, what waits
-stays where it was found, in the records.
+stays where it was found, in the records. Only when the storage is removed do they let go of it: whatever such a call
+still does then, it does to bytes that nobody will delete or reuse.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvcm.model.clock import Clock
 
-__all__ = ["Backlog", "StorageWorkers"]
+__all__ = ["LATE_SECONDS", "Backlog", "StorageWorkers"]
+
+LATE_SECONDS = 30.0
+"""A deletion that takes so long counts as failed."""
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _MOST_DOUBLINGS = 6  # of the first pause: longer than the longest then
-_LATE_SECONDS = 30.0
 _SLOW_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 class Backlog(NamedTuple):
@@ -33,12 +38,14 @@ class Backlog(NamedTuple):
         executing: locations that it is deleting.
         failures: locations that it did not delete when it was asked, since the manager began.
         oldest_seconds: for how long the oldest of those waits that were taken up and are not put off.
+        late: locations that it is deleting for too long.
     """
 
     waiting: int = 0
     executing: int = 0
     failures: int = 0
     oldest_seconds: float = 0.0
+    late: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +77,40 @@ class StorageWorkers:
         self._seconds_each = 0.0
         self._last_done = -math.inf
         self._put_off: dict[float, int] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._removed: asyncio.Future[None] | None = None
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what a call of the storage returns; None when it was let go of before: then it goes on by itself."""
+        if self._removed is None:
+            self._removed = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+        ends: set[asyncio.Future[Any]] = {task, self._removed}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return task.result() if task.done() else None
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # of one that was let go of, nobody asks
+
+    def let_go(self) -> None:
+        """The storage was removed: whoever waits for a call waits no more, and what failed is of no interest."""
+        removed, self._removed = self._removed, None
+        if removed is not None:
+            removed.set_result(None)
+        self.succeeded()
+
+    def cancel(self) -> None:
+        """End the calls that go on by themselves, too."""
+        for task in self._calls:
+            task.cancel()
 
     @asynccontextmanager
     async def turn(self, count: int) -> AsyncIterator[None]:
@@ -122,7 +163,7 @@ class StorageWorkers:
 
     def fail_late(self) -> int:
         """Count deletions that take too long as failures, each once. Returns how many locations those are."""
-        began = self._clock.now() - _LATE_SECONDS
+        began = self._clock.now() - LATE_SECONDS
         late = [each for each in self._batches if not each.is_late and each.begun is not None and each.begun <= began]
         for batch in late:
             batch.is_late = True
@@ -150,4 +191,5 @@ class StorageWorkers:
             sum(batch.count for batch in self._batches if batch.begun is not None),
             self._failures,
             max((self._clock.now() - batch.since for batch in self._batches), default=0.0),
+            sum(batch.count for batch in self._batches if batch.is_late),
         )

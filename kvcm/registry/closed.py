@@ -28,6 +28,9 @@ class ClosedStorages:
     def set_enabled(self, name: str, *, enabled: bool) -> None:
         """Nothing is open that could be switched."""
 
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Nothing is open that could take writes."""
+
     def close(self, name: str) -> None:
         """Nothing is open that could be closed."""
 

@@ -21,6 +21,7 @@ from kvcm.model.storages import (
 __all__ = ["decode_document", "encode_document"]
 
 _VERSION = 1  # grows with every change that an older release could not read or would lose
+_VERSION_OF_LEAVING = 2  # of a storage that is drained or removed: an older release would take it for any other
 
 Value = TypeVar("Value")
 
@@ -53,6 +54,8 @@ class _Storage(msgspec.Struct):
     is_available: bool
     capacity_bytes: int = 0
     used_percentage: float = 0.0
+    draining_since: float | msgspec.UnsetType = msgspec.UNSET
+    removed_at: float | msgspec.UnsetType = msgspec.UNSET
 
 
 def encode_document(value: object) -> bytes:
@@ -63,7 +66,7 @@ def encode_document(value: object) -> bytes:
     """
     try:
         shape = _storage_document(value) if isinstance(value, StorageConfig) else value
-        return msgspec.json.encode(_Document(_VERSION, msgspec.Raw(msgspec.json.encode(shape))))
+        return msgspec.json.encode(_Document(_version_of(value), msgspec.Raw(msgspec.json.encode(shape))))
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"a text is not valid UTF-8: {error.object[error.start : error.end]!r}") from error
 
@@ -76,9 +79,10 @@ def decode_document(kind: type[Value], document: bytes) -> Value:
     """
     try:
         outer = msgspec.json.decode(document, type=_Document)
-        if outer.version != _VERSION:
+        known = {_VERSION, _VERSION_OF_LEAVING} if kind is StorageConfig else {_VERSION}
+        if outer.version not in known:
             raise StorageIOError(
-                f"document of version {outer.version}, this release reads version {_VERSION}: "
+                f"document of version {outer.version}, this release reads version {max(known)}: "
                 "it was written by another release, run that one"
             )
         value: Any = _storage(outer.value) if kind is StorageConfig else msgspec.json.decode(outer.value, type=kind)
@@ -87,6 +91,11 @@ def decode_document(kind: type[Value], document: bytes) -> Value:
     else:
         decoded: Value = value
         return decoded
+
+
+def _version_of(value: object) -> int:
+    is_leaving = isinstance(value, StorageConfig) and (value.is_draining or value.is_removed)
+    return _VERSION_OF_LEAVING if is_leaving else _VERSION
 
 
 def _storage_document(config: StorageConfig) -> _Storage:
@@ -98,7 +107,13 @@ def _storage_document(config: StorageConfig) -> _Storage:
         config.is_available,
         config.capacity_bytes,
         config.used_percentage,
+        config.draining_since or msgspec.UNSET,
+        config.removed_at or msgspec.UNSET,
     )
+
+
+def _time(stored: float | msgspec.UnsetType) -> float:
+    return 0.0 if isinstance(stored, msgspec.UnsetType) else stored
 
 
 def _storage(value: msgspec.Raw) -> StorageConfig:
@@ -113,4 +128,6 @@ def _storage(value: msgspec.Raw) -> StorageConfig:
         stored.is_available,
         stored.capacity_bytes,
         stored.used_percentage,
+        _time(stored.draining_since),
+        _time(stored.removed_at),
     )

@@ -77,6 +77,8 @@ _SPEC_KEYS: dict[type[Any], tuple[tuple[str, str], ...]] = {
     ),
     TairMemPoolStorageSpec: (("enable_vipserver", "enable_vipserver"), ("domain", "domain"), ("timeout", "timeout")),
 }
+_ADDED_KEYS: dict[type[Any], tuple[str, ...]] = {TairMemPoolStorageSpec: ("node_id", "capacity_bytes")}
+"""Of ours: printed only where they say something, since clients of the original know the others by heart."""
 _SPEC_OF_KIND: dict[str, type[Any]] = {
     "file": NfsStorageSpec,
     "dummy": DummyStorageSpec,
@@ -102,7 +104,9 @@ def storage_configs_json(configs: Iterable[StorageConfig]) -> str:
 
 
 def _spec_document(spec: StorageSpec) -> dict[str, Any]:
-    return {key: getattr(spec, attribute) for attribute, key in _SPEC_KEYS[type(spec)]}
+    document = {key: getattr(spec, attribute) for attribute, key in _SPEC_KEYS[type(spec)]}
+    added = {key: getattr(spec, key) for key in _ADDED_KEYS.get(type(spec), ())}
+    return document | {key: value for key, value in added.items() if value}
 
 
 def builtin_document(root_path: Path) -> StartupDocument:
@@ -218,7 +222,10 @@ def _storage(reader: _Reader) -> StorageConfig:
         raise reader.fail("type", kind, sorted(_SPEC_OF_KIND))
     spec_reader = reader.inner("storage_spec")
     defaults = spec_class()
-    spec = spec_class(**{name: spec_reader.any(key, getattr(defaults, name)) for name, key in _SPEC_KEYS[spec_class]})
+    fields = {name: spec_reader.any(key, getattr(defaults, name)) for name, key in _SPEC_KEYS[spec_class]}
+    if spec_class is TairMemPoolStorageSpec:
+        fields |= {"node_id": spec_reader.text("node_id"), "capacity_bytes": spec_reader.number("capacity_bytes")}
+    spec = spec_class(**fields)
     return StorageConfig(
         reader.text("global_unique_name"),
         spec,

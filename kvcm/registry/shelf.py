@@ -129,7 +129,7 @@ class Shelf(Generic[Value]):
         """
         start = len(self._prefix)
         found = {name[start:]: document for name, document in documents.items() if name.startswith(self._prefix)}
-        for name in found.keys() | self._documents.keys():
+        for name in found.keys() | self._documents.keys() | self._unreadable.keys():
             if name not in changed:
                 self._put_if_readable(name, found.get(name))
 
@@ -143,6 +143,7 @@ class Shelf(Generic[Value]):
 
     def _put(self, name: str, document: bytes | None, value: Value | None = None) -> None:
         if document == self._documents.get(name):
+            self._unreadable.pop(name, None)  # it was mended
             return
         if document is None:
             del self._documents[name], self._values[name]

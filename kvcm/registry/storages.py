@@ -3,23 +3,27 @@
 What is configured and what is open here are two things: another manager may have added a storage that this one cannot
 reach. It stays closed, its locations count as absent, and it is tried again at refreshes, less and less often.
 Only adding and updating make anything on a medium: what is opened later may not be mounted yet.
+
+A drain, and a removal while there are still blocks that lay on the storage, stand in the storage's own document: so of
+a drain, a removal and an addition at the same time each sees the other, and the name of a storage that is still to be
+forgotten is not given to another medium (`drains`; carried out by `kvcm.cache.drains`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 
-from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
-from kvcm.model.storages import StorageConfig
+from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError
+from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_storage
 
-__all__ = ["StorageOpener", "StorageRegistry"]
+__all__ = ["StorageDrain", "StorageOpener", "StorageRegistry"]
 
 _log = structlog.get_logger("kvcm.registry")
 
@@ -45,8 +49,25 @@ class StorageOpener(Protocol):
     def set_enabled(self, name: str, *, enabled: bool) -> None:
         """Make an open storage available for reads and writes, or not."""
 
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Keep new blocks off an open storage, or take them again."""
+
     def close(self, name: str) -> None:
         """Close a storage."""
+
+
+class StorageDrain(NamedTuple):
+    """A storage that is being emptied, or that was removed and is still to be forgotten.
+
+    Attributes:
+        name: of the storage.
+        started_at: unix seconds when that was asked for.
+        is_removal: it was removed.
+    """
+
+    name: str
+    started_at: float
+    is_removal: bool
 
 
 class _Failure(NamedTuple):
@@ -78,9 +99,12 @@ class StorageRegistry:
     async def add(self, config: StorageConfig) -> None:
         """Add and open a storage, before the manager serves: opening its medium blocks.
 
+        One that was removed and is not forgotten yet comes back as it was, with what is left of its blocks.
+
         Raises:
             InvalidArgumentError: a field is missing or malformed.
             DuplicateEntityError: the name is taken.
+            NotReadyError: a storage of that name and another medium is still to be forgotten.
             KvcmError: it cannot be opened, or the store cannot be asked.
         """
         await self._check_new(config)
@@ -112,7 +136,7 @@ class StorageRegistry:
 
     async def _check_new(self, config: StorageConfig) -> None:
         check_storage(config)
-        _refuse_taken(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        _refuse_taken(config, await self._shelf.read(config.global_unique_name))
 
     async def _is_only_limited(self, config: StorageConfig) -> bool:
         """Return whether only its limit changes: then nothing has to be opened, which its medium may not allow now."""
@@ -122,7 +146,7 @@ class StorageRegistry:
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            _refuse_taken(config.global_unique_name, known)  # somebody may have added it meanwhile
+            _refuse_taken(config, known)  # somebody may have added it meanwhile
             return config
 
         await self._shelf.change(config.global_unique_name, decide)
@@ -133,9 +157,7 @@ class StorageRegistry:
             known = _existing(config.global_unique_name, known)
             return replace(known, capacity_bytes=config.capacity_bytes, used_percentage=config.used_percentage)
 
-        await self._shelf.change(config.global_unique_name, decide)
-        self._is_as_wanted(config.global_unique_name)
-        await self._flush()
+        await self._put(config.global_unique_name, decide)
 
     async def _replace(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
@@ -145,7 +167,8 @@ class StorageRegistry:
                     f"storage {config.global_unique_name!r} is of type {known.storage_type.kind} and holds blocks of "
                     f"that: to make it {config.storage_type.kind}, remove it and add it again"
                 )
-            return replace(config, is_available=known.is_available)
+            _refuse_another_pool(config, known)
+            return replace(config, is_available=known.is_available, draining_since=known.draining_since)
 
         await self._shelf.change(config.global_unique_name, decide)
         await self._changed(config, prepared)
@@ -161,36 +184,95 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._shelf.change(name, lambda known: replace(_existing(name, known), is_available=enabled))
-        self._is_as_wanted(name)
-        await self._flush()
+        await self._put(name, lambda known: replace(_existing(name, known), is_available=enabled))
 
-    async def remove(self, name: str) -> None:
-        """Forget a storage; its locations count as missing from now on.
+    async def retire(self, name: str, now: float) -> None:
+        """Remove a storage at once; its locations count as missing from now on. Its name is kept from other media until
+        `forget`: there are blocks that lie on it.
+
+        Raises:
+            InvalidArgumentError: there is no such storage.
+            StorageIOError: the store cannot be asked.
+        """
+        await self._put(name, lambda known: replace(_existing(name, known), removed_at=now, draining_since=0.0))
+
+    async def forget(self, drain: StorageDrain) -> None:
+        """Forget a removed storage of which nothing is left, unless it was added again meanwhile.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+
+        def decide(known: StorageConfig | None) -> StorageConfig | None:
+            is_it = known is not None and known.is_removed and known.removed_at == drain.started_at
+            return None if is_it else known
+
+        await self._put(drain.name, decide)
+
+    async def drain(self, name: str, now: float) -> None:
+        """Begin to empty a storage: it takes no writes from now on. Doing this again changes nothing.
 
         Raises:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
 
-        def decide(known: StorageConfig | None) -> None:
-            _existing(name, known)
+        def decide(known: StorageConfig | None) -> StorageConfig:
+            known = _existing(name, known)
+            return known if known.is_draining else replace(known, draining_since=now)
 
+        await self._put(name, decide)
+
+    async def cancel_drain(self, name: str) -> None:
+        """Let a storage take writes again; fine without a drain.
+
+        Raises:
+            InvalidArgumentError: there is no such storage.
+            StorageIOError: the store cannot be asked.
+        """
+        await self._put(name, lambda known: replace(_existing(name, known), draining_since=0.0))
+
+    async def _put(self, name: str, decide: Callable[[StorageConfig | None], StorageConfig | None]) -> None:
+        """Change what needs no medium."""
         await self._shelf.change(name, decide)
         self._is_as_wanted(name)
         await self._flush()
 
+    def drains(self) -> list[StorageDrain]:
+        """Return the storages that are to be emptied or forgotten, ordered by name."""
+        return [drain for config in self._shelf.all() if (drain := _drain_of(config)) is not None]
+
+    def being_left(self, drain: StorageDrain) -> StorageConfig | None:
+        """Return the storage of a drain that this manager has not heard the end of, None of one that is over."""
+        known = self._shelf.get(drain.name)
+        return known if known is not None and _drain_of(known) == drain else None
+
+    def check_new(self, config: StorageConfig) -> None:
+        """Refuse what `add` would refuse, by what this manager knows.
+
+        Raises:
+            InvalidArgumentError: a field is missing or malformed.
+            DuplicateEntityError: the name is taken.
+            NotReadyError: a storage of that name and another medium is still to be forgotten.
+        """
+        check_storage(config)
+        _refuse_taken(config, self._shelf.get(config.global_unique_name))
+
     def all(self) -> list[StorageConfig]:
         """Return all storages, ordered by name."""
-        return self._shelf.all()
+        return [config for config in self._shelf.all() if not config.is_removed]
 
     def existing(self, names: Iterable[str]) -> list[StorageConfig]:
         """Return those of `names` that exist, ordered by name."""
-        return [config for name in sorted(set(names)) if (config := self._shelf.get(name)) is not None]
+        return [config for name in sorted(set(names)) if (config := self._get(name)) is not None]
 
     def is_configured(self, name: str) -> bool:
         """Return whether there is a storage of a name, open here or not, readable by this release or not."""
-        return self._shelf.get(name) is not None or name in self._shelf.unreadable
+        return self._get(name) is not None or name in self._shelf.unreadable
+
+    def _get(self, name: str) -> StorageConfig | None:
+        known = self._shelf.get(name)
+        return None if known is None or known.is_removed else known
 
     async def open_missing(self, wait_seconds: float) -> None:
         """Make what is open here agree with what is configured; media are opened in threads.
@@ -208,7 +290,7 @@ class StorageRegistry:
 
     def _is_as_wanted(self, name: str) -> bool:
         """Close or switch an open storage as it is configured. False: its medium has to be opened."""
-        wanted, is_open = self._shelf.get(name), self._open.get(name)
+        wanted, is_open = self._get(name), self._open.get(name)
         if wanted is None:
             if is_open is not None:
                 del self._open[name]
@@ -219,6 +301,8 @@ class StorageRegistry:
         self._open[name] = wanted  # with its limit
         if is_open.is_available is not wanted.is_available:
             self._opener.set_enabled(name, enabled=wanted.is_available)
+        if is_open.is_draining is not wanted.is_draining:
+            self._opener.set_draining(name, is_draining=wanted.is_draining)
         return True
 
     def _is_worth_a_try(self, medium: StorageConfig) -> bool:
@@ -248,7 +332,7 @@ class StorageRegistry:
     def _install(self, config: StorageConfig, prepared: Any) -> None:
         """Put an opened medium in place, unless something else is configured by now: then it is left to refreshes."""
         name = config.global_unique_name
-        wanted, is_open = self._shelf.get(name), self._open.get(name)
+        wanted, is_open = self._get(name), self._open.get(name)
         if wanted is None or _medium(wanted) != _medium(config):
             return
         if is_open is not None and is_open.storage_type is not wanted.storage_type:
@@ -257,21 +341,46 @@ class StorageRegistry:
         self._open[name] = wanted
 
 
+def _drain_of(config: StorageConfig) -> StorageDrain | None:
+    if not (config.is_removed or config.is_draining):
+        return None
+    started_at = config.removed_at if config.is_removed else config.draining_since
+    return StorageDrain(config.global_unique_name, started_at, config.is_removed)
+
+
 def _medium(config: StorageConfig) -> StorageConfig:
-    """What has to be opened: switch and limit make no difference."""
-    return replace(config, is_available=True, capacity_bytes=0, used_percentage=0.0)
+    """What has to be opened: switches and limit make no difference."""
+    return replace(config, is_available=True, capacity_bytes=0, used_percentage=0.0, draining_since=0.0)
 
 
 def _limit(config: StorageConfig) -> tuple[int, float]:
     return config.capacity_bytes, config.used_percentage
 
 
-def _refuse_taken(name: str, known: StorageConfig | None) -> None:
-    if known is not None:
+def _refuse_taken(config: StorageConfig, known: StorageConfig | None) -> None:
+    name = config.global_unique_name
+    if known is not None and not known.is_removed:
         raise DuplicateEntityError(f"storage {name!r} exists; use UpdateStorage to change it")
+    if known is not None and known.spec != config.spec:
+        raise NotReadyError(
+            f"storage {name!r} is being forgotten, there are still blocks that lay on it: until ListDrain names it no "
+            "more it can only be added with the medium that it had; try again, or take another name"
+        )
+
+
+def _refuse_another_pool(config: StorageConfig, known: StorageConfig) -> None:
+    """The memory of a pool is divided by its size, and addresses in it name its node."""
+    if not isinstance(config.spec, TairMemPoolStorageSpec) or not isinstance(known.spec, TairMemPoolStorageSpec):
+        return
+    before, wanted = ((spec.node_id, spec.capacity_bytes) for spec in (known.spec, config.spec))
+    if before != wanted:
+        raise InvalidArgumentError(
+            f"storage {config.global_unique_name!r} is a pool of {before[1]} bytes on node {before[0]!r}, wanted are "
+            f"{wanted[1]} bytes on node {wanted[0]!r}: to change that, remove it and add it again"
+        )
 
 
 def _existing(name: str, known: StorageConfig | None) -> StorageConfig:
-    if known is None:
+    if known is None or known.is_removed:
         raise InvalidArgumentError(f"storage {name!r} does not exist")
     return known

@@ -17,6 +17,7 @@ from kvcm.model.groups import (
     TriggerStrategy,
 )
 from kvcm.model.instances import Instance
+from kvcm.model.memory_pool import MIN_POOL_BYTES
 from kvcm.model.names import check_name, check_storage_name
 from kvcm.model.storages import (
     DummyStorageSpec,
@@ -55,7 +56,7 @@ _REQUIRED_TEXTS: dict[type[object], tuple[str, ...]] = {
     ThreeFSStorageSpec: ("mountpoint", "root_dir"),
     VcnsThreeFSStorageSpec: ("mountpoint", "root_dir", "remote_host", "meta_storage_uri"),
     MooncakeStorageSpec: ("local_hostname", "metadata_connstring", "protocol", "master_service_entry"),
-    TairMemPoolStorageSpec: ("domain",),
+    TairMemPoolStorageSpec: (),
     NfsStorageSpec: ("root_path",),
     DummyStorageSpec: (),
 }
@@ -96,8 +97,25 @@ def check_storage(config: StorageConfig) -> None:
         require(spec.remote_port > 0, f"{prefix}.remote_port", f"is {spec.remote_port}, must be > 0")
     if isinstance(spec, MooncakeStorageSpec) and spec.protocol == "rdma":
         require(spec.rdma_device, f"{prefix}.rdma_device", "is required when protocol is rdma")
+    if isinstance(spec, TairMemPoolStorageSpec):
+        _check_pool(spec, prefix)
     _at_least_zero("StorageConfig.capacity_bytes", config.capacity_bytes)
     _check_mark("StorageConfig.used_percentage", config.used_percentage)
+
+
+def _check_pool(spec: TairMemPoolStorageSpec, prefix: str) -> None:
+    _at_least_zero(f"{prefix}.capacity_bytes", spec.capacity_bytes)
+    if not spec.node_id:
+        require(spec.domain, f"{prefix}.domain", "is required without node_id")
+        require(not spec.capacity_bytes, f"{prefix}.node_id", "is required with capacity_bytes")
+        return
+    check_storage_name("node_id", spec.node_id)
+    require(not spec.domain, f"{prefix}.domain", f"is {spec.domain!r}, must be empty with node_id")
+    require(
+        spec.capacity_bytes >= MIN_POOL_BYTES,
+        f"{prefix}.capacity_bytes",
+        f"is {spec.capacity_bytes}, must be at least {MIN_POOL_BYTES} with node_id",
+    )
 
 
 def check_global_quota(quota: GlobalQuota) -> None:

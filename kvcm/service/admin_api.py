@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
 from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
@@ -67,6 +68,7 @@ class AdminApi:
         leadership: who leads.
         metrics: counters of the calls.
         limits: sizes of requests.
+        drains: removes storages, and forgets what lay on them.
         capacity: series of quotas, eviction and deletion, where there are such things.
         storages: the open storages, where their health is known.
     """
@@ -78,6 +80,7 @@ class AdminApi:
         leadership: Leadership,
         metrics: ApiMetrics,
         limits: RequestLimits,
+        drains: StorageDrains,
         capacity: CapacitySeries | None = None,
         storages: StorageDirectory | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class AdminApi:
         self._metrics = metrics
         self._capacity = capacity
         self._storages = storages
+        self._drains = drains
         self._said_uri_is_ignored = False
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
@@ -156,9 +160,9 @@ class AdminApi:
         return _done()
 
     async def remove_storage(self, request: Any) -> Reply:
-        """Forget a storage."""
+        """Remove a storage, and in the background what lay on it."""
         require(request.storage_unique_name, "RemoveStorage.storage_unique_name")
-        await self._registry.storages.remove(request.storage_unique_name)
+        await self._drains.remove(request.storage_unique_name)
         return _done()
 
     async def update_storage(self, request: Any) -> Reply:

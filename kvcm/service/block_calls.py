@@ -11,7 +11,7 @@ from kvcm.cache.manager import CacheManager
 from kvcm.cache.meta import BlockMeta
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import block_keys_from_tokens
-from kvcm.model.locations import Location, decode_chunk
+from kvcm.model.locations import Location, SpecUri, decode_chunk
 from kvcm.registry.validation import require
 from kvcm.service.calls import Reply
 from kvcm.service.limits import RequestLimits
@@ -98,5 +98,10 @@ def _location_text(location: Location) -> dict[str, Any]:
         "storage": location.storage,
         "size": str(location.size_bytes),
         "written_at": location.written_at,
-        "location_specs": [spec._asdict() for spec in decode_chunk(location.chunk).specs],
+        "location_specs": [_spec_text(spec) for spec in decode_chunk(location.chunk).specs],
     }
+
+
+def _spec_text(spec: SpecUri) -> dict[str, str]:
+    text = {"name": spec.name, "uri": spec.uri}
+    return text | {"checksum": str(spec.checksum)} if spec.checksum else text

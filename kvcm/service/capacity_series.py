@@ -101,6 +101,7 @@ class CapacitySeries:
             name = config.global_unique_name
             health = self._storages.health(name) or _NOT_OPEN
             tags = (("storage", name), ("type", config.storage_type.kind))
+            yield Series("kvcm_storage_draining", tags, float(config.is_draining))
             yield Series("kvcm_storage_health", tags, _GAUGE_OF_HEALTH[health.state])
             yield Series("kvcm_storage_probe_seconds", tags, health.probe_seconds)
             yield Series("kvcm_storage_probe_failures_total", tags, health.failed_probes)

@@ -29,7 +29,7 @@ M = TypeVar("M", bound=Message)
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_MAX_INT64_DIGITS = 19
+_MAX_DIGITS = 20  # of a number of 64 bits
 
 
 class MalformedBody(ValueError):  # noqa: N818 - it says what the body is
@@ -240,6 +240,8 @@ def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | 
             return int, _int32, None
         case FieldDescriptor.TYPE_INT64:
             return int, _int64, str
+        case FieldDescriptor.TYPE_FIXED64:
+            return int, _fixed64, str
         case FieldDescriptor.TYPE_STRING:
             return str, _string, None
         case FieldDescriptor.TYPE_BOOL:
@@ -254,6 +256,10 @@ def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | 
 
 
 # ── Single values ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_INT32 = range(-(1 << 31), 1 << 31)
+_INT64 = range(-(1 << 63), 1 << 63)
+_FIXED64 = range(1 << 64)
 
 _NAMES: dict[type, str] = {
     dict: "an object",
@@ -270,24 +276,28 @@ def _unexpected(wanted: str, value: object) -> _WrongValueError:
     return _WrongValueError(f"must be {wanted}, not {_NAMES[type(value)]}")
 
 
-def _integer(value: Any, bits: int) -> int:
+def _integer(value: Any, allowed: range, kind: str) -> int:
     if type(value) is str:
         value = _quoted_number(value)
     if type(value) is Decimal:
         value = _whole(value)
     if type(value) is not int:
         raise _unexpected("an integer", value)
-    if not -(1 << bits - 1) <= value < 1 << bits - 1:
-        raise _WrongValueError(f"is out of the range of int{bits}")
+    if value not in allowed:
+        raise _WrongValueError(f"is out of the range of {kind}")
     return value
 
 
 def _int32(value: Any) -> int:
-    return _integer(value, 32)
+    return _integer(value, _INT32, "int32")
 
 
 def _int64(value: Any) -> int:
-    return _integer(value, 64)
+    return _integer(value, _INT64, "int64")
+
+
+def _fixed64(value: Any) -> int:
+    return _integer(value, _FIXED64, "fixed64")
 
 
 def _quoted_number(text: str) -> Decimal:
@@ -298,7 +308,7 @@ def _quoted_number(text: str) -> Decimal:
 
 def _whole(value: Decimal) -> int:
     """1.0 and 1e3 are integers. The length is checked first: 1e999999999 would fill the memory."""
-    if value and value.adjusted() >= _MAX_INT64_DIGITS:
+    if value and value.adjusted() >= _MAX_DIGITS:
         raise _WrongValueError("is out of the range of integers")
     whole = int(value) if value else 0
     if whole != value:

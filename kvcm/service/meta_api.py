@@ -3,8 +3,10 @@ registry."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from kvcm.cache.checksums import ToldLocation
 from kvcm.cache.leases import MAX_LEASE_MS
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import Match, MatchMode, MatchQuery
@@ -30,6 +32,7 @@ __all__ = ["MetaApi"]
 _META = "kv_cache_manager.proto.meta.MetaService"
 _LEASE = "kvcm.v1.LeaseService"
 _START_WRITE_LOCATIONS_FIELD = 4
+_MOST_SPECS_TOLD = 1024  # of one location; more than any model has
 _MOST_REPLICAS = 16  # each further one costs the bytes of the block once more
 
 
@@ -56,6 +59,7 @@ class MetaApi:
         self._registry = registry
         self._leadership = leadership
         self._events = RequestEvents(events if events is not None else EventLog())
+        self._limits = limits
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -130,6 +134,7 @@ class MetaApi:
             mask,
             request.sw_size,
             frozenset(request.location_spec_names),
+            request.node_id,
         )
         found = await self._cache.match(request.instance_id, query, peek=request.peek)
         message = pb.GetCacheLocationResponse()
@@ -148,7 +153,7 @@ class MetaApi:
         self._cache.cache(request.instance_id)
         mode = _match_mode(request)
         keys = await self._blocks.keys("GetCacheLocationLen", request)
-        query = MatchQuery(mode, keys, window=request.sw_size)
+        query = MatchQuery(mode, keys, window=request.sw_size, node_id=request.node_id)
         found = await self._cache.match(request.instance_id, query, peek=request.peek)
         return Reply(pb.GetCacheLocationLenResponse(cache_location_len=len(found.keys)))
 
@@ -164,6 +169,7 @@ class MetaApi:
             request.write_timeout_seconds,
             request.min_replica_count,
             request.parent_block_key if request.HasField("parent_block_key") else None,
+            request.node_id,
         )
         started = await self._cache.start_write(request.instance_id, write)
         self._events.write_started(request, write.keys, started)
@@ -180,7 +186,10 @@ class MetaApi:
         require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
         success = mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
-        finished = await self._cache.finish_write(request.instance_id, request.write_session_id, success, retention)
+        told = _Told(request.locations, self._limits.max_keys)
+        finished = await self._cache.finish_write(
+            request.instance_id, request.write_session_id, success, retention, told
+        )
         self._events.write_finished(request, success)
         message = pb.CommonResponse()
         if finished.vanished:
@@ -229,6 +238,29 @@ class MetaApi:
             request.instance_id, request.write_session_id, request.write_timeout_seconds
         )
         return Reply(lease_pb.RenewWriteSessionResponse(write_session_deadline_ms=int(session.deadline * 1000)))
+
+
+class _Told(Sequence[ToldLocation]):
+    """What a request tells of locations, read when it is needed: there may be hundreds of thousands of parts."""
+
+    def __init__(self, locations: Sequence[Any], most: int) -> None:
+        if len(locations) > most:
+            raise InvalidArgumentError(f"locations has {len(locations)} entries, at most {most} are allowed")
+        self._locations = locations
+
+    def __len__(self) -> int:
+        return len(self._locations)
+
+    def __getitem__(self, position: Any) -> Any:
+        location = self._locations[position]
+        specs = location.location_specs
+        if len(specs) > _MOST_SPECS_TOLD:
+            raise InvalidArgumentError(
+                f"locations[{position}] has {len(specs)} location_specs, at most {_MOST_SPECS_TOLD} are allowed"
+            )
+        return ToldLocation(
+            [(spec.name, checksum) for spec in specs if (checksum := spec.checksum)], location.checksum % (1 << 64)
+        )
 
 
 def _match_mode(request: Any) -> MatchMode:

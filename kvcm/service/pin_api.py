@@ -88,7 +88,7 @@ class PinApi:
             raise InvalidArgumentError(
                 f"parts has {len(request.parts)} entries, at most {self._limits.max_keys} are allowed"
             )
-        parts = [MissingPart(part.block_key, part.uri) for part in request.parts]
+        parts = [MissingPart(part.block_key, part.uri, part.mismatched_checksum) for part in request.parts]
         report = await self._cache.report_missing(request.instance_id, parts)
         return Reply(pb.ReportMissingResponse(**report._asdict()))
 

@@ -21,7 +21,13 @@ async def state_series(cache: CacheManager, registry: Registry, capacity: Capaci
         for group in registry.groups.all():
             await cache.usage.hear(group.name)
     of_capacity = await capacity.series() if capacity is not None else []  # hears the indexes, too
-    return [*_search_cache(cache), *_groups(cache, registry), *_instances(cache), *of_capacity]
+    return [
+        *_search_cache(cache),
+        *_groups(cache, registry),
+        *_instances(cache),
+        *_mismatches(cache, registry),
+        *of_capacity,
+    ]
 
 
 def _search_cache(cache: CacheManager) -> Iterator[Series]:
@@ -41,6 +47,12 @@ def _groups(cache: CacheManager, registry: Registry) -> Iterator[Series]:
         used = sum(cache.group_usage_bytes(group.name).values())
         yield Series("cache_manager_group.byte_size", tags, float(used))
         yield Series("cache_manager_group.usage_ratio", tags, used / max(1, group.quota.capacity))
+
+
+def _mismatches(cache: CacheManager, registry: Registry) -> Iterator[Series]:
+    known = {(group.name, storage): 0 for group in registry.groups.all() for storage in group.storage_candidates}
+    for (group_name, storage), count in {**known, **cache.missing.mismatches}.items():
+        yield Series("kvcm_checksum_mismatch_total", (("group", group_name), ("storage", storage)), count)
 
 
 def _instances(cache: CacheManager) -> Iterator[Series]:

@@ -205,7 +205,7 @@ def _storage_usages(sources: UsageSources, groups: Iterable[_Sums]) -> Iterator[
     configured = {storage.global_unique_name: storage for storage in sources.storages}
     for name in sorted(configured.keys() | parts.keys()):
         storage, part = configured.get(name), parts[name]
-        capacity = storage.capacity_bytes if storage is not None else 0
+        capacity = storage.limit_bytes if storage is not None else 0
         mark = storage_mark(storage, part.largest_block) if storage is not None else None
         backlog = sources.backlogs.get(name, Backlog())
         yield StorageUsage(

@@ -103,6 +103,7 @@ class StorageStatus:
     failed_probes: int = 0
     medium_bytes: int = -1
     medium_free_bytes: int = -1
+    is_draining: bool = False
 
     @classmethod
     def of(cls, config: StorageConfig, health: StorageHealth | None) -> StorageStatus:
@@ -110,12 +111,12 @@ class StorageStatus:
         name, is_enabled = config.global_unique_name, config.is_available
         if health is None:
             reason = "it could not be opened on this manager, whose log says why"
-            return cls(name, is_enabled, HealthState.SH_DOWN, reason)
+            return cls(name, is_enabled, HealthState.SH_DOWN, reason, is_draining=config.is_draining)
         space = health.space or StorageSpace(-1, -1)
         return cls(
             *(name, is_enabled, health.state, health.reason),
             *(int(health.since * 1000), health.probe_seconds, health.failed_probes),
-            *(space.capacity_bytes, space.free_bytes),
+            *(space.capacity_bytes, space.free_bytes, config.is_draining),
         )
 
 
