@@ -75,7 +75,8 @@ def _location(message: meta.CacheLocation, spec_names: Collection[str]) -> Locat
         raise MalformedAnswerError(str(error)) from error
     if not uris or not uris.keys() >= set(spec_names):
         return None
-    return Location(uris, message.type, message.checksum)
+    checksums = {spec.name: spec.checksum for spec in message.location_specs if spec.checksum}
+    return Location(uris, message.type, message.checksum, checksums)
 
 
 def _mask(mask: meta.BlockMask, count: int) -> tuple[bool, ...]:

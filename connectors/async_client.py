@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import grpc.aio
@@ -19,6 +19,7 @@ from connectors.results import (
     MatchResult,
     MissingReport,
     Pin,
+    PoolReport,
     Registration,
     WriteGrant,
 )
@@ -115,13 +116,14 @@ class AsyncManagerClient:
         session_id: str,
         succeeded: Sequence[bool],
         *,
+        checksums: Sequence[Mapping[str, int]] = (),
         priority: int = 0,
         ttl_seconds: int = 0,
         timeout_seconds: float | None = None,
     ) -> bool:
         """See `ManagerClient.finish_write`."""
         return await self._run(
-            self._exchanges.finish_write(session_id, succeeded, priority, ttl_seconds, timeout_seconds)
+            self._exchanges.finish_write(session_id, succeeded, checksums, priority, ttl_seconds, timeout_seconds)
         )
 
     async def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
@@ -155,10 +157,29 @@ class AsyncManagerClient:
         return await self._run(self._exchanges.list_pins(timeout_seconds))
 
     async def report_missing(
-        self, parts: Sequence[tuple[int, LocationUri | str]], *, timeout_seconds: float | None = None
+        self,
+        parts: Sequence[tuple[int, LocationUri | str]],
+        *,
+        corrupt: Sequence[tuple[int, LocationUri | str, int]] = (),
+        timeout_seconds: float | None = None,
     ) -> MissingReport | None:
         """See `ManagerClient.report_missing`."""
-        return await self._run(self._exchanges.report_missing(parts, timeout_seconds))
+        return await self._run(self._exchanges.report_missing(parts, corrupt, timeout_seconds))
+
+    async def report_pool(
+        self,
+        storage: str,
+        node_id: str,
+        generation: int,
+        capacity_bytes: int,
+        *,
+        valid_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> PoolReport | None:
+        """See `ManagerClient.report_pool`."""
+        return await self._run(
+            self._exchanges.report_pool(storage, node_id, generation, capacity_bytes, valid_ms, timeout_seconds)
+        )
 
     async def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
         """See `ManagerClient.cluster_info`."""

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
+from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 
 __all__ = [
     "FINISH_WRITE",
@@ -22,6 +23,7 @@ __all__ = [
     "REMOVE",
     "RENEW_WRITE_SESSION",
     "REPORT_MISSING",
+    "REPORT_POOL",
     "START_WRITE",
     "UNPIN_PREFIX",
     "Answer",
@@ -31,6 +33,7 @@ __all__ = [
 _META = "kv_cache_manager.proto.meta.MetaService"
 _LEASE = "kvcm.v1.LeaseService"
 _PIN = "kvcm.v1.PinService"
+_POOL = "kvcm.v1.PoolService"
 
 
 class Answer(Protocol):
@@ -80,3 +83,4 @@ PIN_PREFIX = Call("pin_prefix", f"/{_PIN}/PinPrefix", pins.PinPrefixResponse.Fro
 UNPIN_PREFIX = Call("unpin", f"/{_PIN}/UnpinPrefix", meta.CommonResponse.FromString)
 LIST_PINS = Call("list_pins", f"/{_PIN}/ListPins", pins.ListPinsResponse.FromString)
 REPORT_MISSING = Call("report_missing", f"/{_PIN}/ReportMissing", pins.ReportMissingResponse.FromString)
+REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolResponse.FromString)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import grpc
@@ -26,6 +26,7 @@ from connectors.results import (
     MatchResult,
     MissingReport,
     Pin,
+    PoolReport,
     Registration,
     WriteGrant,
 )
@@ -165,6 +166,7 @@ class ManagerClient:
         session_id: str,
         succeeded: Sequence[bool],
         *,
+        checksums: Sequence[Mapping[str, int]] = (),
         priority: int = 0,
         ttl_seconds: int = 0,
         timeout_seconds: float | None = None,
@@ -174,6 +176,8 @@ class ManagerClient:
         Args:
             session_id: of the grant.
             succeeded: one flag per location of the grant.
+            checksums: none, or per location those of its parts by spec name, as the engine told them
+                (`TransferResult.checksum`); 0 = none. Whoever loads a part then knows its bytes.
             priority: from -100 to 100; blocks of a lower one are evicted first, those of other writers have 0.
             ttl_seconds: the blocks go after this time, whatever room there is; 0 = no limit.
             timeout_seconds: see the class.
@@ -181,7 +185,9 @@ class ManagerClient:
         Returns:
             Whether the manager confirmed it. False can also mean that the confirmation was lost.
         """
-        return self._run(self._exchanges.finish_write(session_id, succeeded, priority, ttl_seconds, timeout_seconds))
+        return self._run(
+            self._exchanges.finish_write(session_id, succeeded, checksums, priority, ttl_seconds, timeout_seconds)
+        )
 
     def abort_write(self, session_id: str, *, timeout_seconds: float | None = None) -> bool:
         """Give a session back with nothing written. Without it, its blocks cannot be written until the session ends."""
@@ -224,18 +230,54 @@ class ManagerClient:
         return self._run(self._exchanges.list_pins(timeout_seconds))
 
     def report_missing(
-        self, parts: Sequence[tuple[int, LocationUri | str]], *, timeout_seconds: float | None = None
+        self,
+        parts: Sequence[tuple[int, LocationUri | str]],
+        *,
+        corrupt: Sequence[tuple[int, LocationUri | str, int]] = (),
+        timeout_seconds: float | None = None,
     ) -> MissingReport | None:
-        """Tell that bytes were not where a location says. The manager looks for itself, and forgets what is not there.
+        """Tell that bytes were not where a location says, or are not those that were saved there.
+
+        The manager looks for missing ones itself, and forgets what is not there. Corrupt ones it forgets when the
+        checksum is the one that it has recorded.
 
         Args:
-            parts: block key and uri of each.
+            parts: block key and uri of each whose bytes are missing.
+            corrupt: block key and uri of each whose bytes are wrong, and the checksum that the match gave for it.
             timeout_seconds: see the class.
 
         Returns:
             What became of it; None on error.
         """
-        return self._run(self._exchanges.report_missing(parts, timeout_seconds))
+        return self._run(self._exchanges.report_missing(parts, corrupt, timeout_seconds))
+
+    def report_pool(
+        self,
+        storage: str,
+        node_id: str,
+        generation: int,
+        capacity_bytes: int,
+        *,
+        valid_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> PoolReport | None:
+        """Tell that the memory of a pool is there.
+
+        Args:
+            storage: name of the storage.
+            node_id: node that it is on.
+            generation: of the memory.
+            capacity_bytes: of its data.
+            valid_ms: the pool counts as gone unless it is told of again within this time; 0 = as the last report of
+                this generation said, for good if none did.
+            timeout_seconds: see the class.
+
+        Returns:
+            What became of it; None on error, also when the storage is not what is told of.
+        """
+        return self._run(
+            self._exchanges.report_pool(storage, node_id, generation, capacity_bytes, valid_ms, timeout_seconds)
+        )
 
     def cluster_info(self, *, timeout_seconds: float | None = None) -> ClusterInfo | None:
         """Return who answers and who leads; None on error."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 from uuid import uuid4
@@ -29,6 +29,7 @@ from connectors.results import (
     MissingReport,
     Outcome,
     Pin,
+    PoolReport,
     Registration,
     RegistrationState,
     WriteGrant,
@@ -40,6 +41,7 @@ from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
+from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 
 __all__ = ["ClientSettings", "Exchange", "Exchanges", "StartedWrite"]
 
@@ -58,10 +60,13 @@ class ClientSettings:
     Attributes:
         timeout_seconds: budget of a call whose caller gives none, retries and pauses included.
         retry: how patient it is inside the budget.
+        node_id: node of the caller, as `NodeSettings` tells: matches and writes then may name memory pools that are on
+            it. "" for a caller that moves no bytes of pools.
     """
 
     timeout_seconds: float = 1.0
     retry: RetrySettings = field(default_factory=RetrySettings)
+    node_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ class Exchanges:
         clock: Callable[[], float] = time.monotonic,
         new_trace_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
-        self._requests = Requests(instance_id)
+        self._requests = Requests(instance_id, settings.node_id)
         self._settings = settings
         self._new_trace_id = new_trace_id
         self._journal = Journal(clock)
@@ -216,12 +221,15 @@ class Exchanges:
         self,
         session_id: str,
         succeeded: Sequence[bool],
+        checksums: Sequence[Mapping[str, int]],
         priority: int,
         ttl_seconds: int,
         timeout_seconds: float | None,
     ) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.finish_write`."""
-        request = self._requests.finish_write(self._new_trace_id(), session_id, succeeded, priority, ttl_seconds)
+        request = self._requests.finish_write(
+            self._new_trace_id(), session_id, succeeded, checksums, priority, ttl_seconds
+        )
         return self._exchange(calls.FINISH_WRITE, request, timeout_seconds, _yes, _no)
 
     def abort_write(self, session_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
@@ -276,7 +284,10 @@ class Exchanges:
         return self._exchange(calls.LIST_PINS, request, timeout_seconds, conclude, lambda _: None)
 
     def report_missing(
-        self, parts: Sequence[tuple[int, LocationUri | str]], timeout_seconds: float | None
+        self,
+        parts: Sequence[tuple[int, LocationUri | str]],
+        corrupt: Sequence[tuple[int, LocationUri | str, int]],
+        timeout_seconds: float | None,
     ) -> Exchange[pins.ReportMissingResponse, MissingReport | None]:
         """See `ManagerClient.report_missing`."""
 
@@ -284,8 +295,27 @@ class Exchanges:
             answer = _answer(verdict)
             return MissingReport(answer.removed_locations, answer.unconfirmed_parts)
 
-        request = self._requests.report_missing(self._new_trace_id(), parts)
+        request = self._requests.report_missing(self._new_trace_id(), parts, corrupt)
         return self._exchange(calls.REPORT_MISSING, request, timeout_seconds, conclude, lambda _: None)
+
+    def report_pool(
+        self,
+        storage: str,
+        node_id: str,
+        generation: int,
+        capacity_bytes: int,
+        valid_ms: int,
+        timeout_seconds: float | None,
+    ) -> Exchange[pools.ReportPoolResponse, PoolReport | None]:
+        """See `ManagerClient.report_pool`."""
+
+        def conclude(verdict: Verdict[pools.ReportPoolResponse]) -> PoolReport | None:
+            return PoolReport(_answer(verdict).is_new_generation)
+
+        request = self._requests.report_pool(
+            self._new_trace_id(), storage, node_id, generation, capacity_bytes, valid_ms
+        )
+        return self._exchange(calls.REPORT_POOL, request, timeout_seconds, conclude, lambda _: None)
 
     def cluster_info(self, timeout_seconds: float | None) -> Exchange[meta.GetClusterInfoResponse, ClusterInfo | None]:
         """See `ManagerClient.cluster_info`."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from connectors.results import MatchMode
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.names import check_storage_name
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
+from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 
 __all__ = ["Requests"]
 
@@ -23,6 +25,7 @@ _QUERY_TYPES = {
 _INT64 = range(-(1 << 63), 1 << 63)
 _INT32 = range(1 << 31)
 _PRIORITIES = range(-100, 101)
+_GENERATIONS = range(1, 1 << 64)
 
 
 class Requests:
@@ -30,14 +33,18 @@ class Requests:
 
     Args:
         instance_id: goes into every request.
+        node_id: node of the caller, whose memory pools it can use; "" for none.
 
     Every method raises `InvalidArgumentError` naming the argument that cannot be sent.
     """
 
-    def __init__(self, instance_id: str) -> None:
+    def __init__(self, instance_id: str, node_id: str = "") -> None:
         if not instance_id:
             raise InvalidArgumentError("instance_id is empty, must be the name of the instance")
+        if node_id:
+            check_storage_name("node_id", node_id)
         self.instance_id = instance_id
+        self.node_id = node_id
 
     def register_instance(
         self,
@@ -85,6 +92,7 @@ class Requests:
             sw_size=_window(window, mode),
             location_spec_names=spec_names,
             read_lease_ms=_number("read_lease_ms", read_lease_ms),
+            node_id=self.node_id,
         )
         if mask is not None:
             request.block_mask.CopyFrom(block_mask("mask", mask, len(keys)))
@@ -100,6 +108,7 @@ class Requests:
             query_type=_QUERY_TYPES[mode],
             block_keys=_keys(keys),
             sw_size=_window(window, mode),
+            node_id=self.node_id,
         )
 
     def start_write(
@@ -122,19 +131,31 @@ class Requests:
             write_timeout_seconds=_number("session_seconds", timeout_seconds),
             min_replica_count=_number("min_replica_count", min_replica_count),
             parent_block_key=None if parent_block_key is None else _keys([parent_block_key], "parent_block_key")[0],
+            node_id=self.node_id,
         )
 
     def finish_write(
-        self, trace_id: str, session_id: str, succeeded: Sequence[bool], priority: int, ttl_seconds: int
+        self,
+        trace_id: str,
+        session_id: str,
+        succeeded: Sequence[bool],
+        checksums: Sequence[Mapping[str, int]],
+        priority: int,
+        ttl_seconds: int,
     ) -> meta.FinishWriteCacheRequest:
         """See `ManagerClient.finish_write`."""
         if priority not in _PRIORITIES:
             raise InvalidArgumentError(f"priority is {priority}, must be -100 to 100")
+        if checksums and len(checksums) != len(succeeded):
+            raise InvalidArgumentError(
+                f"checksums has {len(checksums)} entries, must have none, or one per location: {len(succeeded)}"
+            )
         request = meta.FinishWriteCacheRequest(
             trace_id=trace_id,
             instance_id=self.instance_id,
             write_session_id=session_id,
             success_blocks=meta.BlockMask(bool_masks=meta.BoolMasksType(values=succeeded)),
+            locations=map(_told, checksums) if any(checksums) else (),
         )
         if priority or ttl_seconds:
             request.retention.priority = priority
@@ -186,14 +207,36 @@ class Requests:
         return pins.ListPinsRequest(trace_id=trace_id, instance_id=self.instance_id)
 
     def report_missing(
-        self, trace_id: str, parts: Sequence[tuple[int, LocationUri | str]]
+        self,
+        trace_id: str,
+        parts: Sequence[tuple[int, LocationUri | str]],
+        corrupt: Sequence[tuple[int, LocationUri | str, int]],
     ) -> pins.ReportMissingRequest:
         """See `ManagerClient.report_missing`."""
-        keys = _keys([key for key, _ in parts])
-        return pins.ReportMissingRequest(
+        _keys([key for key, _ in parts])
+        _keys([key for key, _, _ in corrupt], "corrupt")
+        missing = [pins.MissingPart(block_key=key, uri=str(uri)) for key, uri in parts]
+        mismatched = [
+            pins.MissingPart(block_key=key, uri=str(uri), mismatched_checksum=_checksum(checksum, 1))
+            for key, uri, checksum in corrupt
+        ]
+        return pins.ReportMissingRequest(trace_id=trace_id, instance_id=self.instance_id, parts=[*missing, *mismatched])
+
+    def report_pool(
+        self, trace_id: str, storage: str, node_id: str, generation: int, capacity_bytes: int, valid_ms: int
+    ) -> pools.ReportPoolRequest:
+        """See `ManagerClient.report_pool`."""
+        if generation not in _GENERATIONS:
+            raise InvalidArgumentError(f"generation is {generation}, must be 1 to {_GENERATIONS.stop - 1}")
+        if capacity_bytes not in _INT64 or capacity_bytes <= 0:
+            raise InvalidArgumentError(f"capacity_bytes is {capacity_bytes}, must be 1 to {_INT64.stop - 1}")
+        return pools.ReportPoolRequest(
             trace_id=trace_id,
-            instance_id=self.instance_id,
-            parts=[pins.MissingPart(block_key=key, uri=str(uri)) for key, (_, uri) in zip(keys, parts, strict=True)],
+            storage_unique_name=storage,
+            node_id=node_id,
+            generation=generation,
+            capacity_bytes=capacity_bytes,
+            valid_ms=_number("valid_ms", valid_ms),
         )
 
     def cluster_info(self, trace_id: str) -> meta.GetClusterInfoRequest:
@@ -228,6 +271,17 @@ def _model_deployment(model: ModelDeployment) -> meta.ModelDeployment:
         extra=model.extra,
         user_data=model.user_data,
     )
+
+
+def _told(checksums: Mapping[str, int]) -> meta.CacheLocation:
+    specs = [meta.LocationSpec(name=name, checksum=_checksum(checksum)) for name, checksum in checksums.items()]
+    return meta.CacheLocation(location_specs=specs)
+
+
+def _checksum(checksum: int, least: int = 0) -> int:
+    if not least <= checksum < 1 << 64:
+        raise InvalidArgumentError(f"a checksum is {checksum}, must be {least} to {(1 << 64) - 1}")
+    return checksum
 
 
 def _keys(keys: Sequence[int], field: str = "keys") -> Sequence[int]:

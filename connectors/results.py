@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvcm.model.errors import ErrorCode
@@ -20,6 +20,7 @@ __all__ = [
     "MissingReport",
     "Outcome",
     "Pin",
+    "PoolReport",
     "Registration",
     "RegistrationState",
     "WriteGrant",
@@ -66,11 +67,14 @@ class Location:
         uris: by spec name; parts that are not there are left out, at least one is.
         storage_type: number of the storage's type.
         checksum: of the block's bytes, 0 when unknown.
+        checksums: of the parts, by spec name, as their writer told them: for `TransferItem.checksum`. Parts without one
+            are left out.
     """
 
     uris: Mapping[str, LocationUri]
     storage_type: int = 0
     checksum: int = 0
+    checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +136,26 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class MissingReport:
-    """What became of a report of missing bytes.
+    """What became of a report of missing or corrupt bytes.
 
     Attributes:
         removed_locations: locations that the manager removed.
-        unconfirmed_parts: parts that it can see, or that are no longer where they were.
+        unconfirmed_parts: parts that it can see, that are no longer where they were, or that have another checksum now.
     """
 
     removed_locations: int
     unconfirmed_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """What became of a report of a memory pool.
+
+    Attributes:
+        is_new_generation: the manager knew of other memory; blocks that were in it are being forgotten.
+    """
+
+    is_new_generation: bool
 
 
 class RegistrationState(StrEnum):

@@ -20,6 +20,9 @@ __all__ = ["CopyRows", "gather_rows", "gather_rows_on", "scatter_rows", "scatter
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_FEW_VALUES = 64  # of a row; for more of them a turn of Python per row is quicker than indexing with all rows
+
+
 class CopyRows(Protocol):
     """Copies between a tensor with all rows and a tensor with some of them."""
 
@@ -46,7 +49,12 @@ def gather_rows(paged: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -
 def scatter_rows(paged: torch.Tensor, rows: torch.Tensor, packed: torch.Tensor) -> None:
     """Copy `packed` to rows of `paged`, see `CopyRows`."""
     if _has_values(paged, packed):
-        _dims_as_values(paged)[rows.numpy()] = _dims_as_values(packed)
+        target, source = _dims_as_values(paged), _dims_as_values(packed)
+        if math.prod(source.shape[1:]) < _FEW_VALUES:
+            target[rows.numpy()] = source
+        else:
+            for place, row in enumerate(rows.tolist()):
+                target[row] = source[place]
     else:
         paged.index_copy_(0, rows, packed)
 

@@ -1,6 +1,7 @@
 """Moves the bytes of blocks between engine memory and storages: one mover per storage type behind one engine."""
 
 from connectors.transfer.cancel import CancelToken
+from connectors.transfer.checksums import checksum_of
 from connectors.transfer.engine import MOVERS, TransferEngine
 from connectors.transfer.file import FileMover
 from connectors.transfer.mover import Failure, Mover, TransferItem, TransferResult
@@ -17,4 +18,5 @@ __all__ = [
     "TransferEngine",
     "TransferItem",
     "TransferResult",
+    "checksum_of",
 ]

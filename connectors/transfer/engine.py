@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import cast
 
@@ -20,19 +21,31 @@ from connectors.transfer.cancel import CancelToken
 from connectors.transfer.file import FileMover
 from connectors.transfer.gate import Gate
 from connectors.transfer.lane import Lane
-from connectors.transfer.mooncake import MooncakeMover
-from connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, not_moved
+from connectors.transfer.mempool import AttachedPool, MemPoolMover
+from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
+from connectors.transfer.mover import (
+    BoundedMover,
+    Direction,
+    Failure,
+    Mover,
+    RegisteringMover,
+    TransferItem,
+    TransferResult,
+    not_moved,
+)
 from connectors.transfer.statistics import OK, EngineStatistics
 from connectors.transfer.work import Transfer, Visit
 from kvcm.model.storages import StorageConfig
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "MOVERS", "TransferEngine"]
 
-# Scheme → what makes the mover of a storage. A new type of storage is a new line.
-MOVERS: dict[str, Callable[[Sequence[StorageConfig]], Mover]] = {
+# Scheme → what makes the mover of a storage, None when it cannot be reached from this node. A new type of storage is a
+# new line.
+MOVERS: dict[str, Callable[[Sequence[StorageConfig]], Mover | None]] = {
     "file": FileMover.for_storages,
     "hf3fs": FileMover.for_storages,
     "mooncake": MooncakeMover.for_storages,
+    "pace": MemPoolMover.for_storages,
 }
 
 DEFAULT_BUDGET_BYTES = 256 << 20
@@ -49,6 +62,7 @@ class TransferEngine:
         threads: most groups of items at once per storage; default is the number of cores, at most 4.
         budget_bytes: most bytes in flight over all storages; a storage holds at most an equal share of them. A larger
             item moves alone.
+        checksums: whether saves tell the checksums of what they saved. Loads compare with those of their items always.
         clock: seconds of a clock that never runs backwards.
     """
 
@@ -58,15 +72,19 @@ class TransferEngine:
         threads: int | None = None,
         *,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._gate = Gate(ByteBudget(budget_bytes, [storage for _, storage in movers]))
         threads = threads or min(4, os.cpu_count() or 1)
         self._lanes = {
-            address: Lane(address[1], mover, threads, self._gate, clock) for address, mover in movers.items()
+            address: Lane(address[1], mover, _threads_of(mover, threads), self._gate, clock, checksums=checksums)
+            for address, mover in movers.items()
         }
         self._misaddressed_items = 0
+        self._registering = [mover for mover in movers.values() if isinstance(mover, RegisteringMover)]
+        self._pools = [mover for mover in movers.values() if isinstance(mover, MemPoolMover)]
 
     @classmethod
     def for_storages(
@@ -75,6 +93,8 @@ class TransferEngine:
         threads: int | None = None,
         *,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        checksums: bool = False,
+        mooncake: MooncakeSettings | None = None,
     ) -> TransferEngine:
         """Return an engine for the storages that the manager named at registration.
 
@@ -82,13 +102,36 @@ class TransferEngine:
             storages: candidates of the instance's group; those without a mover here are left out.
             threads: as for the engine.
             budget_bytes: as for the engine.
+            checksums: as for the engine.
+            mooncake: what this engine brings to Mooncake stores; None for the usual, and for what `MOVERS` says.
         """
+        makers = dict(MOVERS)
+        if mooncake is not None:
+            makers["mooncake"] = partial(MooncakeMover.for_storages, settings=mooncake)
         movers: dict[tuple[str, str], Mover] = {}
         for storage in storages:
             scheme = storage.storage_type.scheme
-            if scheme in MOVERS:
-                movers[scheme, storage.global_unique_name] = MOVERS[scheme]([storage])
-        return cls(movers, threads, budget_bytes=budget_bytes)
+            mover = makers[scheme]([storage]) if scheme in makers else None
+            if mover is not None:
+                movers[scheme, storage.global_unique_name] = mover
+        return cls(movers, threads, budget_bytes=budget_bytes, checksums=checksums)
+
+    def register_memory(self, buffers: Sequence[memoryview]) -> None:
+        """Let items in this memory, the KV caches for example, move without a copy where a storage can do that.
+
+        That is Mooncake; for others nothing is done. Called once, before the first transfer: what overlaps with memory
+        that was registered before is refused.
+
+        Args:
+            buffers: contiguous; they must outlive this engine.
+
+        Raises:
+            InvalidArgumentError: one is not contiguous, or overlaps another; a storage refuses it. Those before it stay
+                registered.
+        """
+        for mover in self._registering:
+            for buffer in buffers:
+                mover.register(buffer)
 
     def load(
         self, items: Sequence[TransferItem], deadline_seconds: float, cancel: CancelToken | None = None
@@ -96,7 +139,8 @@ class TransferEngine:
         """Fill the buffers of each item from its uri.
 
         Args:
-            items: what to load; buffers must be writable.
+            items: what to load; buffers must be writable. Those of an item that comes back as `Failure.CORRUPT` hold
+                bytes that are not those of its checksum, and must not be used.
             deadline_seconds: time from now after which nothing more is begun. Items that the storage is busy with at
                 that moment come back as `Failure.PENDING`: their buffers may still change and must not be used again.
             cancel: ends the call as its deadline does.
@@ -121,6 +165,19 @@ class TransferEngine:
         with self._gate.lock:
             storages = {storage: lane.statistics() for (_, storage), lane in self._lanes.items()}
             return EngineStatistics(storages, self._misaddressed_items)
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether a memory pool of this node is among the storages, be its memory there or not."""
+        return bool(self._pools)
+
+    def pools(self) -> list[AttachedPool]:
+        """Return the memory pools that are mapped here, so that the manager can be told of them.
+
+        Those that are not are looked for, or made, which takes seconds per 10 GiB: call it where nobody waits. Nothing
+        is saved to a pool that the manager was not told of, so a pool that was away comes back by this call alone.
+        """
+        return [pool for pool in (mover.attach() for mover in self._pools) if pool is not None]
 
     def close(self) -> None:
         """Begin nothing more, and end the threads; what moves now ends first, within 5 s."""
@@ -186,6 +243,10 @@ class TransferEngine:
         return known
 
 
+def _threads_of(mover: Mover, threads: int) -> int:
+    return min(threads, mover.most_threads) if isinstance(mover, BoundedMover) else threads
+
+
 def _is_set(cancel: CancelToken | None) -> bool:
     return cancel is not None and cancel.is_cancelled
 
@@ -198,5 +259,5 @@ def _outcomes(
     for position in positions:
         outcome = results[position].failure or OK
         count, size_bytes = outcomes.get(outcome, (0, 0))
-        outcomes[outcome] = (count + 1, size_bytes + items[position].uri.size)
+        outcomes[outcome] = (count + 1, size_bytes + items[position].size_bytes)
     return outcomes

@@ -13,26 +13,28 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from connectors.transfer.mover import Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.paths import check_root, components_below, open_below
-from connectors.transfer.vectored import MAX_PIECES, EndOfFileError, byte_views, read_exactly, write_exactly
+from connectors.transfer.folders import OpenFolders
+from connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, moved, not_moved
+from connectors.transfer.paths import check_root
+from connectors.transfer.vectored import MAX_PIECES, EndOfFileError, byte_views, item_views, read_exactly, write_exactly
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import PathStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 
-__all__ = ["FileMover"]
+__all__ = ["DeadlinePassedError", "FileMover", "failure_of"]
 
 _LINK_ERRORS = frozenset({errno.ELOOP, errno.ENOTDIR})
 _LATE = not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")
 _log = logging.getLogger(__name__)
 
 
-class _DeadlinePassedError(Exception):
+class DeadlinePassedError(Exception):
     """The caller's time is over; the `TimeoutError` of the system says that the storage failed."""
 
 
@@ -41,18 +43,20 @@ class _Way:
     """How bytes go in one direction.
 
     Attributes:
+        direction: which.
         flags: to open a file with.
         once: the system call.
         finish: repeats it until every byte has moved.
     """
 
+    direction: Direction
     flags: int
     once: Callable[[int, list[memoryview], int], int]
     finish: Callable[[int, list[memoryview], int, Callable[[int], None], int], None]
 
 
-_LOAD = _Way(os.O_RDONLY, os.preadv, read_exactly)
-_SAVE = _Way(os.O_WRONLY | os.O_CREAT, os.pwritev, write_exactly)
+_LOAD = _Way(Direction.LOAD, os.O_RDONLY, os.preadv, read_exactly)
+_SAVE = _Way(Direction.SAVE, os.O_WRONLY | os.O_CREAT, os.pwritev, write_exactly)
 
 
 class _Run(NamedTuple):
@@ -102,21 +106,63 @@ class FileMover:
         schemes = {storage.global_unique_name: storage.storage_type.scheme for storage in storages}
         return cls({name: root for name, root in roots.items() if _is_usable(name, root)}, schemes=schemes)
 
+    def batch(self) -> AbstractContextManager[Mover]:
+        """Return what moves items of many files in one thread; it keeps their folders open until it is left."""
+        return _Batch(self._roots, self._schemes, OpenFolders(*self._modes), self._most_pieces, self._clock)
+
     def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         """Read each item's range of its file into its buffers."""
-        return self._move(_LOAD, items, deadline_seconds)
+        with self.batch() as batch:
+            return batch.load(items, deadline_seconds)
 
     def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
         """Write each item's buffers to its range of its file; directories and files are made when missing."""
-        return self._move(_SAVE, items, deadline_seconds)
+        with self.batch() as batch:
+            return batch.save(items, deadline_seconds)
 
     def close(self) -> None:
-        """Nothing is kept open between calls: an open descriptor would keep a dead mount from being replaced."""
+        """Nothing is kept open between batches: an open descriptor would keep a dead mount from being replaced."""
 
-    def _move(self, way: _Way, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        deadline = self._clock() + deadline_seconds
+
+class _Batch:
+    """Moves items in one thread; arguments as for `FileMover`."""
+
+    __slots__ = ("_clock", "_folders", "_most_pieces", "_roots", "_schemes")
+
+    def __init__(
+        self,
+        roots: Mapping[str, str],
+        schemes: Mapping[str, str],
+        folders: OpenFolders,
+        most_pieces: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._roots = roots
+        self._schemes = schemes
+        self._folders = folders
+        self._most_pieces = most_pieces
+        self._clock = clock
+
+    def __enter__(self) -> _Batch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folders.close()
+
+    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        return self._move(_LOAD, items, self._clock() + deadline_seconds)
+
+    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        return self._move(_SAVE, items, self._clock() + deadline_seconds)
+
+    def close(self) -> None:
+        self._folders.close()
+
+    def _move(self, way: _Way, items: Sequence[TransferItem], deadline: float) -> list[TransferResult]:
+        if len(items) == 1:
+            return self._move_file(way, items, deadline)
         results: list[TransferResult] = []
-        for group in _by_file(items) if len(items) > 1 else [items]:
+        for group in _by_file(items):
             results += self._move_file(way, group, deadline)
         return results
 
@@ -127,11 +173,10 @@ class FileMover:
         try:
             descriptor = self._open(way, items[0].uri)
         except Exception as error:
-            return [_failure(error)] * len(items)
-        results: list[TransferResult] = []
+            return [failure_of(error)] * len(items)
+        move = self._move_item if len(items) == 1 else self._move_items
         try:
-            for run in _runs(items, self._most_pieces):
-                results += [run] if isinstance(run, TransferResult) else self._move_run(way, descriptor, run, deadline)
+            results = move(way, descriptor, items, deadline)
         finally:
             closed = _close(descriptor)
         return results if closed is None else [closed] * len(items)
@@ -143,41 +188,73 @@ class FileMover:
         scheme = self._schemes.get(uri.storage, "file")
         if uri.scheme != scheme:
             raise InvalidArgumentError(f"uris on storage {uri.storage!r} begin with {scheme}://, not {uri.scheme}://")
-        components = components_below(root, uri.path)
-        return open_below(root, components, way.flags, *self._modes)
+        return self._folders.open(root, uri.path, way.flags)
+
+    def _move_item(
+        self, way: _Way, descriptor: int, items: Sequence[TransferItem], deadline: float
+    ) -> list[TransferResult]:
+        """Move the one item that a file has in most storages, with as few steps as there can be."""
+        [item] = items
+        try:
+            views = item_views(item, way.direction)
+            if len(views) == 1 and self._clock() < deadline:
+                size = views[0].nbytes
+                if way.once(descriptor, views, item.offset) == size:
+                    return [moved(size)]
+        except Exception as error:
+            return [failure_of(error)]
+        return self._move_run(way, descriptor, _Run(items, views, item.size_bytes), deadline)
+
+    def _move_items(
+        self, way: _Way, descriptor: int, items: Sequence[TransferItem], deadline: float
+    ) -> list[TransferResult]:
+        results: list[TransferResult] = []
+        for run in _runs(items, way.direction, self._most_pieces):
+            results += [run] if isinstance(run, TransferResult) else self._move_run(way, descriptor, run, deadline)
+        return results
 
     def _move_run(self, way: _Way, descriptor: int, run: _Run, deadline: float) -> list[TransferResult]:
         if self._clock() >= deadline:
             return [_LATE] * len(run.items)
         total = 0
+        try:
+            if len(run.views) <= MAX_PIECES:  # almost always one call does it
+                total = way.once(descriptor, run.views, run.items[0].offset)
+        except Exception as error:
+            return self._failed_run(way, descriptor, run, total, deadline, error)
+        if total < run.size_bytes:
+            return self._finish_run(way, descriptor, run, total, deadline)
+        return [moved(item.size_bytes) for item in run.items]
+
+    def _finish_run(self, way: _Way, descriptor: int, run: _Run, total: int, deadline: float) -> list[TransferResult]:
+        """Move what the first system call has left."""
 
         def progress(count: int) -> None:
             nonlocal total
             total += count
             if total < run.size_bytes and self._clock() >= deadline:
-                raise _DeadlinePassedError("the deadline passed while the item was moving")
+                raise DeadlinePassedError("the deadline passed while the item was moving")
 
-        offset = run.items[0].uri.offset
         try:
-            if len(run.views) <= MAX_PIECES:  # almost always one call does it
-                progress(way.once(descriptor, run.views, offset))
-            if total < run.size_bytes:
-                way.finish(descriptor, run.views, offset, progress, total)
+            progress(0)
+            way.finish(descriptor, run.views, run.items[0].offset, progress, total)
         except Exception as error:
-            if len(run.items) == 1:
-                return [_failure(error, total)]
-            return self._move_singly(way, descriptor, run, total, deadline)
-        return [moved(item.uri.size) for item in run.items]
+            return self._failed_run(way, descriptor, run, total, deadline, error)
+        return [moved(item.size_bytes) for item in run.items]
 
-    def _move_singly(self, way: _Way, descriptor: int, run: _Run, total: int, deadline: float) -> list[TransferResult]:
+    def _failed_run(
+        self, way: _Way, descriptor: int, run: _Run, total: int, deadline: float, error: Exception
+    ) -> list[TransferResult]:
         """Find out which items of a run fail: those within its first `total` bytes have moved."""
+        if len(run.items) == 1:
+            return [failure_of(error, total)]
         results: list[TransferResult] = []
         for item in run.items:
-            total -= item.uri.size
+            total -= item.size_bytes
             if total >= 0:
-                results.append(moved(item.uri.size))
+                results.append(moved(item.size_bytes))
             else:
-                single = _Run([item], byte_views(item.buffers), item.uri.size)
+                single = _Run([item], byte_views(item.buffers), item.size_bytes)
                 results += self._move_run(way, descriptor, single, deadline)
         return results
 
@@ -201,40 +278,30 @@ def _by_file(items: Sequence[TransferItem]) -> Iterator[Sequence[TransferItem]]:
             start = end
 
 
-def _runs(items: Sequence[TransferItem], most_pieces: int) -> Iterator[_Run | TransferResult]:
+def _runs(items: Sequence[TransferItem], direction: Direction, most_pieces: int) -> Iterator[_Run | TransferResult]:
     """Yield runs of neighbours with at most so many pieces of memory; for an item that cannot be moved its result."""
     run: list[TransferItem] = []
     views: list[memoryview] = []
     end = -1  # of the run, in the file
     for item in items:
         try:
-            pieces = _checked_views(item)
+            pieces = item_views(item, direction)
         except Exception as error:
             if run:
-                yield _Run(run, views, end - run[0].uri.offset)
+                yield _Run(run, views, end - run[0].offset)
             run, end = [], -1
-            yield _failure(error)
+            yield failure_of(error)
             continue
-        offset = item.uri.offset
+        offset = item.offset
         if offset != end or len(views) + len(pieces) > most_pieces:
             if run:
-                yield _Run(run, views, end - run[0].uri.offset)
+                yield _Run(run, views, end - run[0].offset)
             run, views = [], []
         run.append(item)
         views += pieces
-        end = offset + item.uri.size
+        end = offset + item.size_bytes
     if run:
-        yield _Run(run, views, end - run[0].uri.offset)
-
-
-def _checked_views(item: TransferItem) -> list[memoryview]:
-    views = byte_views(item.buffers)
-    length = views[0].nbytes if len(views) == 1 else sum([view.nbytes for view in views])
-    if length != item.uri.size or not length:
-        raise InvalidArgumentError(
-            f"buffers hold {length} bytes, the uri's size is {item.uri.size}; both must be equal, > 0"
-        )
-    return views
+        yield _Run(run, views, end - run[0].offset)
 
 
 def _close(descriptor: int) -> TransferResult | None:
@@ -242,16 +309,17 @@ def _close(descriptor: int) -> TransferResult | None:
     try:
         os.close(descriptor)
     except OSError as error:  # network file systems report lost writes here
-        return _failure(error)
+        return failure_of(error)
     return None
 
 
-def _failure(error: Exception, moved_bytes: int = 0) -> TransferResult:
+def failure_of(error: Exception, moved_bytes: int = 0) -> TransferResult:
+    """Return the result of an item that an error of the file system, or of the item itself, has ended."""
     return not_moved(_kind(error), str(error) or type(error).__name__, moved_bytes)
 
 
 def _kind(error: Exception) -> Failure:
-    if isinstance(error, _DeadlinePassedError):
+    if isinstance(error, DeadlinePassedError):
         return Failure.CANCELLED
     if isinstance(error, (EndOfFileError, FileNotFoundError)):
         return Failure.LOST

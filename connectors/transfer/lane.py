@@ -16,11 +16,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 from connectors.transfer.breaker import Breaker
+from connectors.transfer.checksums import Move, recorded, verified
 from connectors.transfer.gate import Gate
-from connectors.transfer.mover import Direction, Failure, Mover, TransferItem, TransferResult, not_moved
+from connectors.transfer.mover import (
+    BatchingMover,
+    BoundedMover,
+    Direction,
+    Failure,
+    Mover,
+    TransferItem,
+    TransferResult,
+    not_moved,
+)
 from connectors.transfer.statistics import OK, DirectionCounts, StorageStatistics
 from connectors.transfer.work import Batch, Group, Transfer, Visit, batches, cut
 
@@ -44,15 +55,27 @@ class Lane:
         threads: most groups at once, > 0; they are started when first needed.
         gate: of the engine.
         clock: seconds of a clock that never runs backwards.
+        checksums: whether saves tell the checksums of what they saved.
     """
 
-    def __init__(self, storage: str, mover: Mover, threads: int, gate: Gate, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        storage: str,
+        mover: Mover,
+        threads: int,
+        gate: Gate,
+        clock: Callable[[], float],
+        *,
+        checksums: bool = False,
+    ) -> None:
         self._storage = storage
-        self._moves = {Direction.LOAD: mover.load, Direction.SAVE: mover.save}
         self._mover = mover
+        self._batch = _batch_of(mover)
+        self._group_bytes = mover.group_bytes if isinstance(mover, BoundedMover) else _MOST_GROUP_BYTES
         self._limit = threads
         self._gate = gate
         self._clock = clock
+        self._checksums = checksums
         self._work = threading.Condition(gate.lock)
         self._queues: dict[Direction, deque[Batch]] = {direction: deque() for direction in Direction}
         self._moving: list[Batch] = []
@@ -65,10 +88,15 @@ class Lane:
 
     def visit(self, transfer: Transfer, items: Sequence[TransferItem], positions: list[int]) -> Visit:
         """Cut a transfer's items for this storage into groups, without beginning them."""
-        size_bytes = sum([items[position].uri.size for position in positions])
-        wanted = min(max(size_bytes // (2 * self._limit), _LEAST_GROUP_BYTES), _MOST_GROUP_BYTES)
+        size_bytes = sum([items[position].size_bytes for position in positions])
+        shares = 2 * self._limit if self._limit > 1 else 1  # one thread has nobody to share with
+        wanted = min(max(size_bytes // shares, _LEAST_GROUP_BYTES), self._group_bytes)
         most_bytes = self._gate.budget.share_bytes
         visit = Visit(transfer, positions, list(cut(items, positions, min(wanted, most_bytes))))
+        if transfer.direction is Direction.LOAD:
+            visit.has_checksums = any(items[position].checksum for position in positions)
+        else:
+            visit.has_checksums = self._checksums
         for groups in batches(visit.groups, most_bytes):
             Batch(visit, groups)
         return visit
@@ -202,8 +230,12 @@ class Lane:
 
     def _move(self, batch: Batch) -> list[_Access]:
         """Move a batch group by group."""
+        with self._batch() as mover:
+            return self._move_with(mover, batch)
+
+    def _move_with(self, mover: Mover, batch: Batch) -> list[_Access]:
         transfer = batch.visit.transfer
-        move, into = self._moves[transfer.direction], transfer.results
+        move, into = self._way(mover, batch.visit), transfer.results
         done: list[_Access] = []
         now = self._clock()
         while now < transfer.deadline and (group := batch.next_group()) is not None:
@@ -215,6 +247,11 @@ class Lane:
             now = self._clock()
             done.append((now - begun, results))
         return done
+
+    def _way(self, mover: Mover, visit: Visit) -> Move:
+        if visit.transfer.direction is Direction.LOAD:
+            return verified(mover.load) if visit.has_checksums else mover.load
+        return recorded(mover.save, self._clock) if visit.has_checksums else mover.save
 
     def _end(self, batch: Batch, done: Sequence[_Access]) -> None:
         transfer = batch.visit.transfer
@@ -256,10 +293,11 @@ class Lane:
             self._gate.no_load_waits(self._storage)
 
 
-_Move = Callable[[Sequence[TransferItem], float], list[TransferResult]]
+def _batch_of(mover: Mover) -> Callable[[], AbstractContextManager[Mover]]:
+    return mover.batch if isinstance(mover, BatchingMover) else lambda: nullcontext(mover)
 
 
-def _move_group(move: _Move, group: Group, deadline_seconds: float) -> list[TransferResult]:
+def _move_group(move: Move, group: Group, deadline_seconds: float) -> list[TransferResult]:
     try:
         results = move(group.items, deadline_seconds)
         if len(results) == len(group.items):
@@ -272,7 +310,7 @@ def _move_group(move: _Move, group: Group, deadline_seconds: float) -> list[Tran
 
 def _succeeded(outcomes: Mapping[str, tuple[int, int]], is_cancelled: bool) -> bool | None:
     """Return whether the storage answered at least once; None when it was not asked, or not given its time."""
-    if OK in outcomes or Failure.LOST in outcomes:
+    if OK in outcomes or Failure.LOST in outcomes or Failure.CORRUPT in outcomes:
         return True
     if Failure.ERROR in outcomes or (Failure.PENDING in outcomes and not is_cancelled):
         return False

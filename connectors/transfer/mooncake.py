@@ -20,11 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
-from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, moved, not_moved
-from connectors.transfer.registered import RegisteredMemory, Span, StagingMemory, span_of
-from connectors.transfer.vectored import byte_views
+from connectors.transfer.mooncake_calls import (
+    Call,
+    Plan,
+    bounded,
+    call_pieces,
+    call_ranges,
+    call_whole,
+    loaded,
+    plan_of,
+    saved,
+)
+from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, not_moved
+from connectors.transfer.registered import RegisteredMemory, StagingMemory, gather, scatter, span_of
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.mooncake import MooncakeClient, MooncakeCode, explain, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
@@ -32,10 +40,6 @@ from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 __all__ = ["MooncakeMover", "MooncakeSettings"]
 
 _MOST_UNSURE = 1 << 16
-# The client queues some 2000 transfers to one peer. More of them fail, and were seen to break the connection for later
-# ones too.
-_PIECES_PER_CALL = 512
-_LOST = {MooncakeCode.MISSING, MooncakeCode.NOT_READY, MooncakeCode.INVALID}
 _LATE = not_moved(Failure.CANCELLED, "the deadline passed before the item was begun")
 
 
@@ -57,17 +61,6 @@ class MooncakeSettings:
     staging_bytes: int = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """An item with its memory, in as few pieces as there can be."""
-
-    position: int
-    key: str
-    size_bytes: int
-    views: list[memoryview]
-    spans: list[Span]
-
-
 class MooncakeMover:
     """Moves items of `mooncake://` uris of one storage, in the calling thread.
 
@@ -77,6 +70,10 @@ class MooncakeMover:
         spec: of the storage.
         settings: of this engine.
         clock: seconds of a clock that never runs backwards.
+
+    Attributes:
+        most_threads: a call keeps the network busy by itself: several at once were slower.
+        group_bytes: of a call; smaller ones were slower.
     """
 
     def __init__(
@@ -86,6 +83,8 @@ class MooncakeMover:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.most_threads = 1
+        self.group_bytes = 32 << 20
         self._spec = spec
         self._settings = settings or MooncakeSettings()
         self._clock = clock
@@ -96,7 +95,7 @@ class MooncakeMover:
         self._is_closed = False
         self._memory = RegisteredMemory()
         self._staging = StagingMemory(self._settings.staging_bytes)
-        self._turn = threading.Lock()  # a call keeps the network busy by itself: several at once were slower
+        self._turn = threading.Lock()  # of who calls the client, also past an engine
         self._unsure: dict[str, None] = {}  # names whose put began and was not seen to succeed, oldest first
 
     @classmethod
@@ -139,17 +138,17 @@ class MooncakeMover:
     ) -> list[TransferResult]:
         deadline = self._clock() + deadline_seconds
         results: dict[int, TransferResult] = {}
-        plans: list[_Plan] = []
+        plans: list[Plan] = []
         for position, item in enumerate(items):
             try:
-                plans.append(_plan(position, item, direction))
+                plans.append(plan_of(position, item, direction))
             except (InvalidArgumentError, TypeError, ValueError) as error:
                 results[position] = not_moved(Failure.REFUSED, str(error))
         if plans:
             results |= self._with_client(direction, plans, deadline)
         return [results[position] for position in range(len(items))]
 
-    def _with_client(self, direction: Direction, plans: Sequence[_Plan], deadline: float) -> dict[int, TransferResult]:
+    def _with_client(self, direction: Direction, plans: Sequence[Plan], deadline: float) -> dict[int, TransferResult]:
         try:
             with self._used_client() as client:
                 return self._move(client, direction, plans, deadline)
@@ -195,7 +194,7 @@ class MooncakeMover:
         return client
 
     def _move(
-        self, client: MooncakeClient, direction: Direction, plans: Sequence[_Plan], deadline: float
+        self, client: MooncakeClient, direction: Direction, plans: Sequence[Plan], deadline: float
     ) -> dict[int, TransferResult]:
         """Move what is registered from where it lies, the rest through the staging memory."""
         direct = [plan for plan in plans if self._goes_directly(plan)]
@@ -211,7 +210,7 @@ class MooncakeMover:
         self,
         client: MooncakeClient,
         direction: Direction,
-        plans: Sequence[_Plan],
+        plans: Sequence[Plan],
         slot: memoryview | None,
         deadline: float,
     ) -> dict[int, TransferResult]:
@@ -219,33 +218,34 @@ class MooncakeMover:
             return {plan.position: _LATE for plan in plans}
         places = _cut(slot, plans)
         staged = [
-            _Plan(plan.position, plan.key, plan.size_bytes, [place], [span_of(place)])
+            Plan(plan.position, plan.key, plan.size_bytes, [place], [span_of(place)], plan.start)
             for plan, place in zip(plans, places, strict=True)
         ]
         if direction is Direction.SAVE:
             for plan, place in zip(plans, places, strict=True):
-                _gather(plan.views, place)
+                gather(plan.views, place)
         results = self._call(client, direction, staged, deadline)
         if direction is Direction.LOAD:
             for plan, place in zip(plans, places, strict=True):
                 if results[plan.position].ok:
-                    _scatter(place, plan.views)
+                    scatter(place, plan.views)
         return results
 
     def _call(
-        self, client: MooncakeClient, direction: Direction, plans: Sequence[_Plan], deadline: float
+        self, client: MooncakeClient, direction: Direction, plans: Sequence[Plan], deadline: float
     ) -> dict[int, TransferResult]:
-        """Move plans by one call for those in one piece, which is the faster one, and one for the others."""
-        whole = [plan for plan in plans if len(plan.spans) == 1]
-        pieces = [plan for plan in plans if len(plan.spans) > 1]
+        """Move plans by one call for those in one piece, which is the fastest one, and others for the others."""
+        whole = [plan for plan in plans if plan.start is None and len(plan.spans) == 1]
+        pieces = [plan for plan in plans if plan.start is None and len(plan.spans) > 1]
+        ranges = [plan for plan in plans if plan.start is not None]
         results: dict[int, TransferResult] = {}
-        for kind, call in ((whole, _call_whole), (pieces, _call_pieces)):
-            for group in _bounded(kind):
+        for kind, call in ((whole, call_whole), (pieces, call_pieces), (ranges, call_ranges)):
+            for group in bounded(kind):
                 results |= self._call_in_turn(client, direction, group, call, deadline)
         return results
 
     def _call_in_turn(
-        self, client: MooncakeClient, direction: Direction, plans: Sequence[_Plan], call: _Call, deadline: float
+        self, client: MooncakeClient, direction: Direction, plans: Sequence[Plan], call: Call, deadline: float
     ) -> dict[int, TransferResult]:
         if not self._turn.acquire(timeout=max(0.0, deadline - self._clock())):
             return {plan.position: _LATE for plan in plans}
@@ -255,11 +255,11 @@ class MooncakeMover:
             if direction is Direction.SAVE:
                 return self._save(client, plans, call)
             codes = call(client, direction, plans)
-            return {plan.position: _loaded(plan, code) for plan, code in zip(plans, codes, strict=True)}
+            return {plan.position: loaded(plan, code) for plan, code in zip(plans, codes, strict=True)}
         finally:
             self._turn.release()
 
-    def _goes_directly(self, plan: _Plan) -> bool:
+    def _goes_directly(self, plan: Plan) -> bool:
         """Whether to move from and to where the bytes lie.
 
         Over tcp every piece is a message of its own, and many small ones take longer than one copy of all.
@@ -269,12 +269,12 @@ class MooncakeMover:
         is_gathered_by_hardware = self._spec.protocol == "rdma"
         return len(plan.spans) == 1 or is_gathered_by_hardware or plan.size_bytes > self._staging.slot_bytes
 
-    def _save(self, client: MooncakeClient, plans: Sequence[_Plan], call: _Call) -> dict[int, TransferResult]:
+    def _save(self, client: MooncakeClient, plans: Sequence[Plan], call: Call) -> dict[int, TransferResult]:
         again = self._begin_puts([plan.key for plan in plans])
         codes = call(client, Direction.SAVE, plans)
         there = client.batch_is_exist(again) if again else []
         absent = {key for key, found in zip(again, there, strict=True) if found != 1}
-        results = {plan.position: _saved(plan, code, absent) for plan, code in zip(plans, codes, strict=True)}
+        results = {plan.position: saved(plan, code, absent) for plan, code in zip(plans, codes, strict=True)}
         with self._lock:
             for plan in plans:
                 if results[plan.position].ok:
@@ -291,103 +291,9 @@ class MooncakeMover:
         return again
 
 
-_Call = Callable[[MooncakeClient, Direction, Sequence[_Plan]], list[int]]
-
-
-def _call_whole(client: MooncakeClient, direction: Direction, plans: Sequence[_Plan]) -> list[int]:
-    keys = [plan.key for plan in plans]
-    addresses = [plan.spans[0].address for plan in plans]
-    sizes = [plan.size_bytes for plan in plans]
-    if direction is Direction.LOAD:
-        return client.batch_get_into(keys, addresses, sizes)
-    return client.batch_put_from(keys, addresses, sizes)
-
-
-def _call_pieces(client: MooncakeClient, direction: Direction, plans: Sequence[_Plan]) -> list[int]:
-    keys = [plan.key for plan in plans]
-    addresses = [[span.address for span in plan.spans] for plan in plans]
-    sizes = [[span.size_bytes for span in plan.spans] for plan in plans]
-    if direction is Direction.LOAD:
-        return client.batch_get_into_multi_buffers(keys, addresses, sizes)
-    return client.batch_put_from_multi_buffers(keys, addresses, sizes)
-
-
-def _plan(position: int, item: TransferItem, direction: Direction) -> _Plan:
-    uri = item.uri
-    if uri.scheme != "mooncake" or not uri.key:
-        raise InvalidArgumentError(f"uri {str(uri)!r} is not mooncake://<storage>/?key=<name>&size=<bytes>")
-    views = byte_views(item.buffers)
-    if direction is Direction.LOAD and any(view.readonly for view in views):
-        raise InvalidArgumentError("a buffer to load into is read-only")
-    length = sum(view.nbytes for view in views)
-    if length != uri.size or not length:
-        raise InvalidArgumentError(
-            f"buffers hold {length} bytes, the uri's size is {uri.size}; both must be equal, > 0"
-        )
-    return _Plan(position, uri.key, length, views, _joined([span_of(view) for view in views]))
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Make one of spans that follow each other in memory."""
-    joined = [spans[0]]
-    for span in spans[1:]:
-        last = joined[-1]
-        if last.end == span.address:
-            joined[-1] = Span(last.address, last.size_bytes + span.size_bytes)
-        else:
-            joined.append(span)
-    return joined
-
-
-def _bounded(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
-    """Yield the plans in order, in groups of few enough pieces for one call."""
-    group: list[_Plan] = []
-    count = 0
-    for plan in plans:
-        if group and count + len(plan.spans) > _PIECES_PER_CALL:
-            yield group
-            group, count = [], 0
-        group.append(plan)
-        count += len(plan.spans)
-    if group:
-        yield group
-
-
-def _cut(slot: memoryview, plans: Sequence[_Plan]) -> list[memoryview]:
+def _cut(slot: memoryview, plans: Sequence[Plan]) -> list[memoryview]:
     places, start = [], 0
     for plan in plans:
         places.append(slot[start : start + plan.size_bytes])
         start += plan.size_bytes
     return places
-
-
-def _gather(views: Sequence[memoryview], place: memoryview) -> None:
-    target, start = np.frombuffer(place, np.uint8), 0
-    for view in views:
-        target[start : start + view.nbytes] = np.frombuffer(view, np.uint8)
-        start += view.nbytes
-
-
-def _scatter(place: memoryview, views: Sequence[memoryview]) -> None:
-    source, start = np.frombuffer(place, np.uint8), 0
-    for view in views:
-        np.frombuffer(view, np.uint8)[:] = source[start : start + view.nbytes]
-        start += view.nbytes
-
-
-def _loaded(plan: _Plan, code: int) -> TransferResult:
-    if code == plan.size_bytes:
-        return moved(code)
-    if code >= 0:
-        return not_moved(Failure.LOST, f"{plan.key} has {code} bytes, must have {plan.size_bytes}", code)
-    return not_moved(Failure.LOST if code in _LOST else Failure.ERROR, f"{plan.key}: {explain(code)}")
-
-
-def _saved(plan: _Plan, code: int, absent: set[str]) -> TransferResult:
-    if code < 0:
-        return not_moved(
-            Failure.REFUSED if code == MooncakeCode.INVALID else Failure.ERROR, f"{plan.key}: {explain(code)}"
-        )
-    if plan.key in absent:
-        return not_moved(Failure.ERROR, f"{plan.key}: an earlier try to store it has not ended")
-    return moved(plan.size_bytes)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvcm.model.uri import LocationUri
 
-__all__ = ["Direction", "Failure", "Mover", "TransferItem", "TransferResult", "moved", "not_moved"]
+__all__ = [
+    "BatchingMover",
+    "Direction",
+    "Failure",
+    "Mover",
+    "RegisteringMover",
+    "TransferItem",
+    "TransferResult",
+    "moved",
+    "not_moved",
+]
 
 
 class Direction(StrEnum):
@@ -25,7 +36,9 @@ class Failure(StrEnum):
 
     REFUSED = "refused"  # the item itself is wrong: unknown scheme or storage, path escape, length mismatch
     LOST = "lost"  # the storage is there, and the bytes are not (load only)
+    CORRUPT = "corrupt"  # the bytes are not those of the item's checksum (load only): the buffers hold garbage
     ERROR = "error"  # the storage failed: not mounted, no space, I/O error
+    BUSY = "busy"  # not begun: another writer has the memory locked, which may be stopped (save only)
     CANCELLED = "cancelled"  # not begun: deadline, cancellation, or a save that gave way until its deadline
     PENDING = "pending"  # still moving at the deadline or the cancellation: its buffers may still change
     UNAVAILABLE = "unavailable"  # not begun: the storage failed again and again, and is left alone for a while
@@ -39,10 +52,27 @@ class TransferItem:
         uri: where the part lies; `uri.size` bytes.
         buffers: contiguous pieces of memory that together are the part, in order (an iovec); writable for a load. Their
             lengths must add up to `uri.size`.
+        start: byte of the part from which on the buffers are filled, for a load of some layers only: they may then be
+            shorter than what is left of the part. None for the whole part. A part is saved whole, and what is loaded of
+            it in pieces is not verified: its checksum is that of the whole.
+        checksum: that the bytes of a load must have, 0 for any; see `checksums.checksum_of`. A save does not look at
+            it.
     """
 
     uri: LocationUri
     buffers: Sequence[memoryview]
+    start: int | None = None
+    checksum: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to move."""
+        return self.uri.size if self.start is None else sum([buffer.nbytes for buffer in self.buffers])
+
+    @property
+    def offset(self) -> int:
+        """First byte to move inside the object, or the memory pool."""
+        return self.uri.offset if self.start is None else self.uri.offset + self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +80,19 @@ class TransferResult:
     """What became of one item.
 
     Attributes:
-        ok: every byte of the item moved and the storage has confirmed it.
+        ok: every byte of the item moved and the storage has confirmed it. Of a load also: they are those of the item's
+            checksum, if it has one.
         moved_bytes: bytes that moved, also when the item as a whole failed.
         failure: why not, None when ok.
         reason: the same in words, "" when ok.
+        checksum: of the bytes as they were given to a save that takes checksums and is ok, else 0.
     """
 
     ok: bool
     moved_bytes: int
     failure: Failure | None = None
     reason: str = ""
+    checksum: int = 0
 
 
 @lru_cache(maxsize=64)  # results are values, and the parts of a model have few sizes
@@ -90,3 +123,39 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """Release handles; items in flight end first or are given up."""
+
+
+@runtime_checkable
+class BatchingMover(Mover, Protocol):
+    """A mover that is quicker when one thread moves several groups in a row."""
+
+    def batch(self) -> AbstractContextManager[Mover]:
+        """Return what to move the groups of one batch with, in one thread.
+
+        It may keep things open until it is left, which never raises.
+        """
+
+
+@runtime_checkable
+class BoundedMover(Mover, Protocol):
+    """A mover that few threads and large groups are best for.
+
+    Attributes:
+        most_threads: > 0.
+        group_bytes: most bytes of a group; others may have to wait for that long.
+    """
+
+    most_threads: int
+    group_bytes: int
+
+
+@runtime_checkable
+class RegisteringMover(Mover, Protocol):
+    """A mover that moves memory without a copy once it knows it."""
+
+    def register(self, memory: memoryview) -> None:
+        """Let items in this memory move without a copy, until the mover is closed. It must outlive the mover.
+
+        Raises:
+            InvalidArgumentError: it is not contiguous or overlaps what was registered before; the storage refuses it.
+        """

@@ -8,6 +8,9 @@ the operator's and may be a link. That costs a microsecond or two per component 
 Most files are opened in one call instead: the kernel walks the whole path and refuses any link (`direct_open.py`). A
 path below the root, without `..` and without links, cannot lead outside. Where that does not work, because something is
 missing, the root is a link, or the kernel is old, the walk above is done; it alone says what is wrong.
+
+Who opens many files of one folder opens the folder like that, and each file by its name alone, not through a link: a
+shorter path for the kernel, and Python has that call itself. The folder stays open for that long and not longer.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ import stat
 from connectors.transfer.direct_open import open_without_links
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["NotMountedError", "check_root", "components_below", "open_below", "walk_below"]
+__all__ = [
+    "NotMountedError",
+    "check_root",
+    "components_below",
+    "open_below",
+    "open_folder_below",
+    "open_in_folder",
+    "walk_below",
+]
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe that somebody left in the storage must not hang; for regular files it means nothing.
@@ -81,6 +92,32 @@ def open_below(root: str, components: tuple[str, ...], flags: int, file_mode: in
     return walk_below(root, components, flags, file_mode, directory_mode)
 
 
+def open_folder_below(root: str, components: tuple[str, ...]) -> int:
+    """Open the directory `root/components`, as a place to open files in, and return its descriptor.
+
+    Raises:
+        OSError: as `os.open`; ELOOP or ENOTDIR when a component is a link.
+    """
+    descriptor = open_without_links("/".join((root, *components)), _DIRECTORY, 0)
+    return _walk_directories(root, components) if descriptor is None else descriptor
+
+
+def open_in_folder(folder: int, name: str, flags: int, file_mode: int) -> int:
+    """Open the regular file `name` of a folder and return its descriptor; no directory is made.
+
+    Args:
+        folder: from `open_folder_below`.
+        name: one component, checked as `components_below` does.
+        flags: as for `open_below`.
+        file_mode: as for `open_below`.
+
+    Raises:
+        OSError: as `os.open`; ELOOP when it is a link.
+        InvalidArgumentError: it is not a regular file.
+    """
+    return _regular(os.open(name, flags | _FILE, file_mode, dir_fd=folder), name)
+
+
 def walk_below(root: str, components: tuple[str, ...], flags: int, file_mode: int, directory_mode: int) -> int:
     """Open a file component by component; arguments, result and errors as for `open_below`."""
     create = bool(flags & os.O_CREAT)
@@ -101,6 +138,17 @@ def walk_below(root: str, components: tuple[str, ...], flags: int, file_mode: in
             raise
         missing = f"{root}/{components[0]}"
         raise NotMountedError(errno.ENOENT, "The storage is not mounted here, or was emptied", missing) from error
+
+
+def _walk_directories(root: str, components: tuple[str, ...]) -> int:
+    directory = os.open(root, _DIRECTORY)
+    for name in components:
+        parent = directory
+        try:
+            directory = _open_directory(name, parent, None)
+        finally:
+            os.close(parent)
+    return directory
 
 
 def _open_directory(name: str, parent: int, create_mode: int | None) -> int:

@@ -5,6 +5,7 @@ Numpy copies between them, since it lets other threads run meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["RegisteredMemory", "Span", "StagingMemory", "span_of"]
+__all__ = ["RegisteredMemory", "Span", "StagingMemory", "fitting", "gather", "scatter", "span_of"]
 
 T = TypeVar("T")
 
@@ -42,8 +43,46 @@ def span_of(memory: memoryview) -> Span:
     """
     if not memory.c_contiguous:
         raise InvalidArgumentError("memory is not contiguous")
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0] if memory.nbytes else 0
-    return Span(address, memory.nbytes)
+    return Span(_address(memory) if memory.nbytes else 0, memory.nbytes)
+
+
+def _address(memory: memoryview) -> int:
+    if not memory.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]  # slower, and for constants too
+    return address
+
+
+def fitting(things: Sequence[T], size_of: Callable[[T], int], room_bytes: int) -> Iterator[list[T]]:
+    """Yield the things in order, in groups that fit the room; those that are larger are left out."""
+    group: list[T] = []
+    left = room_bytes
+    for thing in things:
+        if size_of(thing) > room_bytes:
+            continue
+        if size_of(thing) > left:
+            yield group
+            group, left = [], room_bytes
+        group.append(thing)
+        left -= size_of(thing)
+    if group:
+        yield group
+
+
+def gather(views: Sequence[memoryview], place: memoryview) -> None:
+    """Copy pieces of memory to one place, one behind the other; all are flat bytes."""
+    target, start = np.frombuffer(place, np.uint8), 0
+    for view in views:
+        target[start : start + view.nbytes] = np.frombuffer(view, np.uint8)
+        start += view.nbytes
+
+
+def scatter(place: memoryview, views: Sequence[memoryview]) -> None:
+    """Copy what lies at one place to pieces of memory; all are flat bytes."""
+    source, start = np.frombuffer(place, np.uint8), 0
+    for view in views:
+        np.frombuffer(view, np.uint8)[:] = source[start : start + view.nbytes]
+        start += view.nbytes
 
 
 class RegisteredMemory:
@@ -95,18 +134,7 @@ class StagingMemory:
 
     def batches(self, things: Sequence[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
         """Yield the things in order, in groups that fit a slot; those that are larger are left out."""
-        group: list[T] = []
-        left = self.slot_bytes
-        for thing in things:
-            if size_of(thing) > self.slot_bytes:
-                continue
-            if size_of(thing) > left:
-                yield group
-                group, left = [], self.slot_bytes
-            group.append(thing)
-            left -= size_of(thing)
-        if group:
-            yield group
+        return fitting(things, size_of, self.slot_bytes)
 
     @contextmanager
     def slot(self, seconds_left: Callable[[], float]) -> Iterator[memoryview | None]:

@@ -40,7 +40,7 @@ class DirectionStatistics:
     Attributes:
         outcomes: by `OK` or the value of a `Failure`; saves that are CANCELLED were dropped.
         accesses: storage calls that have ended; items of one object share one.
-        seconds: that they took together.
+        seconds: that they took together, checksums included.
         buckets: accesses by how long they took, see `BUCKETS_SECONDS`.
         breaker: what calls meet now.
     """

@@ -6,7 +6,18 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
-__all__ = ["MAX_PIECES", "EndOfFileError", "byte_views", "read_exactly", "write_exactly"]
+from connectors.transfer.mover import Direction, TransferItem
+from kvcm.model.errors import InvalidArgumentError
+
+__all__ = [
+    "MAX_PIECES",
+    "EndOfFileError",
+    "byte_views",
+    "item_views",
+    "read_exactly",
+    "writable_views",
+    "write_exactly",
+]
 
 MAX_PIECES: int = os.sysconf("SC_IOV_MAX")
 """Most pieces that one system call takes."""
@@ -27,6 +38,48 @@ def byte_views(buffers: Sequence[memoryview]) -> list[memoryview]:
         for buffer in buffers
         if buffer.nbytes
     ]
+
+
+def item_views(item: TransferItem, direction: Direction) -> list[memoryview]:
+    """Return an item's memory as flat bytes, empty pieces left out.
+
+    Raises:
+        InvalidArgumentError: the lengths of the pieces do not add up to what is to be moved, or that is no part of what
+            is stored.
+        TypeError: a piece is not contiguous.
+    """
+    views = byte_views(item.buffers)
+    length = views[0].nbytes if len(views) == 1 else sum([view.nbytes for view in views])
+    if item.start is not None:
+        _check_range(item, length, direction)
+    elif length != item.uri.size or not length:
+        raise InvalidArgumentError(
+            f"buffers hold {length} bytes, the uri's size is {item.uri.size}; both must be equal, > 0"
+        )
+    return views
+
+
+def writable_views(item: TransferItem, direction: Direction) -> list[memoryview]:
+    """Return the same where Python itself copies, and not a system call that would notice read-only memory.
+
+    Raises:
+        InvalidArgumentError: as for `item_views`; a piece to load into is read-only.
+        TypeError: as for `item_views`.
+    """
+    views = item_views(item, direction)
+    if direction is Direction.LOAD and True in [view.readonly for view in views]:
+        raise InvalidArgumentError("a buffer to load into is read-only")
+    return views
+
+
+def _check_range(item: TransferItem, length: int, direction: Direction) -> None:
+    start, size = item.start or 0, item.uri.size
+    if direction is not Direction.LOAD:
+        raise InvalidArgumentError(f"start is {start}, must be None for a save: a part is saved whole")
+    if start < 0 or not 0 < length <= size - start:
+        raise InvalidArgumentError(
+            f"start is {start} and buffers hold {length} bytes, must be > 0 and end within the part's {size}"
+        )
 
 
 def read_exactly(

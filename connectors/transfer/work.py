@@ -72,20 +72,21 @@ class Group:
     def __init__(self, positions: list[int], items: list[TransferItem]) -> None:
         self.positions = positions
         self.items = items
-        self.size_bytes = sum([item.uri.size for item in items])
+        self.size_bytes = items[0].size_bytes if len(items) == 1 else sum([item.size_bytes for item in items])
         self.has_ended = False  # its results are where they belong
 
 
 class Visit:
     """The part of one transfer that belongs to one storage."""
 
-    __slots__ = ("batches", "groups", "passage", "positions", "transfer")
+    __slots__ = ("batches", "groups", "has_checksums", "passage", "positions", "transfer")
 
     def __init__(self, transfer: Transfer, positions: list[int], groups: list[Group]) -> None:
         self.transfer = transfer
         self.positions = positions
         self.groups = groups
         self.batches: list[Batch] = []
+        self.has_checksums = False  # that its loads must have, or its saves have to tell
         self.passage: Passage | None = None  # None: the breaker did not let it through
 
 
@@ -126,10 +127,13 @@ def cut(items: Sequence[TransferItem], positions: Sequence[int], group_bytes: in
     """Yield groups: items of one path together, by offset, up to `group_bytes` or one item."""
     objects: dict[str, list[int]] = {}
     for position in positions:
-        objects.setdefault(items[position].uri.path, []).append(position)
+        uri = items[position].uri
+        objects.setdefault(uri.path if uri.range_id is None else "", []).append(position)  # a memory pool is one object
     for members in objects.values():
-        if len(members) > 1:
-            members.sort(key=lambda position: items[position].uri.offset)
+        if len(members) == 1:
+            yield Group(members, [items[members[0]]])
+            continue
+        members.sort(key=lambda position: items[position].offset)
         for chunk in _chunks(items, members, group_bytes):
             yield Group(chunk, [items[position] for position in chunk])
 
@@ -152,7 +156,7 @@ def _chunks(items: Sequence[TransferItem], members: list[int], group_bytes: int)
     chunk: list[int] = []
     size_bytes = 0
     for position in members:
-        size = items[position].uri.size
+        size = items[position].size_bytes
         if chunk and (size_bytes + size > group_bytes or len(chunk) == _MOST_ITEMS):
             yield chunk
             chunk, size_bytes = [], 0

@@ -71,6 +71,8 @@ class Connection:
         )
         if not self.registration.ok:
             return
-        self._engine = TransferEngine.for_storages(self.registration.storages, self._settings.transfer_threads)
+        self._engine = TransferEngine.for_storages(
+            self.registration.storages, self._settings.transfer_threads, checksums=self._settings.checksums
+        )
         if before is not None:
             before.close()

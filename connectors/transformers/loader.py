@@ -24,6 +24,7 @@ class LoadedPrefix:
         blocks: leading blocks that are completely there; only these may be used.
         bytes_loaded: bytes read, also of blocks that cannot be used.
         lost: indices of blocks whose bytes are gone although their storage is there.
+        corrupt: indices of blocks whose bytes are not those that were saved.
         refused: the engine does not know a storage or refuses an address.
         is_tainted: memory behind the leading blocks may still change and must not be used again.
         reason: why not all blocks were loaded, "" when they were.
@@ -32,6 +33,7 @@ class LoadedPrefix:
     blocks: int = 0
     bytes_loaded: int = 0
     lost: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
     refused: bool = False
     is_tainted: bool = False
     reason: str = ""
@@ -45,6 +47,8 @@ def load_prefix(
     spec: str,
     deadline_seconds: float,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    checksums: bool = True,
 ) -> LoadedPrefix:
     """Load blocks 0, 1, 2... into the layers.
 
@@ -56,6 +60,7 @@ def load_prefix(
         spec: name of the part to load.
         deadline_seconds: for everything.
         clock: seconds of a clock that never runs backwards.
+        checksums: whether blocks must have the checksums that their locations tell.
     """
     deadline = clock() + deadline_seconds
     results: list[TransferResult] = []
@@ -63,7 +68,12 @@ def load_prefix(
         left = range(len(results), len(locations))
         blocks = staging.host_blocks(sequence_block(layers, index, staging.layout.block_tokens) for index in left)
         items = [
-            TransferItem(locations[index].uris[spec], block.buffers) for index, block in zip(left, blocks, strict=False)
+            TransferItem(
+                locations[index].uris[spec],
+                block.buffers,
+                checksum=locations[index].checksums.get(spec, 0) if checksums else 0,
+            )
+            for index, block in zip(left, blocks, strict=False)
         ]
         moved = engine.load(items, deadline - clock())
         for block, result in zip(blocks, moved, strict=True):
@@ -79,11 +89,14 @@ def load_prefix(
 def _summary(results: Sequence[TransferResult]) -> LoadedPrefix:
     failed = [index for index, result in enumerate(results) if not result.ok]
     kinds = {result.failure for result in results}
-    lost = [index for index in failed if results[index].failure is Failure.LOST]
+    lost, corrupt = (
+        tuple(index for index in failed if results[index].failure is kind) for kind in (Failure.LOST, Failure.CORRUPT)
+    )
     return LoadedPrefix(
         blocks=failed[0] if failed else len(results),
         bytes_loaded=sum(result.moved_bytes for result in results),
-        lost=tuple(lost),
+        lost=lost,
+        corrupt=corrupt,
         refused=Failure.REFUSED in kinds,
         is_tainted=Failure.PENDING in kinds,
         reason=f"block {failed[0]}: {results[failed[0]].reason}" if failed else "",

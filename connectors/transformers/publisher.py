@@ -91,18 +91,21 @@ class Saver:
         try:
             results = self._save(run, grant)
         finally:
-            succeeded = [result.ok for result in results]
-            finished = self._end_session(grant, succeeded)
+            finished = self._end_session(grant, results)
         if not finished:
             return Published(reason="the write session was not confirmed")
         reason = next((result.reason for result in results if not result.ok), "")
-        return Published(sum(succeeded), sum(succeeded) * self.staging.layout.block_bytes, reason)
+        saved = sum(result.ok for result in results)
+        return Published(saved, saved * self.staging.layout.block_bytes, reason)
 
-    def _end_session(self, grant: WriteGrant, succeeded: list[bool]) -> bool:
+    def _end_session(self, grant: WriteGrant, results: Sequence[TransferResult]) -> bool:
         timeout = self.settings.call_seconds
-        flags = succeeded + [False] * (len(grant.locations) - len(succeeded))
+        not_begun = len(grant.locations) - len(results)
+        flags = [result.ok for result in results] + [False] * not_begun
         if any(flags) or not flags:
-            return self.client.finish_write(grant.session_id, flags, timeout_seconds=timeout)
+            checksums = [{self.spec: result.checksum} if result.checksum else {} for result in results]
+            checksums += [{}] * not_begun
+            return self.client.finish_write(grant.session_id, flags, checksums=checksums, timeout_seconds=timeout)
         return self.client.abort_write(grant.session_id, timeout_seconds=timeout)
 
     def _save(self, run: BlockRun, grant: WriteGrant) -> list[TransferResult]:

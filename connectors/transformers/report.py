@@ -23,6 +23,7 @@ class GenerationReport:
         bytes_loaded: bytes read from storage.
         bytes_saved: bytes of the blocks that were published.
         blocks_saved: blocks that were published.
+        blocks_corrupt: blocks that were loaded with other bytes than were saved; they were computed.
         reason: why less was loaded or saved than possible, "" when nothing went wrong.
     """
 
@@ -36,4 +37,5 @@ class GenerationReport:
     bytes_loaded: int
     bytes_saved: int
     blocks_saved: int
+    blocks_corrupt: int = 0
     reason: str = ""

@@ -28,6 +28,8 @@ from connectors.exchanges import ClientSettings
 from connectors.keys import KeyChain
 from connectors.layout import BlockLayout
 from connectors.layout.staging import Staging
+from connectors.node import NodeSettings
+from connectors.pool_reports import PoolReports, PoolTeller
 from connectors.results import CallCounters, Location, MatchResult, Outcome, Registration
 from connectors.transfer import TransferEngine
 from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
@@ -93,6 +95,8 @@ class KVReuse:
         self._load_staging = Staging(self._kv.layout, settings.staging_blocks)
         self._save_staging = Staging(self._kv.layout, settings.staging_blocks)
         self._background = WorkerPool(1, "kvcm-publish")
+        # Making a pool takes long: what is published to other storages does not wait for it.
+        self._pool_teller = PoolTeller(PoolReports(client), settings.call_seconds)
         self._publish = publish
         self._settings = settings
         self._clock = clock
@@ -125,13 +129,17 @@ class KVReuse:
             clock: seconds of a clock that never runs backwards.
 
         Raises:
-            InvalidArgumentError: the KV of this kind of model cannot be reused, or an argument is malformed.
+            InvalidArgumentError: the KV of this kind of model cannot be reused, or an argument, or a
+                variable of `NodeSettings`, is malformed.
 
         A manager that refuses the registration (another model under this instance id) is no exception: it is logged as
         an error, `registration` tells, and generation goes on without reuse.
         """
         settings = settings or ReuseSettings()
-        client = ManagerClient(manager, instance_id, ClientSettings(timeout_seconds=settings.call_seconds))
+        node_id = NodeSettings.from_environment().node_id
+        client = ManagerClient(
+            manager, instance_id, ClientSettings(timeout_seconds=settings.call_seconds, node_id=node_id)
+        )
         reuse = cls(
             model,
             client,
@@ -142,7 +150,7 @@ class KVReuse:
             settings=settings,
             clock=clock,
         )
-        reuse._connection.engine(settings.register_seconds)
+        reuse._engine(settings.register_seconds)
         return reuse
 
     @property
@@ -201,6 +209,7 @@ class KVReuse:
             bytes_loaded=prefix.loaded.bytes_loaded,
             bytes_saved=published.bytes,
             blocks_saved=published.blocks,
+            blocks_corrupt=len(prefix.loaded.corrupt),
             reason=prefix.reason or published.reason,
         )
         return output
@@ -208,6 +217,7 @@ class KVReuse:
     def close(self) -> None:
         """Finish what is being saved, within its deadlines, and close all connections."""
         self._background.close(self._settings.save_seconds)
+        self._pool_teller.close()
         self._connection.close()
 
     def __enter__(self) -> KVReuse:
@@ -235,7 +245,7 @@ class KVReuse:
     def _load(self, tokens: list[int], layers: Sequence[PreallocatedLayer]) -> _Prefix:
         """Load the longest known prefix, all but the last token at most."""
         keys = self._chain.keys(tokens)
-        engine = self._connection.engine(self._settings.call_seconds)
+        engine = self._engine(self._settings.call_seconds)
         if engine is None:
             return _Prefix(keys, reason=f"not registered: {self.registration.message}")
         usable = keys[: (len(tokens) - 1) // self._chain.block_tokens]
@@ -266,13 +276,23 @@ class KVReuse:
         load_seconds: float,
     ) -> LoadedPrefix:
         buffers = [layer.buffers() for layer in layers]
-        return load_prefix(engine, self._load_staging, buffers, locations, SPEC, load_seconds, self._clock)
+        checksums = self._settings.checksums
+        return load_prefix(
+            engine, self._load_staging, buffers, locations, SPEC, load_seconds, self._clock, checksums=checksums
+        )
 
     def _after_failed_match(self, match: MatchResult) -> TransferEngine | None:
         if match.code != ErrorCode.INSTANCE_NOT_EXIST:
             return None
         self._connection.forget()  # the manager lost its state: begin anew, and this prompt can be the first
-        return self._connection.engine(self._settings.call_seconds)
+        return self._engine(self._settings.call_seconds)
+
+    def _engine(self, timeout_seconds: float) -> TransferEngine | None:
+        """Return what moves bytes, None while there is no registration; the manager hears of its pools meanwhile."""
+        engine = self._connection.engine(timeout_seconds)
+        if engine is not None:
+            self._pool_teller.look_after(engine)
+        return engine
 
     def _after_load(
         self,
@@ -285,10 +305,13 @@ class KVReuse:
         client = self._connection.client
         if match.lease_id:
             self._background.submit(PRIORITY_SAVE, partial(_call, client.release_lease, match.lease_id))
-        if loaded.lost:
+        if loaded.lost or loaded.corrupt:
             # Otherwise the manager would promise these blocks forever. They are computed now and published again.
             lost = [(keys[index], locations[index].uris[SPEC]) for index in loaded.lost]
-            self._background.submit(PRIORITY_SAVE, partial(_call, client.report_missing, lost))
+            corrupt = [
+                (keys[index], locations[index].uris[SPEC], locations[index].checksums[SPEC]) for index in loaded.corrupt
+            ]
+            self._background.submit(PRIORITY_SAVE, partial(_call, client.report_missing, lost, corrupt=corrupt))
         if loaded.refused:
             self._connection.forget()  # perhaps a storage was added since
 
@@ -312,8 +335,8 @@ class KVReuse:
         return fresh
 
 
-def _call(method: Callable[..., object], *arguments: object) -> None:
-    method(*arguments)
+def _call(method: Callable[..., object], *arguments: object, **options: object) -> None:
+    method(*arguments, **options)
 
 
 def _new_tokens(config: Any, prompt_tokens: int) -> int:

@@ -21,6 +21,7 @@ class ReuseSettings:
         save_batch_bytes: most bytes of one write session.
         staging_blocks: blocks in the buffer for models that are not on the CPU.
         transfer_threads: most accesses to a storage at once; None = number of cores, at most 4.
+        checksums: tell the checksum of every block that is saved, and compute anew what was loaded with another one.
     """
 
     register_seconds: float = 5.0
@@ -31,3 +32,4 @@ class ReuseSettings:
     save_batch_bytes: int = 64 << 20
     staging_blocks: int = 8
     transfer_threads: int | None = None
+    checksums: bool = True

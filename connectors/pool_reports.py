@@ -1,0 +1,97 @@
+"""Tells the manager of the memory pools that an engine has mapped: each generation, and again every minute.
+
+A pool that nobody has told of takes no writes, and its blocks count as missing. A manager may forget what it was told:
+it loses its state, or the storage is removed and added again. It cannot ask, so it is told again and again. Where a
+host agent runs, it has told already, and this adds nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from connectors.client import ManagerClient
+from connectors.transfer.engine import TransferEngine
+from connectors.transfer.mempool import AttachedPool
+from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
+
+__all__ = ["PoolReports", "PoolTeller"]
+
+_AGAIN_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+
+
+class PoolReports:
+    """What the manager was told. `due` and `tell` may be called in different threads.
+
+    Args:
+        client: of the manager.
+        clock: seconds of a clock that never runs backwards.
+    """
+
+    def __init__(self, client: ManagerClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._told_at: dict[AttachedPool, float] = {}
+
+    def due(self, pools: Sequence[AttachedPool]) -> list[AttachedPool]:
+        """Return the pools to tell of now; they are not due again within a minute unless telling fails."""
+        now = self._clock()
+        due = [pool for pool in pools if pool not in self._told_at or now - self._told_at[pool] >= _AGAIN_SECONDS]
+        self._told_at.update(dict.fromkeys(due, now))
+        return due
+
+    def forget(self) -> None:
+        """Hear that the manager may know nothing any more: all pools are due."""
+        self._told_at = {}
+
+    def tell(self, pools: Sequence[AttachedPool], timeout_seconds: float) -> None:
+        """Tell of pools; blocks for the timeout per pool at most. Those that no manager takes are due again."""
+        untold = set(pools)
+        try:
+            for pool in pools:
+                answer = self._client.report_pool(
+                    pool.storage, pool.node_id, pool.generation, pool.capacity_bytes, timeout_seconds=timeout_seconds
+                )
+                if answer is not None:
+                    untold.discard(pool)
+        finally:
+            for pool in untold:
+                self._told_at.pop(pool, None)
+
+
+class PoolTeller:
+    """Looks after the pools of an engine in a thread of its own: finds or makes them, and tells the manager.
+
+    Args:
+        reports: to the manager.
+        timeout_seconds: for each report.
+    """
+
+    def __init__(self, reports: PoolReports, timeout_seconds: float) -> None:
+        self._reports = reports
+        self._timeout_seconds = timeout_seconds
+        self._thread = WorkerPool(1, "kvcm-pools")
+        self._engine: TransferEngine | None = None
+        self._last: Future[None] | None = None
+
+    def look_after(self, engine: TransferEngine) -> None:
+        """Look after the pools of an engine once, unless that is under way; never blocks. Called before every use.
+
+        Another engine than before comes with another registration: then everything is told again.
+        """
+        if not engine.has_pools or (engine is self._engine and self._last is not None and not self._last.done()):
+            return
+        is_another, self._engine = engine is not self._engine, engine
+
+        def look() -> None:
+            if is_another:
+                self._reports.forget()
+            self._reports.tell(self._reports.due(engine.pools()), self._timeout_seconds)
+
+        self._last = self._thread.submit(PRIORITY_SAVE, look)
+
+    def close(self) -> None:
+        """Begin nothing more, and wait a little for what is under way."""
+        self._thread.close(_CLOSE_SECONDS)
