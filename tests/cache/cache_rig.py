@@ -47,6 +47,7 @@ class TableView:
     types: dict[str, StorageType] = field(default_factory=dict)
     generation: int = 0
     full: set[str] = field(default_factory=set)
+    draining: set[str] = field(default_factory=set)
 
     def rank(self, storage: str) -> int | None:
         return self.ranks.get(storage)
@@ -56,6 +57,9 @@ class TableView:
 
     def takes_writes(self, storage: str) -> bool:
         return storage not in self.full
+
+    def is_draining(self, storage: str) -> bool:
+        return storage in self.draining
 
     def backend(self, storage: str) -> None:
         raise AssertionError(f"nothing is opened here, not even {storage}")

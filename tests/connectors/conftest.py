@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +56,18 @@ def instance_id() -> str:
 def closed_port() -> int:
     """Return a port that refuses connections."""
     return free_port()
+
+
+@pytest.fixture
+def pool_directory(tmp_path: Path) -> Iterator[Path]:
+    """Return a directory in shared memory, or one for the time being where there is none."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield tmp_path
+        return
+    directory = Path(tempfile.mkdtemp(prefix="kvcm-test-", dir=shared))
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

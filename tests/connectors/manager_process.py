@@ -56,6 +56,20 @@ class ManagerProcess:
             status = stub.UpdateInstanceGroup(update).header.status
             assert status.code == admin_service_pb2.OK, status.message
 
+    def add_pool(self, name: str, node_id: str, capacity_bytes: int) -> None:
+        """Add a memory pool of a node, and a group of the same name that uses nothing else."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.ports['admin_rpc_port']}") as channel:
+            stub = admin_service_pb2_grpc.AdminServiceStub(channel)
+            storage = admin_service_pb2.StorageConfig(global_unique_name=name)
+            storage.tair_mem_pool.node_id, storage.tair_mem_pool.capacity_bytes = node_id, capacity_bytes
+            status = stub.AddStorage(admin_service_pb2.AddStorageRequest(storage=storage)).header.status
+            assert status.code == admin_service_pb2.OK, status.message
+            group = stub.GetInstanceGroup(admin_service_pb2.GetInstanceGroupRequest(name="default")).instance_group
+            group.name, group.storage_candidates[:] = name, [name]
+            create = admin_service_pb2.CreateInstanceGroupRequest(instance_group=group)
+            status = stub.CreateInstanceGroup(create).header.status
+            assert status.code == admin_service_pb2.OK, status.message
+
     @property
     def files(self) -> list[Path]:
         """Files of KV in its storage."""

@@ -30,6 +30,14 @@ def test_uris_are_read() -> None:
     assert (found.uris["tp0"].offset, found.uris["tp0"].size, found.storage_type) == (192, 64, meta.ST_NFS)
 
 
+def test_checksums_are_read_by_part_and_0_is_none() -> None:
+    message = location(tp0=URI, tp1=URI)
+    message.location_specs[1].checksum = 2**64 - 1
+    (found,) = read_locations(match(message), MatchMode.PREFIX, 1, [])
+    assert found is not None
+    assert found.checksums == {"tp1": 2**64 - 1}
+
+
 def test_more_locations_than_keys_are_refused() -> None:
     with pytest.raises(MalformedAnswerError, match="2 locations for 1 keys"):
         read_locations(match(location(tp0=URI), location(tp0=URI)), MatchMode.PREFIX, 1, [])

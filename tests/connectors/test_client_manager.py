@@ -252,6 +252,34 @@ def test_missing_parts_are_reported(client: ManagerClient) -> None:
     assert client.report_missing([]) is None  # the manager refuses an empty report
 
 
+def test_checksums_come_back_with_a_match_and_a_corrupt_part_is_forgotten(client: ManagerClient) -> None:
+    grant = client.start_write(KEYS[:2])
+    assert grant is not None
+    told = [{"tp0": 2**64 - 1, "tp1": 0}, {"tp1": 7}]
+    assert client.finish_write(grant.session_id, [True, True], checksums=told)
+    first, second = client.match(KEYS[:2]).locations
+    assert first is not None
+    assert second is not None
+    assert (first.checksums, second.checksums) == ({"tp0": 2**64 - 1}, {"tp1": 7})
+    corrupt = [
+        (KEYS[0], first.uris["tp0"], first.checksums["tp0"]),
+        (KEYS[1], str(second.uris["tp1"]), 8),  # of other bytes than those that are recorded
+    ]
+    assert client.report_missing([], corrupt=corrupt) == MissingReport(removed_locations=1, unconfirmed_parts=1)
+    assert found(client.match(KEYS[:2], MatchMode.BATCH)) == [False, True]
+
+
+def test_wrong_checksums_raise(client: ManagerClient) -> None:
+    with pytest.raises(InvalidArgumentError, match="checksums has 1 entries, must have none, or one per location: 2"):
+        client.finish_write("s", [True, True], checksums=[{}])
+    with pytest.raises(InvalidArgumentError, match="a checksum is 18446744073709551616, must be 0 to"):
+        client.finish_write("s", [True], checksums=[{"tp0": 1 << 64}])
+    with pytest.raises(InvalidArgumentError, match="a checksum is 0, must be 1 to"):
+        client.report_missing([], corrupt=[(1, "file://s/p?size=1", 0)])
+    with pytest.raises(InvalidArgumentError, match=r"corrupt\[0\]"):
+        client.report_missing([], corrupt=[(1 << 63, "file://s/p?size=1", 1)])
+
+
 def test_wrong_arguments_of_hints_and_pins_raise(client: ManagerClient) -> None:
     with pytest.raises(InvalidArgumentError, match="priority is 101"):
         client.finish_write("s", [True], priority=101)

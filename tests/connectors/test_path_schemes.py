@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from connectors.transfer.engine import TransferEngine
+from connectors.transfer.engine import MOVERS, TransferEngine
 from connectors.transfer.file import FileMover
 from connectors.transfer.mover import Failure, TransferItem
-from kvcm.model.storages import NfsStorageSpec, StorageConfig, ThreeFSStorageSpec, VcnsThreeFSStorageSpec
+from kvcm.model.storages import (
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
 from kvcm.model.uri import LocationUri
 
 SCHEMES = {"nfs": "file", "fs": "hf3fs", "vcns": "hf3fs"}
@@ -65,4 +71,16 @@ def test_an_engine_moves_what_lies_on_any_of_them(storages: list[StorageConfig],
     items = [item(tmp_path, scheme, storage) for storage, scheme in SCHEMES.items()]
     assert all(each.ok for each in engine.save(items, DEADLINE))
     assert all(each.ok for each in engine.load(items, DEADLINE))
+    engine.close()
+
+
+def test_who_puts_another_mover_in_for_mooncake_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cluster").mkdir()
+    mover = FileMover.for_storages([StorageConfig("other", NfsStorageSpec(str(tmp_path)))])
+    monkeypatch.setitem(MOVERS, "mooncake", lambda _: mover)
+    engine = TransferEngine.for_storages([StorageConfig("store", MooncakeStorageSpec())])
+    assert set(engine.statistics().storages) == {"store"}
+    uri = LocationUri("mooncake", "store", "/x", 1)
+    (result,) = engine.load([TransferItem(uri, [memoryview(bytearray(1))])], 5.0)
+    assert "is none of ['other']" in result.reason  # the other mover's word
     engine.close()

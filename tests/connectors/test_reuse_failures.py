@@ -288,9 +288,9 @@ def test_the_read_lease_outlasts_the_load(
         leases.append(read_lease_ms)
         return match(self, keys, read_lease_ms=read_lease_ms, **options)
 
-    def spy_load(*arguments: Any) -> object:
+    def spy_load(*arguments: Any, **options: Any) -> object:
         deadlines.append(arguments[5])
-        return load(*arguments)
+        return load(*arguments, **options)
 
     monkeypatch.setattr(ManagerClient, "match", spy_match)
     monkeypatch.setattr(reuse_module, "load_prefix", spy_load)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from reuse_cases import (
     BLOCK,
     MODEL,
     NEW,
+    PATIENT,
     Connect,
     Stored,
     block_bytes,
@@ -115,7 +117,7 @@ def test_generation_inside_inference_mode(connect: Connect) -> None:
 
 def test_loaded_kv_is_used(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     """Control of all other tests: wrong bytes change the tokens, so right tokens mean something."""
-    reuse, ids = connect(), prompt(100)
+    reuse, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
     expected, _ = run(reuse, ids)
     for path in files_of(manager, instance_id):
         data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
@@ -130,7 +132,7 @@ def test_permuted_blocks_would_go_unnoticed_by_tokens(
     connect: Connect, manager: ManagerProcess, instance_id: str
 ) -> None:
     """Why bytes are compared too: K carries its position, and attention does not care where a block lies."""
-    reuse, ids = connect(), prompt(100)
+    reuse, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
     expected, _ = run(reuse, ids, max_new_tokens=1)
     (path,) = files_of(manager, instance_id)
     data = path.read_bytes()

@@ -224,7 +224,7 @@ def test_a_failing_storage_is_left_alone_and_tried_again(make: Callable[..., Rig
     assert rig.engine.statistics().storages["s"].loads.breaker is BreakerState.CLOSED
 
 
-@pytest.mark.parametrize("failure", [Failure.LOST, Failure.REFUSED, Failure.CANCELLED])
+@pytest.mark.parametrize("failure", [Failure.LOST, Failure.REFUSED, Failure.CANCELLED, Failure.BUSY])
 def test_what_is_not_the_storages_fault_opens_nothing(make: Callable[..., Rig], failure: Failure) -> None:
     rig = make()
     rig.storage.always = failure

@@ -117,8 +117,8 @@ class Written:
     uris: list[str]
 
     @classmethod
-    def into(cls, backend: StorageBackend, what: Allocation) -> "Written":
-        uris = backend.allocate(what)
+    async def into(cls, backend: StorageBackend, what: Allocation) -> "Written":
+        uris = await backend.allocate(what)
         for uri in uris:
             write(uri)
         return cls(backend, uris)

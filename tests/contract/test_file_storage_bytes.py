@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from storage_rig import FILE_1, FILE_8, PATH_KINDS, Kind, Written, allocation, can_punch_holes, files_below, read, write
 
-import kvcm.storage.file
+import kvcm.storage.file_slots
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.storage.directory import StorageDirectory
@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.mark.parametrize("specs", SIZES, ids=["equal", "different"])
 async def test_a_deletion_harms_no_neighbour(kind: Kind, tmp_path: Path, specs: dict[str, int]) -> None:
     """In any order, twice each, every part that is not deleted yet keeps its bytes."""
-    written = Written.into(kind.open(tmp_path), allocation(specs, range(11)))
+    written = await Written.into(kind.open(tmp_path), allocation(specs, range(11)))
     order = list(range(len(written.uris)))
     Random(6).shuffle(order)
     for done, index in enumerate(order, start=1):
@@ -38,14 +38,14 @@ async def test_a_deletion_harms_no_neighbour(kind: Kind, tmp_path: Path, specs: 
 
 async def test_a_deletion_harms_no_other_session(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path)
-    first = Written.into(storage, allocation({"tp0": 64}, range(9), "aa"))
-    second = Written.into(storage, allocation({"tp0": 64}, range(9), "ab"))
+    first = await Written.into(storage, allocation({"tp0": 64}, range(9), "aa"))
+    second = await Written.into(storage, allocation({"tp0": 64}, range(9), "ab"))
     await storage.delete(first.uris)
     second.assert_intact(range(9))
 
 
 async def test_a_file_goes_with_its_last_slot(tmp_path: Path) -> None:
-    written = Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
+    written = await Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
     await written.backend.delete(written.uris[:7])
     assert written.path(0).exists()
     await written.backend.delete(written.uris[:7])
@@ -61,7 +61,7 @@ def test_an_open_storage_shows_that_it_is_mounted(kind: Kind, tmp_path: Path) ->
 
 
 async def test_a_file_goes_with_its_last_slot_after_the_storage_was_reopened(tmp_path: Path) -> None:
-    written = Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
+    written = await Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
     await written.backend.delete(written.uris[:3])
     written.backend.close()
     successor = FILE_8.open(tmp_path)  # of another process, which remembers nothing
@@ -75,7 +75,7 @@ async def test_a_file_goes_with_its_last_slot_after_the_storage_was_reopened(tmp
 async def test_a_file_goes_with_its_last_slot_though_some_were_never_handed_out(tmp_path: Path) -> None:
     """Another writer was faster for these blocks: their slots are discarded before anybody wrote the file."""
     storage = FILE_8.open(tmp_path)
-    uris = storage.allocate(allocation({"tp0": 64}, range(8)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(8)))
     assert await storage.discard(uris[:3]) == [None] * 3
     for uri in uris[3:]:
         write(uri)
@@ -89,8 +89,8 @@ async def test_what_is_missing_because_the_mount_went_away_meanwhile_is_not_dele
 ) -> None:
     """The operator gives up a mount that hangs: the deletion under way fails, and those behind it find nothing."""
     root, away = tmp_path / "root", tmp_path / "away"
-    written = Written.into(FILE_1.open(root), allocation({"tp0": 64}, range(5)))
-    unlink, paths = kvcm.storage.file._unlink, []
+    written = await Written.into(FILE_1.open(root), allocation({"tp0": 64}, range(5)))
+    unlink, paths = kvcm.storage.file_slots._unlink, []
 
     def unlink_late(path: str) -> None:
         paths.append(path)
@@ -100,7 +100,7 @@ async def test_what_is_missing_because_the_mount_went_away_meanwhile_is_not_dele
             raise OSError(5, "Input/output error")
         unlink(path)
 
-    monkeypatch.setattr(kvcm.storage.file, "_unlink", unlink_late)
+    monkeypatch.setattr(kvcm.storage.file_slots, "_unlink", unlink_late)
     assert all(await written.backend.delete(written.uris))
     assert list(root.iterdir()) == []
     root.rmdir()
@@ -128,23 +128,23 @@ async def test_a_deletion_that_is_repeated_while_another_one_ends_the_file_leave
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a crash what was deleted is deleted again: here the last slot goes while the first one is punched anew."""
-    written = Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
+    written = await Written.into(FILE_8.open(tmp_path), allocation({"tp0": 64}, range(8)))
     await written.backend.delete(written.uris[:7])
-    other, punch = FILE_8.open(tmp_path), kvcm.storage.file._punch
+    other, punch = FILE_8.open(tmp_path), kvcm.storage.file_slots._punch
 
     def punch_late(path: str, offset: int, size: int) -> None:
         if offset == 0:
             assert asyncio.run(other.delete(written.uris[7:])) == [None]
         punch(path, offset, size)
 
-    monkeypatch.setattr(kvcm.storage.file, "_punch", punch_late)
+    monkeypatch.setattr(kvcm.storage.file_slots, "_punch", punch_late)
     assert await written.backend.delete(written.uris[:1]) == [None]
     assert files_below(tmp_path) == []
 
 
 async def test_what_was_never_handed_out_leaves_nothing(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path)
-    uris = storage.allocate(allocation({"tp0": 64}, range(8)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(8)))
     assert await storage.discard(uris) == [None] * 8
     assert files_below(tmp_path) == []
 
@@ -152,7 +152,7 @@ async def test_what_was_never_handed_out_leaves_nothing(kind: Kind, tmp_path: Pa
 async def test_a_file_goes_with_its_last_slot_after_a_deletion_failed(kind: Kind, tmp_path: Path) -> None:
     """The folder is no folder for a while, as on a broken mount; the retry must finish the job."""
     storage = kind.open(tmp_path)
-    uris = storage.allocate(allocation({"tp0": 64}, range(1)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(1)))
     folder = tmp_path / "cluster" / "inst" / "tp0"
     folder.parent.mkdir(parents=True)
     folder.touch()
@@ -167,9 +167,9 @@ async def test_a_file_goes_with_its_last_slot_after_a_deletion_failed(kind: Kind
 
 async def test_one_failure_does_not_hold_up_the_other_deletions(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path)
-    written = Written.into(storage, allocation({"tp0": 64}, [1], "aa"))
+    written = await Written.into(storage, allocation({"tp0": 64}, [1], "aa"))
     (tmp_path / "cluster" / "inst" / "tp1").touch()
-    broken = storage.allocate(allocation({"tp1": 64}, [1], "ab"))
+    broken = await storage.allocate(allocation({"tp1": 64}, [1], "ab"))
     results = await storage.delete([broken[0], written.uris[0]])
     assert [result is None for result in results] == [False, True]
     assert not written.path(0).exists()
@@ -179,7 +179,7 @@ async def test_deleted_slots_give_their_space_back(tmp_path: Path) -> None:
     if not can_punch_holes(tmp_path):
         pytest.skip("this file system does not give holes back")
     size = 1 << 16
-    written = Written.into(FILE_8.open(tmp_path), allocation({"tp0": size}, range(8)))
+    written = await Written.into(FILE_8.open(tmp_path), allocation({"tp0": size}, range(8)))
     path = written.path(0)
     blocks = [path.stat().st_blocks]
     for uri in written.uris[:6]:
@@ -193,7 +193,7 @@ async def test_deleted_slots_give_their_space_back(tmp_path: Path) -> None:
 
 
 async def test_slots_that_share_a_page_are_not_damaged(tmp_path: Path) -> None:
-    written = Written.into(FILE_8.open(tmp_path), allocation({"tp0": 1000}, range(8)))
+    written = await Written.into(FILE_8.open(tmp_path), allocation({"tp0": 1000}, range(8)))
     await written.backend.delete([written.uris[2], written.uris[5]])
     written.assert_intact([0, 1, 3, 4, 6, 7])
 
@@ -203,7 +203,7 @@ async def test_a_link_in_place_of_a_file_is_never_followed(kind: Kind, tmp_path:
     victim = tmp_path / "victim"
     victim.write_bytes(b"v" * 4096)
     storage = kind.open(tmp_path / "root")
-    written = Written.into(storage, allocation({"tp0": 512}, range(4)))
+    written = await Written.into(storage, allocation({"tp0": 512}, range(4)))
     for index in range(4):
         written.path(index).unlink(missing_ok=True)
         written.path(index).symlink_to(victim)
@@ -214,7 +214,7 @@ async def test_a_link_in_place_of_a_file_is_never_followed(kind: Kind, tmp_path:
 
 async def test_exists_wants_every_byte(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path)
-    uris = storage.allocate(allocation({"tp0": 64}, range(2)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(2)))
     assert await storage.exists(uris) == [False, False]
     write(uris[0])
     assert await storage.exists(uris) == [True, False]
@@ -227,7 +227,7 @@ async def test_exists_wants_every_byte(kind: Kind, tmp_path: Path) -> None:
 
 async def test_deleting_what_was_never_written_is_fine(kind: Kind, tmp_path: Path) -> None:
     storage = kind.open(tmp_path)
-    uris = storage.allocate(allocation({"tp0": 64}, range(9)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(9)))
     assert await storage.delete(uris) == [None] * 9
     assert await storage.exists(uris) == [False] * 9
 
@@ -235,7 +235,7 @@ async def test_deleting_what_was_never_written_is_fine(kind: Kind, tmp_path: Pat
 @pytest.mark.parametrize("name", ["..", "a/../../b", "%2F..", "鍵" * 85, "x" * 256, " ", "\\", "*", "~"], ids=range(9))
 async def test_ugly_names_are_real_files_below_the_root(kind: Kind, tmp_path: Path, name: str) -> None:
     storage = kind.open(tmp_path / "root", name)
-    written = Written.into(storage, allocation({name: 32}, range(3), instance_id=name))
+    written = await Written.into(storage, allocation({name: 32}, range(3), instance_id=name))
     written.assert_intact(range(3))
     component = path_component(name)
     for index in range(3):
@@ -250,7 +250,7 @@ async def test_ugly_names_are_real_files_below_the_root(kind: Kind, tmp_path: Pa
 async def test_nothing_counts_as_deleted_while_the_storage_is_not_mounted(
     kind: Kind, tmp_path: Path, is_file: bool
 ) -> None:
-    written = Written.into(kind.open(tmp_path / "root"), allocation({"tp0": 64}, range(3)))
+    written = await Written.into(kind.open(tmp_path / "root"), allocation({"tp0": 64}, range(3)))
     (tmp_path / "root").rename(tmp_path / "away")
     if is_file:
         (tmp_path / "root").touch()
@@ -278,7 +278,7 @@ async def test_a_file_goes_with_its_last_slot_after_the_storage_was_removed_and_
     directory.open(config)
     first = directory.backend(config.global_unique_name)
     assert first is not None
-    written = Written.into(first, allocation({"tp0": 64}, range(8)))
+    written = await Written.into(first, allocation({"tp0": 64}, range(8)))
     await first.delete(written.uris[:3])
     directory.close(config.global_unique_name)
     directory.open(config)

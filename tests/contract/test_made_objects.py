@@ -35,7 +35,7 @@ async def test_objects_are_made_empty_and_nothing_else(
     storage: StorageBackend, tmp_path: Path, instance_id: str
 ) -> None:
     assert storage.makes_objects
-    uris = storage.allocate(allocation({"tp0": 64, "tp1": 32}, range(11), instance_id=instance_id))
+    uris = await storage.allocate(allocation({"tp0": 64, "tp1": 32}, range(11), instance_id=instance_id))
     assert files_below(tmp_path) == []
     await storage.make_objects(uris)
     made = {path: path.stat().st_size for path in files_below(tmp_path)}
@@ -49,21 +49,21 @@ async def test_objects_are_made_empty_and_nothing_else(
 
 
 async def test_what_is_there_stays_as_it_is(storage: StorageBackend) -> None:
-    written = Written.into(storage, allocation({"tp0": 64}, range(9)))
+    written = await Written.into(storage, allocation({"tp0": 64}, range(9)))
     for _ in range(2):
         await storage.make_objects(written.uris)
     written.assert_intact(range(9))
 
 
 async def test_objects_that_nobody_will_write_go_with_their_deletion(storage: StorageBackend, tmp_path: Path) -> None:
-    uris = storage.allocate(allocation({"tp0": 64}, range(9)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(9)))
     await storage.make_objects(uris)
     assert await storage.delete(uris) == [None] * 9
     assert files_below(tmp_path) == []
 
 
 async def test_nothing_is_made_while_the_storage_is_not_mounted(storage: StorageBackend, tmp_path: Path) -> None:
-    uris = storage.allocate(allocation({"tp0": 64}, range(3)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(3)))
     (tmp_path / "root").rename(tmp_path / "away")
     (tmp_path / "root").mkdir()
     with pytest.raises(StorageIOError, match=r"storage s-1.*is it mounted on this host"):
@@ -73,7 +73,7 @@ async def test_nothing_is_made_while_the_storage_is_not_mounted(storage: Storage
 
 @pytest.mark.parametrize("depth", ["inst", "inst/tp0", "file"])
 async def test_no_link_is_followed(storage: StorageBackend, tmp_path: Path, depth: str) -> None:
-    uris = storage.allocate(allocation({"tp0": 64}, range(3)))
+    uris = await storage.allocate(allocation({"tp0": 64}, range(3)))
     outside = tmp_path / "outside"
     outside.mkdir()
     path = Path(addresses(uris)[0].path)
@@ -87,7 +87,7 @@ async def test_no_link_is_followed(storage: StorageBackend, tmp_path: Path, dept
 
 async def test_something_else_of_that_name_is_an_error(storage: StorageBackend) -> None:
     """A pipe, for example: opening that would hang."""
-    uris = storage.allocate(allocation({"tp0": 64}, [1]))
+    uris = await storage.allocate(allocation({"tp0": 64}, [1]))
     path = Path(addresses(uris)[0].path)
     path.parent.mkdir(parents=True)
     os.mkfifo(path)

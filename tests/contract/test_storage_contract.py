@@ -3,6 +3,7 @@
 Packing is that of wire.md 8 under design.md decisions 1 and 12.
 """
 
+import asyncio
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -100,12 +101,14 @@ def test_parts_are_packed_as_wire_md_8_says(
     kind: Kind, storage: StorageBackend, specs: dict[str, int], keys: list[int]
 ) -> None:
     what = allocation(specs, keys)
-    check_packing(kind, what, addresses(storage.allocate(what)))
+    check_packing(kind, what, addresses(asyncio.run(storage.allocate(what))))
 
 
 def test_the_example_of_wire_md_8(root: Path) -> None:
     """6 keys × 2 specs of equal size, 8 parts to a file."""
-    places = addresses(KINDS["file-8"].open(root).allocate(allocation({"tp0": 512, "tp1": 512}, range(1, 7))))
+    places = addresses(
+        asyncio.run(KINDS["file-8"].open(root).allocate(allocation({"tp0": 512, "tp1": 512}, range(1, 7))))
+    )
     first, second = places[0].path, places[8].path
     assert [place.path for place in places] == [first] * 8 + [second] * 4
     assert [place.blkid for place in places] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
@@ -127,17 +130,17 @@ def test_any_allocation_is_packed_as_wire_md_8_says(
 ) -> None:
     kind = Kind(storage_type, per)
     what = allocation({f"spec{i}": size for i, size in enumerate(sizes)}, keys)
-    check_packing(kind, what, addresses(kind.open(tmp_path).allocate(what)))
+    check_packing(kind, what, addresses(asyncio.run(kind.open(tmp_path).allocate(what))))
 
 
 def test_uris_name_kind_and_storage(kind: Kind, storage: StorageBackend, root: Path) -> None:
-    for place in addresses(storage.allocate(allocation({"tp0": 5, "tp1": 6}, [1, 2]))):
+    for place in addresses(asyncio.run(storage.allocate(allocation({"tp0": 5, "tp1": 6}, [1, 2])))):
         assert (place.scheme, place.storage, place.key) == (kind.scheme, "s-1", None)
         assert place.path.startswith(f"{root}/cluster/inst/tp")
 
 
 def test_nothing_is_allocated_for_nothing(storage: StorageBackend) -> None:
-    assert storage.allocate(allocation({"tp0": 5}, [])) == []
+    assert asyncio.run(storage.allocate(allocation({"tp0": 5}, []))) == []
 
 
 def test_sessions_and_clusters_never_share_an_object(kind: Kind, root: Path) -> None:
@@ -146,7 +149,7 @@ def test_sessions_and_clusters_never_share_an_object(kind: Kind, root: Path) -> 
     for cluster in ("cluster", "cluster2", "clus/ter", ".."):
         storage = kind.open(root, cluster)
         for location_id in ("aa", "ab", "b"):
-            uris = storage.allocate(allocation({"tp0": 8, "tp1": 8}, [1, 2, 3], location_id))
+            uris = asyncio.run(storage.allocate(allocation({"tp0": 8, "tp1": 8}, [1, 2, 3], location_id)))
             objects = {place.path for place in addresses(uris)}
             assert seen.isdisjoint(objects)
             seen |= objects
@@ -155,7 +158,7 @@ def test_sessions_and_clusters_never_share_an_object(kind: Kind, root: Path) -> 
 def test_parts_of_one_session_never_share_an_extent(kind: Kind, storage: StorageBackend) -> None:
     """Invariant 5, with names that look alike."""
     what = Allocation("i", "aa", allocation({"a": 8, "a/0": 8, "a_0": 8, "a.0": 4, "A": 8}, [0, 1, 16, -1]).parts)
-    places = addresses(storage.allocate(what))
+    places = addresses(asyncio.run(storage.allocate(what)))
     assert len({(place.path, place.blkid) for place in places}) == len(places)
 
 
@@ -164,7 +167,7 @@ def test_parts_of_one_session_never_share_an_extent(kind: Kind, storage: Storage
 def test_no_name_leaves_the_root(kind: Kind, root: Path, name: str, where: str) -> None:
     storage = kind.open(root, name if where == "cluster" else "cluster")
     what = allocation({name if where == "spec" else "kv": 8}, [7], instance_id=name if where == "instance" else "inst")
-    (place,) = addresses(storage.allocate(what))
+    (place,) = addresses(asyncio.run(storage.allocate(what)))
     relative = PurePosixPath(place.path).relative_to(root)
     assert len(relative.parts) == 4
     assert not {".", "..", ""} & set(relative.parts)
@@ -173,7 +176,7 @@ def test_no_name_leaves_the_root(kind: Kind, root: Path, name: str, where: str) 
 
 
 async def test_deletions_are_idempotent(storage: StorageBackend) -> None:
-    uris = storage.allocate(allocation({"tp0": 8, "tp1": 8}, range(6)))
+    uris = await storage.allocate(allocation({"tp0": 8, "tp1": 8}, range(6)))
     for _ in range(3):
         assert await storage.delete(uris[:4]) == [None] * 4
         assert await storage.delete(list(reversed(uris))) == [None] * len(uris)
@@ -188,7 +191,7 @@ async def test_space_is_sane(storage: StorageBackend) -> None:
 
 async def test_what_was_deleted_does_not_exist(storage: StorageBackend) -> None:
     """`exists` says whether all bytes of a part are there; those of a deleted part are not, neighbours or none."""
-    uris = storage.allocate(allocation({"tp0": 8}, range(3)))
+    uris = await storage.allocate(allocation({"tp0": 8}, range(3)))
     fill_objects(uris, 8 * 3)
     assert await storage.exists(uris) == [True] * 3
     assert await storage.delete(uris[1:2]) == [None]
@@ -196,7 +199,7 @@ async def test_what_was_deleted_does_not_exist(storage: StorageBackend) -> None:
 
 
 async def test_a_replacement_inherits_what_exists(kind: Kind, root: Path, storage: StorageBackend) -> None:
-    uris = storage.allocate(allocation({"tp0": 8}, range(3)))
+    uris = await storage.allocate(allocation({"tp0": 8}, range(3)))
     fill_objects(uris, 8 * 3)
     successor = kind.open(root)
     successor.inherit(storage)

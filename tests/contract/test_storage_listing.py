@@ -1,5 +1,6 @@
 """What every storage promises a scrub: it lists what is there, and removes whole objects as they were listed."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -29,15 +30,15 @@ async def listed(storage: StorageBackend, cluster_id: str = "cluster") -> dict[s
     return {each.name: each for each in found}
 
 
-def written(storage: StorageBackend, count: int, location_id: str = "aa", instance_id: str = "inst") -> list[str]:
-    uris = storage.allocate(allocation({"tp0": 8, "tp1": 8}, range(count), location_id, instance_id))
+async def written(storage: StorageBackend, count: int, location_id: str = "aa", instance_id: str = "inst") -> list[str]:
+    uris = await storage.allocate(allocation({"tp0": 8, "tp1": 8}, range(count), location_id, instance_id))
     fill_objects(uris, 64)
     return uris
 
 
 @pytest.mark.parametrize("instance_id", ["inst", "../a b", "鍵" * 80])
 async def test_what_was_written_is_listed(storage: StorageBackend, instance_id: str) -> None:
-    uris = written(storage, 11, instance_id=instance_id)
+    uris = await written(storage, 11, instance_id=instance_id)
     found = await listed(storage)
     assert found.keys() == set(map(object_name, uris))
     assert sum(each.size_bytes for each in found.values()) >= 8 * 22
@@ -46,7 +47,7 @@ async def test_what_was_written_is_listed(storage: StorageBackend, instance_id: 
 async def test_the_name_of_an_object_tells_its_first_block(storage: StorageBackend) -> None:
     keys = [-1, 0, 5, 2**63 - 1, -(2**63)]
     for number, key in enumerate(keys):
-        uris = storage.allocate(allocation({"tp0": 8}, [key, 77], f"a{number}", "in/st"))
+        uris = await storage.allocate(allocation({"tp0": 8}, [key, 77], f"a{number}", "in/st"))
         assert owner_of(object_name(uris[0])) == ("in%2Fst", key)
 
 
@@ -56,7 +57,7 @@ def test_other_names_are_of_no_object(name: str) -> None:
 
 
 async def test_removed_objects_are_gone_and_the_others_stay(storage: StorageBackend) -> None:
-    gone, kept = written(storage, 5, "aa"), written(storage, 5, "ab")
+    gone, kept = await written(storage, 5, "aa"), await written(storage, 5, "ab")
     found = await listed(storage)
     going = [found[name] for name in {object_name(uri) for uri in gone}]
     for _ in range(2):  # what is gone already counts as removed
@@ -66,7 +67,7 @@ async def test_removed_objects_are_gone_and_the_others_stay(storage: StorageBack
 
 
 async def test_an_object_that_changed_stays(storage: StorageBackend) -> None:
-    uris = written(storage, 1)
+    uris = await written(storage, 1)
     found = await listed(storage)
     earlier = [each._replace(modified_at=each.modified_at - 10) for each in found.values()]
     reasons = await storage.remove_objects("cluster", earlier)
@@ -75,10 +76,10 @@ async def test_an_object_that_changed_stays(storage: StorageBackend) -> None:
 
 
 async def test_another_deployment_has_its_own(kind: Kind, storage: StorageBackend, tmp_path: Path) -> None:
-    written(storage, 3)
+    await written(storage, 3)
     assert await listed(storage, "other") == {}
     other = kind.open(tmp_path, "other")
-    there = {object_name(uri) for uri in written(other, 3, "bb")}
+    there = {object_name(uri) for uri in await written(other, 3, "bb")}
     assert (await listed(other, "other")).keys() == there
     assert there.isdisjoint(await listed(storage))
 
@@ -97,7 +98,7 @@ async def test_names_that_leave_their_place_are_refused(tmp_path: Path, name: st
 
 async def test_a_listing_goes_in_pages(tmp_path: Path) -> None:
     storage = KINDS["file-1"].open(tmp_path)
-    uris = written(storage, 1250)
+    uris = await written(storage, 1250)
     sizes = [len(page.objects) async for page in storage.objects("cluster")]
     assert (max(sizes), sum(sizes)) == (1000, len(uris))
 
@@ -105,7 +106,7 @@ async def test_a_listing_goes_in_pages(tmp_path: Path) -> None:
 async def test_a_link_in_place_of_a_directory_is_not_followed(tmp_path: Path) -> None:
     """Put there after the listing, and leading to what looks the same."""
     storage = KINDS["file-1"].open(tmp_path / "root")
-    written(storage, 2)
+    await written(storage, 2)
     found = list((await listed(storage)).values())
     for depth in ("inst", "inst/tp0", "inst/tp1"):
         place, outside = tmp_path / "root" / "cluster" / depth, tmp_path / "outside" / depth
@@ -121,7 +122,7 @@ async def test_a_link_in_place_of_a_directory_is_not_followed(tmp_path: Path) ->
 
 def test_holes_take_up_nothing(tmp_path: Path) -> None:
     storage = KINDS["file-8"].open(tmp_path)
-    path = Path(addresses(storage.allocate(allocation({"tp0": 1 << 20}, range(8))))[0].path)
+    path = Path(addresses(asyncio.run(storage.allocate(allocation({"tp0": 1 << 20}, range(8)))))[0].path)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x" * (1 << 20))
     os.truncate(path, 8 << 20)

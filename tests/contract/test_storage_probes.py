@@ -149,7 +149,7 @@ async def test_a_file_that_cannot_be_deleted_fails(kind: Kind, tmp_path: Path, m
 
 
 async def test_what_a_probe_left_behind_is_no_object_and_not_in_the_way(kind: Kind, tmp_path: Path) -> None:
-    written = Written.into(kind.open(tmp_path), allocation({"tp0": 64}, range(3)))
+    written = await Written.into(kind.open(tmp_path), allocation({"tp0": 64}, range(3)))
     before = await objects(written.backend)
     leave(tmp_path, "dead", 10.0)
     assert await objects(written.backend) == before
@@ -179,7 +179,7 @@ async def test_probes_that_hang_hold_up_no_deletion_and_end_with_the_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than there are threads, all given up by their callers, as on a mount that does not answer."""
-    written = Written.into(FILE_1.open(tmp_path), allocation({"tp0": 64}, range(2)))
+    written = await Written.into(FILE_1.open(tmp_path), allocation({"tp0": 64}, range(2)))
     gate = os.pipe()
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fadvise", lambda *_args: os.read(gate[0], 1))

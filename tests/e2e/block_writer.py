@@ -18,12 +18,15 @@ from random import Random
 from typing import Any
 
 from connectors.client import ManagerClient
+from connectors.exchanges import ClientSettings
+from connectors.node import NodeSettings
+from connectors.pool_reports import PoolReports
 from connectors.results import Location, WriteGrant
 from connectors.transfer import TransferEngine, TransferItem
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 
-__all__ = ["SPECS", "WriterSettings", "command_of", "content", "registered"]
+__all__ = ["SPECS", "WriterSettings", "command_of", "connected", "content", "registered"]
 
 # Long enough to be killed in the middle of a write.
 SPECS = (LocationSpecInfo("tp0", 1 << 20), LocationSpecInfo("tp1", 300_001))
@@ -59,17 +62,24 @@ def content(uri: LocationUri) -> bytes:
     return (blake2b(str(uri).encode()).digest() * (uri.size // 64 + 1))[: uri.size]
 
 
+def connected(address: str, instance: str) -> ManagerClient:
+    """Return a client that may be given memory of its node."""
+    return ManagerClient(address, instance, ClientSettings(node_id=NodeSettings.from_environment().node_id))
+
+
 def registered(client: ManagerClient, group: str) -> TransferEngine:
     """Register the client's instance and return what moves its bytes."""
     registration = client.register_instance(group, 4, SPECS, ModelDeployment("model", "bf16"), timeout_seconds=20)
     assert registration.ok, registration
-    return TransferEngine.for_storages(registration.storages)
+    engine = TransferEngine.for_storages(registration.storages)
+    PoolReports(client).tell(engine.pools(), 20)
+    return engine
 
 
 class _Writer:
     def __init__(self, settings: WriterSettings) -> None:
         self._settings = settings
-        self._client = ManagerClient(settings.address, settings.instance)
+        self._client = connected(settings.address, settings.instance)
         self._engine = registered(self._client, settings.group)
         self._random = Random(settings.seed)
         self._journal = os.open(settings.journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -97,6 +107,7 @@ class _Writer:
         while len(succeeded) < len(grant.locations):
             start = len(succeeded)
             succeeded += self._saved(grant.locations[start : start + self._random.randint(1, _BLOCKS_PER_SESSION)])
+            self._note("saved", session=grant.session_id, is_last=len(succeeded) == len(grant.locations))
         return succeeded
 
     def _saved(self, locations: Sequence[Location]) -> list[bool]:

@@ -13,21 +13,25 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from block_writer import SPECS, WriterSettings, command_of, content, registered
+from block_writer import SPECS, WriterSettings, command_of, connected, content, registered
 
-from connectors.client import ManagerClient
 from connectors.results import Location, MatchMode
 from connectors.transfer import TransferItem
 
-__all__ = ["KillReport", "WriterRig"]
+__all__ = ["POINTS", "KillReport", "WriterRig"]
 
 _PER_MATCH = 480
 _KEYS_PER_ROUND = 1_000_000
 _DEADLINE_SECONDS = 30.0
 _LONGEST_RUN_SECONDS = 0.15  # of a writer between its first session and its end
+_AIMED = 0.5  # of writers end at a point that was chosen: at random, nearly all end in the longest step
+_AIM_SECONDS, _MOST_AIM_SECONDS = 0.0005, 1.0
 _LONG_SESSION_SECONDS = 60
 _SHORT_SESSION_SECONDS = 1
 _NO_WRITER_SECONDS = 0.02  # between two questions whether a session is over
+
+POINTS = ("no session", "first bytes", "later bytes", "before finish", "finish")
+"""Where in a save a writer can end: no session is open, or one is that is at this step."""
 
 
 @dataclass(slots=True)
@@ -37,15 +41,21 @@ class KillReport:
     Attributes:
         kills: writers killed.
         inside: of them, inside a session that was not finished.
+        points: where in a save they hit, see POINTS.
         comebacks: writers that were stopped past the end of a session, and went on.
         served_blocks: that were read and compared.
-        wrong: broken promises.
+        differing_parts: parts of them with other bytes than were written.
+        late_parts: that were served of sessions that were over before their writer came back.
+        wrong: broken promises, with those.
     """
 
     kills: int = 0
     inside: int = 0
+    points: dict[str, int] = field(default_factory=dict)
     comebacks: int = 0
     served_blocks: int = 0
+    differing_parts: int = 0
+    late_parts: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -55,11 +65,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of a name, in order; a line that was cut off is none."""
+    def events(self, name: str = "") -> list[dict[str, Any]]:
+        """Return the events of a name, or all, in order; a line that was cut off is none."""
         text = self._path.read_text() if self._path.exists() else ""
         events = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [event for event in events if event["event"] == name]
+        return [event for event in events if event["event"] == name or not name]
 
     @property
     def keys(self) -> list[int]:
@@ -78,6 +88,18 @@ class Journal:
     def confirmed(self) -> set[str]:
         """Return the uris that must be served."""
         return self._uris({event["session"] for event in self.events("ended") if event["confirmed"]})
+
+    @property
+    def point(self) -> str:
+        """Return where in a save the writer is, as far as noted."""
+        latest = (self.events() or [{"event": "ended"}])[-1]
+        if latest["event"] == "saved":
+            return "before finish" if latest["is_last"] else "later bytes"
+        return {"begun": "first bytes", "finishing": "finish", "ended": "no session"}[latest["event"]]
+
+    def told(self, session: str) -> set[str]:
+        """Return the uris of a session whose end was told to the manager, or was to be."""
+        return self._uris({session})
 
     def _uris(self, sessions: Set[str]) -> set[str]:
         finishing = [event for event in self.events("finishing") if event["session"] in sessions]
@@ -106,7 +128,7 @@ class WriterRig:
         self._instance = f"{group}/writers"
         self._directory = directory
         self._random = Random(seed)
-        self._client = ManagerClient(address, self._instance)
+        self._client = connected(address, self._instance)
         self._engine = registered(self._client, group)
         self._rounds = 0
         self.report = KillReport()
@@ -116,6 +138,15 @@ class WriterRig:
         self._engine.close()
         self._client.close()
 
+    def wait_until_open(self) -> None:
+        """Return when the storage takes writes."""
+
+        def is_open() -> bool:
+            grant = self._client.start_write([0], session_seconds=_LONG_SESSION_SECONDS)
+            return grant is not None and self._client.abort_write(grant.session_id)
+
+        self._until(is_open, "the storage takes writes")
+
     def kill_a_writer(self) -> None:
         """Let a writer be killed somewhere, and check what is served at once."""
         with self._writer(_LONG_SESSION_SECONDS) as (writer, journal):
@@ -124,6 +155,7 @@ class WriterRig:
             writer.wait()
         self.report.kills += 1
         self.report.inside += journal.open_session is not None
+        self.report.points[journal.point] = self.report.points.get(journal.point, 0) + 1
         self._judge(journal)
 
     def stop_a_writer(self) -> None:
@@ -150,8 +182,14 @@ class WriterRig:
         return True
 
     def _let_run(self, journal: Journal) -> None:
-        self._until(lambda: bool(journal.events("begun")), "the writer begins")
+        # Some clients open their storage in the first session, which takes longer than all that follows.
+        first = self._random.choice(("begun", "ended"))
+        self._until(lambda: bool(journal.events(first)), "the writer begins")
         time.sleep(self._random.uniform(0.0, _LONGEST_RUN_SECONDS))  # the point at which it ends
+        if self._random.random() < _AIMED:
+            aim, deadline = self._random.choice(POINTS), time.monotonic() + _MOST_AIM_SECONDS
+            while journal.point != aim and time.monotonic() < deadline:
+                time.sleep(_AIM_SECONDS)
 
     @contextlib.contextmanager
     def _writer(self, session_seconds: int) -> Iterator[tuple[subprocess.Popen[bytes], Journal]]:
@@ -210,6 +248,7 @@ class WriterRig:
             assert not found.reason, found
             served |= self._read([location for location in found.locations if location is not None])
             assert self._client.remove(page, timeout_seconds=20)
+        self.report.late_parts += len(served & journal.told(refused))
         self.report.wrong += [f"{uri} is served and was not finished" for uri in served - may]
         self.report.wrong += [f"{uri} was confirmed and is not served" for uri in must - served]
 
@@ -224,6 +263,7 @@ class WriterRig:
             if not result.ok:
                 self.report.wrong.append(f"{uri} is served and cannot be read: {result.reason}")
             elif buffer != content(uri):
+                self.report.differing_parts += 1
                 self.report.wrong.append(f"{uri} is served with other bytes than were written")
         self.report.served_blocks += len(locations)
         return set(map(str, uris))

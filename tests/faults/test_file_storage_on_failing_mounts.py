@@ -21,14 +21,14 @@ TURN_SECONDS = 20.0
 
 
 @pytest.fixture(params=KINDS)
-def written(request: pytest.FixtureRequest, fault_mount: FaultMount) -> Written:
+async def written(request: pytest.FixtureRequest, fault_mount: FaultMount) -> Written:
     """Return parts that lie in a storage on the mount, packed or not."""
-    return written_to(fault_mount, KINDS[request.param])
+    return await written_to(fault_mount, KINDS[request.param])
 
 
-def written_to(mount: FaultMount, kind: Kind) -> Written:
+async def written_to(mount: FaultMount, kind: Kind) -> Written:
     (mount.directory / "cluster").mkdir(exist_ok=True)
-    return Written.into(kind.open(mount.path), allocation({"kv": SIZE}, range(16)))
+    return await Written.into(kind.open(mount.path), allocation({"kv": SIZE}, range(16)))
 
 
 async def listed(backend: StorageBackend) -> tuple[list[StoredObject], int]:
@@ -63,7 +63,7 @@ DELETION_FAULTS = [
 async def test_a_deletion_that_fails_says_why_and_succeeds_later(
     fault_mount: FaultMount, kind: Kind, operation: str, error: str
 ) -> None:
-    written = written_to(fault_mount, kind)
+    written = await written_to(fault_mount, kind)
     some = [index for index in range(16) if index % 8 < 3]
     fault_mount.inject(operation, path="/cluster/inst/*", error=error)
     reasons = await written.backend.delete([written.uris[index] for index in some])
@@ -81,7 +81,7 @@ async def test_a_deletion_that_fails_says_why_and_succeeds_later(
 @pytest.mark.parametrize("error", ERRORS)
 async def test_what_counts_as_deleted_is(fault_mount: FaultMount, error: str, after: int) -> None:
     """The fault begins somewhere in the work, and slot after slot goes: none is forgotten, and no file is left."""
-    written = written_to(fault_mount, FILE_8)
+    written = await written_to(fault_mount, FILE_8)
     for operation in ("unlink", "write", "fallocate", "create", "open"):
         fault_mount.inject(operation, path="/cluster/inst/*", error=error, after=after, times=2)
     waiting = list(written.uris)
@@ -97,7 +97,7 @@ async def test_what_counts_as_deleted_is(fault_mount: FaultMount, error: str, af
 
 
 async def test_notes_that_could_not_be_removed_go_with_the_next_try(fault_mount: FaultMount) -> None:
-    written = written_to(fault_mount, FILE_8)
+    written = await written_to(fault_mount, FILE_8)
     assert await written.backend.delete(written.uris[:7]) == [None] * 7
     fault_mount.inject("unlink", path=f"*{BESIDE_SUFFIX}", error="EIO", times=1)
     assert all(await written.backend.delete(written.uris[7:8]))
@@ -109,7 +109,7 @@ async def test_notes_of_slots_that_nobody_wrote_go_with_the_last_one(fault_mount
     """Some of a session's addresses were never handed out, and to the others nobody wrote."""
     (fault_mount.directory / "cluster").mkdir()
     backend = FILE_8.open(fault_mount.path)
-    uris = backend.allocate(allocation({"kv": SIZE}, range(8)))
+    uris = await backend.allocate(allocation({"kv": SIZE}, range(8)))
     assert await backend.discard(uris[:3]) == [None] * 3
     assert await backend.delete(uris[3:]) == [None] * 5
     assert kept_notes(fault_mount) == []
@@ -117,7 +117,7 @@ async def test_notes_of_slots_that_nobody_wrote_go_with_the_last_one(fault_mount
 
 @pytest.mark.parametrize("error", ERRORS)
 async def test_one_file_that_fails_keeps_no_other(fault_mount: FaultMount, error: str) -> None:
-    written = written_to(fault_mount, FILE_1)
+    written = await written_to(fault_mount, FILE_1)
     bad = written.path(5)
     fault_mount.inject("unlink", path=f"*/{bad.name}", error=error)
     reasons = await written.backend.delete(written.uris)
@@ -137,7 +137,7 @@ async def test_what_cannot_be_looked_at_is_not_missing(fault_mount: FaultMount, 
 
 @pytest.mark.parametrize("error", ERRORS)
 async def test_notes_of_deleted_slots_that_cannot_be_read_are_an_error(fault_mount: FaultMount, error: str) -> None:
-    written = written_to(fault_mount, FILE_8)
+    written = await written_to(fault_mount, FILE_8)
     assert await written.backend.delete(written.uris[:1]) == [None]
     fault_mount.inject("read", path="*.deleted", error=error)
     with pytest.raises(StorageIOError):
@@ -157,7 +157,7 @@ async def test_a_block_that_is_seen_late_is_missing_until_then(fault_mount: Faul
 async def test_a_discard_that_fails_says_why(fault_mount: FaultMount, error: str) -> None:
     (fault_mount.directory / "cluster").mkdir()
     backend = FILE_8.open(fault_mount.path)
-    uris = backend.allocate(allocation({"kv": SIZE}, range(8)))
+    uris = await backend.allocate(allocation({"kv": SIZE}, range(8)))
     fault_mount.inject("mkdir", "create", "write", error=error)
     assert all(await backend.discard(uris[:3]))
     fault_mount.clear()
@@ -189,7 +189,7 @@ async def test_a_storage_that_cannot_be_listed_is_not_empty(
 async def test_an_object_that_cannot_be_looked_at_is_counted_and_the_others_are_listed(
     fault_mount: FaultMount, error: str
 ) -> None:
-    written = written_to(fault_mount, FILE_1)
+    written = await written_to(fault_mount, FILE_1)
     fault_mount.inject("getattr", path=f"*/{written.path(5).name}", error=error)
     objects, failed = await listed(written.backend)
     assert (len(objects), failed) == (15, 1)
@@ -253,7 +253,7 @@ async def test_a_storage_that_hangs_holds_nobody_but_who_asked(
     """Neither the event loop nor another storage; who asked may give up, and is answered when it does not."""
     operations, ask = QUESTIONS[name]
     (tmp_path / "other" / "cluster").mkdir(parents=True)
-    other = Written.into(FILE_8.open(tmp_path / "other"), allocation({"kv": SIZE}, range(8)))
+    other = await Written.into(FILE_8.open(tmp_path / "other"), allocation({"kv": SIZE}, range(8)))
     fault_mount.inject(*operations, hang=True)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(ask(written.backend, written.uris), 0.2)

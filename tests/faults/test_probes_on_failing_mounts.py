@@ -55,7 +55,7 @@ async def test_a_probe_finds_the_fault_and_its_end(fault_mount: FaultMount, back
             await backend.probe()
     fault_mount.clear()
     await backend.probe()
-    written = Written.into(backend, allocation({"kv": 5000}, range(8)))
+    written = await Written.into(backend, allocation({"kv": 5000}, range(8)))
     assert all(await backend.exists(written.uris))
     assert [page.objects[0].size_bytes async for page in backend.objects("cluster")] == [40_000]
 

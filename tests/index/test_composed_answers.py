@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from index_rig import TableView, location, record
 
 from kvcm.index.answers import compose_answer, filter_specs
-from kvcm.model.locations import Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
+from kvcm.model.locations import Location, LocationStatus, SpecUri, decode_chunk, encode_chunk, with_checksums
 from kvcm.model.storages import StorageType
 
 SERVING, WRITING, DELETING = LocationStatus.SERVING, LocationStatus.WRITING, LocationStatus.DELETING
@@ -99,6 +99,20 @@ def test_any_record_is_answered_by_decision_14(locations: list[Location]) -> Non
         assert answered(*locations) is None
     else:
         assert answered(*locations) == (locations[first[1]].storage_type, len(expected), expected)
+
+
+def test_checksums_stay_with_their_specs() -> None:
+    """Where specs of several locations are joined, and where some are asked for."""
+    slow, fast = at("nfs", "tp0", "tp1"), at("pool", "tp1")
+    checked = [
+        each._replace(chunk=with_checksums(each.chunk, dict.fromkeys(each.spec_names, checksum)))
+        for each, checksum in ((slow, 1), (fast, 2**64 - 1))
+    ]
+    chunk = compose_answer(record(*checked), VIEW)
+    assert chunk is not None
+    assert {spec.name: spec.checksum for spec in decode_chunk(chunk).specs} == {"tp1": 2**64 - 1, "tp0": 1}
+    (kept,) = decode_chunk(filter_specs(chunk, frozenset(["tp0"]))).specs
+    assert kept.checksum == 1
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Rig:
         self.view = TableView({"nfs": 3, "fs": 2})
         self.is_coherent = True
         self.budget = CacheBudget(capacity_bytes, lambda: self.is_coherent)
-        self.cache = SearchCache(self.view, self.budget)
+        self.cache = SearchCache(self.view, self.budget, compose_answer)
 
     def read(self, key: int, found: BlockRecord | None) -> None:
         self.cache.end(self.cache.begin([key]), [found])
@@ -133,7 +133,7 @@ def test_a_failed_read_leaves_nothing_behind() -> None:
 def test_all_caches_together_stay_within_the_budget(capacity: int, accesses: list[tuple[bool, int]]) -> None:
     """Invariant: bounded, whichever cache the entries lie in, whatever moves between generations."""
     rig = Rig(capacity * ENTRY_BYTES)
-    caches = [rig.cache, SearchCache(rig.view, rig.budget)]
+    caches = [rig.cache, SearchCache(rig.view, rig.budget, compose_answer)]
     for second, key in accesses:
         cache = caches[second]
         if cache.lookup([key]) == [None]:

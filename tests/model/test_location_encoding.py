@@ -6,7 +6,15 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcm.model.locations import DecodedLocation, SpecUri, decode_chunk, encode_chunk, retag, uris_of
+from kvcm.model.locations import (
+    DecodedLocation,
+    SpecUri,
+    decode_chunk,
+    encode_chunk,
+    retag,
+    uris_of,
+    with_checksums,
+)
 from kvcm.model.storages import StorageType
 from kvcm.protocol import meta_service_pb2 as meta
 
@@ -15,7 +23,8 @@ TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     st.sampled_from(["", "a" * 127, "a" * 128, "鍵" * 43, "u" * 16384, "\x00"]),
 )
-SPECS = st.lists(st.builds(SpecUri, TEXTS, TEXTS), max_size=5)
+CHECKSUMS = st.one_of(st.sampled_from([0, 0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
+SPECS = st.lists(st.builds(SpecUri, TEXTS, TEXTS, CHECKSUMS), max_size=5)
 TYPES = st.sampled_from(list(StorageType))
 SIZES = st.one_of(st.integers(0, 300), st.just(2**31 - 1))
 
@@ -28,8 +37,11 @@ REPEATED_LOCATIONS: list[FieldDescriptor] = [
 
 
 def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> meta.CacheLocation:
-    messages = [meta.LocationSpec(name=name, uri=uri) for name, uri in specs]
-    return meta.CacheLocation(type=int(storage_type), spec_size=spec_size, location_specs=messages)
+    """The message that a chunk stands for; only a location with one part has a checksum of its own."""
+    messages = [meta.LocationSpec(name=name, uri=uri, checksum=checksum) for name, uri, checksum in specs]
+    checksum = specs[-1].checksum if specs and spec_size == 1 else 0
+    signed = checksum - (1 << 64) if checksum >> 63 else checksum
+    return meta.CacheLocation(type=int(storage_type), spec_size=spec_size, location_specs=messages, checksum=signed)
 
 
 @FIXED
@@ -59,6 +71,18 @@ def test_uris_are_those_of_the_specs(storage_type: StorageType, spec_size: int, 
 def test_decoding_reads_what_protobuf_wrote(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
     answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
     assert decode_chunk(answer.SerializeToString()) == DecodedLocation(storage_type, spec_size, tuple(specs))
+
+
+@FIXED
+@given(storage_type=TYPES, spec_size=st.one_of(st.just(1), SIZES), specs=SPECS, told=st.data())
+def test_checksums_of_some_specs_are_put_into_a_chunk_that_has_none(
+    storage_type: StorageType, spec_size: int, specs: list[SpecUri], told: st.DataObject
+) -> None:
+    names = [spec.name for spec in specs]
+    checksums = told.draw(st.dictionaries(st.sampled_from([*names, "unknown"]), CHECKSUMS))
+    without = encode_chunk(storage_type, spec_size, [spec._replace(checksum=0) for spec in specs])
+    expected = [spec._replace(checksum=checksums.get(spec.name, 0)) for spec in specs]
+    assert with_checksums(without, checksums) == encode_chunk(storage_type, spec_size, expected)
 
 
 @FIXED

@@ -21,6 +21,20 @@ URIS = st.builds(
     size=st.integers(0, 2**64),
     blkid=st.one_of(st.none(), st.integers(0, 10_000)),
     key=st.one_of(st.none(), OBJECT_KEYS),
+    node_id=st.none(),
+    range_id=st.none(),
+    location_id=st.one_of(st.none(), st.from_regex(r"[0-9A-Za-z]{1,16}", fullmatch=True)),
+) | st.builds(
+    LocationUri,
+    scheme=st.just("pace"),
+    storage=NAMES,
+    path=st.integers(0, 2**50).map(lambda offset: f"/{offset}"),
+    size=st.integers(0, 2**64),
+    blkid=st.none(),
+    key=st.none(),
+    node_id=NAMES,
+    range_id=st.integers(0, 2**64 - 1),
+    location_id=st.none(),
 )
 
 

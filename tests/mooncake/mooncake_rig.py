@@ -6,6 +6,7 @@ nothing but its loopback. Every process is killed with the test run.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ class AskedError(Exception):
 class Site:
     """A master, the network it is in and its clients."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lease_seconds: float = LEASE_SECONDS) -> None:
+        self._lease_seconds = lease_seconds
         self._log = folder / "mooncake.log"
         self._network: int | None = None
         self._holder = Process([sys.executable, "-c", _HOLD_A_NETWORK], _die_with_parent, self._log)
@@ -132,7 +134,7 @@ class Site:
             "rpc_thread_num": 2,
             "metrics_host": "127.0.0.1",
             "metrics_port": self._ports[1],
-            "default_kv_lease_ttl": int(LEASE_SECONDS * 1000),
+            "default_kv_lease_ttl": int(self._lease_seconds * 1000),
             "client_ttl": CLIENT_TTL_SECONDS,
         }
         command = [_master_program(), *(f"--{name}={value}" for name, value in flags.items())]
@@ -157,6 +159,24 @@ class Site:
         owner = self.client()
         eventually(lambda: owner.ask("own", size_bytes=size_bytes) == "open")
         return owner
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let the calling thread, and what it starts, be in the store's network inside the block."""
+        if self._network is None:
+            yield
+            return
+        own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        try:
+            assert not _libc.setns(self._network, _NEW_NETWORK)
+            yield
+        finally:
+            assert not _libc.setns(own, _NEW_NETWORK)
+            os.close(own)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Run a program in the store's network and return its exit status."""
+        return subprocess.run(command, preexec_fn=self._enter, check=False).returncode
 
     def close(self) -> None:
         for client in self._clients:

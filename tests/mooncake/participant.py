@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from connectors.transfer.engine import TransferEngine
-from connectors.transfer.mooncake import MooncakeMover, MooncakeSettings
+from connectors.transfer.mooncake import MooncakeSettings
 from connectors.transfer.mover import TransferItem
 from kvcm.model.clock import SystemClock
 from kvcm.model.mooncake import MooncakeClient, open_client
@@ -44,8 +45,9 @@ class Participant:
         self.spec = spec
         self.owned: MooncakeClient | None = None
         self.storage: MooncakeStorage | None = None
-        self.mover = MooncakeMover(spec, MooncakeSettings(staging_bytes=16 << 20))
-        self.engine = TransferEngine({("mooncake", "mc"): self.mover}, 4)
+        self.engine = TransferEngine.for_storages(
+            [self.config], 4, checksums=True, mooncake=MooncakeSettings(staging_bytes=16 << 20)
+        )
         self.registered: memoryview | None = None
         self.kept: list[memoryview] = []  # of items that are pending: they may still change
 
@@ -60,7 +62,7 @@ class Participant:
     def allocate(self, keys: list[int], size_bytes: int, location_id: str, instance_id: str = "in/st") -> list[str]:
         assert self.storage is not None
         parts = [Part("tp0", key, size_bytes) for key in keys]
-        return self.storage.allocate(Allocation(instance_id, location_id, parts))
+        return asyncio.run(self.storage.allocate(Allocation(instance_id, location_id, parts)))
 
     def delete(self, uris: list[str]) -> list[str | None]:
         assert self.storage is not None
@@ -118,7 +120,7 @@ class Participant:
 
     def register(self) -> None:
         self.registered = np.zeros(REGISTERED_BYTES, np.uint8).data
-        self.mover.register(self.registered)
+        self.engine.register_memory([self.registered])
 
     def save(self, uris: list[str], deadline: float = 20.0, **form: Any) -> dict[str, Any]:
         items = self._items(uris, **form)
@@ -130,10 +132,15 @@ class Participant:
             "seconds": time.monotonic() - began,
             "failures": [result.failure for result in results],
             "reasons": [result.reason for result in results],
+            "checksums": [result.checksum for result in results],
         }
 
-    def load(self, uris: list[str], deadline: float = 20.0, **form: Any) -> dict[str, Any]:
+    def load(
+        self, uris: list[str], deadline: float = 20.0, checksums: list[int] | None = None, **form: Any
+    ) -> dict[str, Any]:
         items = self._items(uris, **form)
+        if checksums is not None:
+            items = [replace(item, checksum=checksum) for item, checksum in zip(items, checksums, strict=True)]
         for item in items:
             fill(item, b"\xee" * item.uri.size)
         began = time.monotonic()
@@ -146,10 +153,44 @@ class Participant:
             "equal": [bytes_of(item) == content(str(item.uri), item.uri.size) for item, _ in pairs],
         }
 
+    def load_ranges(
+        self, uris: list[str], ranges: list[list[int]], pieces: int = 1, registered: bool = False
+    ) -> dict[str, Any]:
+        """Load the same ranges of every part, each to memory of its own."""
+        parsed = [LocationUri.parse(uri) for uri in uris]
+        wanted = [(uri, start, count) for uri in parsed for start, count in ranges]
+        memory = self._memory(sum(count + (pieces + 1) * GAP_BYTES for _, _, count in wanted), registered)
+        items, place = [], 0
+        for uri, start, count in wanted:
+            buffers = cut(memory[place:], count, pieces)
+            place += count + pieces * GAP_BYTES
+            items.append(TransferItem(uri, buffers, start))
+            fill(items[-1], b"\xee" * count)
+        results = self.engine.load(items, 20.0)
+        return {
+            "failures": [result.failure for result in results],
+            "reasons": [result.reason for result in results],
+            "equal": [
+                bytes_of(item) == content(str(uri), uri.size)[start : start + count]
+                for item, (uri, start, count) in zip(items, wanted, strict=True)
+            ],
+            "moved_bytes": [result.moved_bytes for result in results],
+        }
+
+    def register_again(self) -> None:
+        assert self.registered is not None
+        self.engine.register_memory([self.registered[:10]])
+
     def raw_put(self, name: str, size_bytes: int) -> int:
         """Store something of another size under a name, past everything of ours."""
         assert self.owned is not None
         return self.owned.put(name, b"?" * size_bytes)
+
+    def raw_replace(self, name: str, data: str) -> int:
+        """Put other bytes, in hex, in the place of an object, past everything of ours."""
+        assert self.owned is not None
+        code: int = self.owned.upsert(name, bytes.fromhex(data))  # type: ignore[attr-defined]
+        return code
 
     def raw_begin(self, name: str, size_bytes: int) -> list[int]:
         """Begin to store something, as a writer that dies before it ends."""
@@ -161,22 +202,30 @@ class Participant:
 
     def _items(self, uris: list[str], pieces: int = 1, registered: bool = False) -> list[TransferItem]:
         parsed = [LocationUri.parse(uri) for uri in uris]
-        room = sum(uri.size + (pieces + 1) * GAP_BYTES for uri in parsed)
+        memory = self._memory(sum(uri.size + (pieces + 1) * GAP_BYTES for uri in parsed), registered)
+        items, place = [], 0
+        for uri in parsed:
+            items.append(TransferItem(uri, cut(memory[place:], uri.size, pieces)))
+            place += uri.size + pieces * GAP_BYTES
+        return items
+
+    def _memory(self, size_bytes: int, registered: bool) -> memoryview:
         if registered:
             assert self.registered is not None
-            assert room <= REGISTERED_BYTES
-            memory = self.registered
-        else:
-            memory = np.zeros(room, np.uint8).data
+            assert size_bytes <= REGISTERED_BYTES
+            return self.registered
+        memory = np.zeros(size_bytes, np.uint8).data
         self.kept.append(memory)
-        items, start = [], 0
-        for uri in parsed:
-            buffers = []
-            for length in lengths(uri.size, pieces):
-                buffers.append(memory[start : start + length])
-                start += length + GAP_BYTES
-            items.append(TransferItem(uri, buffers))
-        return items
+        return memory
+
+
+def cut(memory: memoryview, size_bytes: int, pieces: int) -> list[memoryview]:
+    """Return so many pieces of memory with gaps between them."""
+    buffers, start = [], 0
+    for length in lengths(size_bytes, pieces):
+        buffers.append(memory[start : start + length])
+        start += length + GAP_BYTES
+    return buffers
 
 
 def lengths(size_bytes: int, pieces: int) -> list[int]:

@@ -181,10 +181,10 @@ class CacheModel:
             block = self.blocks.get((session.instance_id, session.epoch, key))
             for place in block.places if block is not None else ():
                 if place.session == session.id and place.status is WRITING and success:
-                    place.leave_session(SERVING, 0.0)
+                    place.serve()
                     served += 1
                 elif place.session == session.id:
-                    place.leave_session(DELETING, self._clock.now())
+                    place.fail(self._clock.now())
         return FinishedWrite(served, len(flags) - sum(flags), sum(flags) - served)
 
     def renew(self, instance_id: str, session_id: str, timeout: int) -> float | Refusal:

@@ -13,7 +13,7 @@ class Place:
     """One location of a block.
 
     Attributes:
-        session: that writes it; kept when it is removed before the session ends.
+        session: that writes it; kept for good by what never served, since its writer may come back.
         deadline: of the session while writing, of the bytes while deleting, else 0.
     """
 
@@ -27,9 +27,14 @@ class Place:
     deadline: float
     status: LocationStatus = WRITING
 
-    def leave_session(self, status: LocationStatus, deadline: float) -> None:
+    def serve(self) -> None:
         """Nobody writes here any more."""
-        self.status, self.session, self.deadline = status, "", deadline
+        self.status, self.session, self.deadline = SERVING, "", 0.0
+
+    def fail(self, now: float) -> None:
+        """Nobody was ever given it to read."""
+        if self.status is not DELETING or self.deadline > now:
+            self.status, self.deadline = DELETING, now
 
 
 @dataclass

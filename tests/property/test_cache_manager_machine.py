@@ -103,7 +103,7 @@ class CacheMachine(WriterRules):
             self.switch(name, enabled=what == "enable")
         elif what == "remove" and known is not None:
             del self.model.shelves[name]
-            assert self.call(self.world.registry.storages.remove(name)) is None
+            assert self.call(self.world.registry.storages.retire(name, self.world.clock.now())) is None
         elif what == "add" and known is None:
             self.model.shelves[name] = self.shelf(name)
             assert self.call(self.world.registry.storages.add(self.configured[name])) is None

@@ -58,7 +58,7 @@ MESSAGES: dict[str, dict[str, str]] = {
     "Status": {"code": "1 ErrorCode", "message": "2 string"},
     "CommonResponseHeader": {"status": "1 Status", "request_id": "2 string", "tracer_result": "3 string"},
     "CommonResponse": {"header": "1 CommonResponseHeader"},
-    "LocationSpec": {"name": "1 string", "uri": "2 string"},
+    "LocationSpec": {"name": "1 string", "uri": "2 string", "checksum": "1000 fixed64"},
     "CacheLocation": {
         "type": "1 StorageType",
         "spec_size": "2 int32",
@@ -112,7 +112,13 @@ MESSAGES: dict[str, dict[str, str]] = {
         "rdma_device": "4 string",
         "master_service_entry": "5 string",
     },
-    "TairMemPoolStorageSpec": {"domain": "1 string", "timeout": "2 int32", "enable_vipserver": "3 bool"},
+    "TairMemPoolStorageSpec": {
+        "domain": "1 string",
+        "timeout": "2 int32",
+        "enable_vipserver": "3 bool",
+        "node_id": "1000 string",
+        "capacity_bytes": "1001 int64",
+    },
     "NfsStorageSpec": {"root_path": "1 string", "key_count_per_file": "2 int32"},
     "StorageConfig": {
         "global_unique_name": "1 string",
@@ -154,6 +160,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "location_spec_names": "8 repeated string",
         "read_lease_ms": "1000 int32",
         "peek": "1001 bool",
+        "node_id": "1002 string",
     },
     "GetCacheLocationResponse": {
         "header": "1 CommonResponseHeader",
@@ -183,6 +190,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "write_timeout_seconds": "6 int32",
         "min_replica_count": "7 int32",
         "parent_block_key": "1000 optional int64",
+        "node_id": "1001 string",
     },
     "StartWriteCacheResponse": {
         "header": "1 CommonResponseHeader",
@@ -221,6 +229,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "token_ids": "5 repeated int64",
         "sw_size": "6 int32",
         "peek": "1000 bool",
+        "node_id": "1001 string",
     },
     "GetCacheLocationLenResponse": {"header": "1 CommonResponseHeader", "cache_location_len": "2 int64"},
     "GetClusterInfoRequest": {"trace_id": "1 string", "instance_id": "2 string"},

@@ -80,7 +80,7 @@ PIN_MESSAGES: dict[str, dict[str, str]] = {
         "last_block_key": "6 int64",
     },
     "ReportMissingRequest": {"trace_id": "1 string", "instance_id": "2 string", "parts": "3 repeated MissingPart"},
-    "MissingPart": {"block_key": "1 int64", "uri": "2 string"},
+    "MissingPart": {"block_key": "1 int64", "uri": "2 string", "mismatched_checksum": "3 fixed64"},
     "ReportMissingResponse": {
         "header": f"1 {META}.CommonResponseHeader",
         "removed_locations": "2 int64",
@@ -178,4 +178,47 @@ CAPACITY_MESSAGES: dict[str, dict[str, str]] = {
         "deleted": "7 int64",
         "failed": "8 int64",
     },
+}
+
+STORAGE_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
+    "StorageService": {
+        "DrainStorage": ("DrainStorageRequest", f"{ADMIN}.CommonResponse"),
+        "CancelDrain": ("CancelDrainRequest", f"{ADMIN}.CommonResponse"),
+        "ListDrain": ("ListDrainRequest", "ListDrainResponse"),
+    }
+}
+
+STORAGE_ENUMS: dict[str, dict[str, int]] = {
+    "DrainState": {"DRAIN_UNSPECIFIED": 0, "DRAIN_RUNNING": 1, "DRAIN_DONE": 2},
+}
+
+STORAGE_MESSAGES: dict[str, dict[str, str]] = {
+    "DrainStorageRequest": {"trace_id": "1 string", "storage_unique_name": "2 string"},
+    "CancelDrainRequest": {"trace_id": "1 string", "storage_unique_name": "2 string"},
+    "ListDrainRequest": {"trace_id": "1 string"},
+    "ListDrainResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "drains": "2 repeated Drain"},
+    "Drain": {
+        "storage_unique_name": "1 string",
+        "is_removal": "2 bool",
+        "state": "3 DrainState",
+        "started_ms": "4 int64",
+        "left_bytes": "5 int64",
+        "reason": "6 string",
+    },
+}
+
+POOL_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
+    "PoolService": {"ReportPool": ("ReportPoolRequest", "ReportPoolResponse")}
+}
+
+POOL_MESSAGES: dict[str, dict[str, str]] = {
+    "ReportPoolRequest": {
+        "trace_id": "1 string",
+        "storage_unique_name": "2 string",
+        "node_id": "3 string",
+        "generation": "4 fixed64",
+        "capacity_bytes": "5 int64",
+        "valid_ms": "6 int32",
+    },
+    "ReportPoolResponse": {"header": f"1 {META}.CommonResponseHeader", "is_new_generation": "2 bool"},
 }

@@ -11,7 +11,14 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor, MethodDescriptor
 
 from kvcm.protocol import admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, meta_service_pb2
-from kvcm.protocol.kvcm.v1 import capacity_service_pb2, group_service_pb2, lease_service_pb2, pin_service_pb2
+from kvcm.protocol.kvcm.v1 import (
+    capacity_service_pb2,
+    group_service_pb2,
+    lease_service_pb2,
+    pin_service_pb2,
+    pool_service_pb2,
+    storage_service_pb2,
+)
 
 
 class Contract(NamedTuple):
@@ -67,11 +74,28 @@ CONTRACTS = [
         {},
         V1.CAPACITY_MESSAGES,
     ),
+    Contract(
+        "kvcm/v1/storage_service.proto",
+        storage_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.STORAGE_SERVICES,
+        V1.STORAGE_ENUMS,
+        V1.STORAGE_MESSAGES,
+    ),
+    Contract(
+        "kvcm/v1/pool_service.proto",
+        pool_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.POOL_SERVICES,
+        {},
+        V1.POOL_MESSAGES,
+    ),
 ]
 
 KINDS = {
     FieldDescriptor.TYPE_BOOL: "bool",
     FieldDescriptor.TYPE_DOUBLE: "double",
+    FieldDescriptor.TYPE_FIXED64: "fixed64",
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_INT64: "int64",
     FieldDescriptor.TYPE_STRING: "string",
@@ -156,6 +180,15 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
     }
     assert ours == {
         "kv_cache_manager.proto.meta.StartWriteCacheRequest.parent_block_key",
+        "kv_cache_manager.proto.meta.StartWriteCacheRequest.node_id",
+        "kv_cache_manager.proto.meta.GetCacheLocationRequest.node_id",
+        "kv_cache_manager.proto.meta.GetCacheLocationLenRequest.node_id",
+        "kv_cache_manager.proto.meta.LocationSpec.checksum",
+        "kv_cache_manager.proto.admin.LocationSpec.checksum",
+        "kv_cache_manager.proto.meta.TairMemPoolStorageSpec.node_id",
+        "kv_cache_manager.proto.meta.TairMemPoolStorageSpec.capacity_bytes",
+        "kv_cache_manager.proto.admin.TairMemPoolStorageSpec.node_id",
+        "kv_cache_manager.proto.admin.TairMemPoolStorageSpec.capacity_bytes",
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.read_lease_ms",
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.peek",
         "kv_cache_manager.proto.meta.GetCacheLocationLenRequest.peek",

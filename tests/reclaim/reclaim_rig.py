@@ -37,6 +37,7 @@ class Faulty:
         under_way: uris that are being deleted.
         twice: uris whose deletion was begun while it was under way.
         open_gate: while unset, deletions hang.
+        forgotten_uris: uris that it was told of, that their metadata is gone.
     """
 
     inner: StorageBackend
@@ -47,6 +48,7 @@ class Faulty:
     under_way: set[str] = field(default_factory=set)
     twice: set[str] = field(default_factory=set)
     open_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    forgotten_uris: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.open_gate.set()
@@ -68,6 +70,10 @@ class Faulty:
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
         return await self.delete(uris)
+
+    async def forgotten(self, uris: Sequence[str]) -> None:
+        self.forgotten_uris += uris
+        await self.inner.forgotten(uris)
 
 
 class FaultyDirectory:
@@ -173,7 +179,7 @@ class Rig:
         backend = self.directory.backend(storage)
         parts = [Part(name, key, 8) for name in specs]
         uris = (
-            backend.allocate(Allocation("i", location_id, parts))
+            await backend.allocate(Allocation("i", location_id, parts))
             if backend is not None
             else [f"file://{storage}/{key}/{n}?size=8" for n in range(len(parts))]
         )

@@ -117,6 +117,7 @@ async def test_a_failed_deletion_is_tried_again_by_the_loop() -> None:
         await rig.block(1)
         for attempt in range(1, 4):
             assert await rig.turns(lambda attempt=attempt: rig.storages.faults["a"].attempts == attempt)
+            assert await rig.turns(lambda attempt=attempt: rig.executor.backlog("a").failures == attempt)
             rig.clock.time += 60
         rig.storages.faults["a"].outage = None
         rig.clock.time += 60

@@ -71,6 +71,9 @@ class Opener:
         self.calls.append(("enable" if enabled else "disable", name))
         self._open[name] = replace(self._open[name], is_available=enabled)
 
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        self.calls.append(("drain" if is_draining else "fill", name))
+
     def close(self, name: str) -> None:
         self.calls.append(("close", name))
         del self._open[name]

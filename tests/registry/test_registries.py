@@ -37,7 +37,7 @@ def registry(opener: Opener) -> Registry:
 async def test_storages_are_opened_listed_and_closed(registry: Registry, opener: Opener) -> None:
     for name in ("b", "a", "c"):
         await registry.storages.add(replace(NFS, global_unique_name=name))
-    await registry.storages.remove("b")
+    await registry.storages.retire("b", 9.0)
     assert [config.global_unique_name for config in registry.storages.all()] == ["a", "c"]
     assert opener.calls == [("open", "b"), ("open", "a"), ("open", "c"), ("close", "b")]
     assert [config.global_unique_name for config in registry.storages.existing(["c", "x", "a", "c"])] == ["a", "c"]
@@ -95,7 +95,7 @@ async def test_the_switch_is_stored_and_passed_on(registry: Registry, opener: Op
 
 async def test_unknown_storages_are_named(registry: Registry, opener: Opener) -> None:
     for call in (
-        lambda: registry.storages.remove("x"),
+        lambda: registry.storages.retire("x", 9.0),
         lambda: registry.storages.set_enabled("x", enabled=True),
         lambda: registry.storages.update(replace(NFS, global_unique_name="x")),
     ):
@@ -138,7 +138,7 @@ async def test_a_storage_removed_during_its_update_stays_removed(registry: Regis
     await registry.storages.add(NFS)
     update = asyncio.create_task(registry.storages.update_while_serving(replace(NFS, spec=NfsStorageSpec("/other"))))
     await asyncio.sleep(0)
-    await registry.storages.remove("nfs")
+    await registry.storages.retire("nfs", 9.0)
     with pytest.raises(InvalidArgumentError, match="'nfs' does not exist"):
         await update
     assert registry.storages.all() == []

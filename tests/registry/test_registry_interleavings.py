@@ -21,11 +21,12 @@ from kvcm.store.memory import MemoryTable
 @dataclass
 class Model:
     """What is configured: groups by name with their version, instances by id with their block size, storages with
-    their root and switch."""
+    their root and switch, and roots of removed ones whose names are kept."""
 
     groups: dict[str, int] = field(default_factory=dict)
     instances: dict[str, int] = field(default_factory=dict)
     storages: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    retired: dict[str, str] = field(default_factory=dict)
 
     def run(self, verb: str, name: str, number: int) -> str:
         """Do a step; returns "ok" or the refusal."""
@@ -61,6 +62,9 @@ class Model:
     def add(self, name: str, number: int) -> str:
         if name in self.storages:
             return "DuplicateEntityError"
+        if self.retired.get(name, f"/{number}") != f"/{number}":
+            return "NotReadyError"
+        self.retired.pop(name, None)
         self.storages[name] = (f"/{number}", True)
         return "ok"
 
@@ -77,7 +81,10 @@ class Model:
         return "ok"
 
     def close(self, name: str, number: int) -> str:
-        return "InvalidArgumentError" if self.storages.pop(name, None) is None else "ok"
+        if name not in self.storages:
+            return "InvalidArgumentError"
+        self.retired[name], _ = self.storages.pop(name)
+        return "ok"
 
 
 def storage(name: str, number: int) -> StorageConfig:
@@ -97,7 +104,7 @@ VERBS: dict[str, Callable[[Registry, str, int], Awaitable[Any]]] = {
     "add": lambda registry, name, number: registry.storages.add(storage(name, number)),
     "move": lambda registry, name, number: registry.storages.update(storage(name, number)),
     "switch": lambda registry, name, number: registry.storages.set_enabled(name, enabled=number % 2 == 0),
-    "close": lambda registry, name, _: registry.storages.remove(name),
+    "close": lambda registry, name, _: registry.storages.retire(name, 9.0),
 }
 
 
@@ -115,6 +122,11 @@ def view(registry: Registry) -> Model:
         {group.name: group.version for group in registry.groups.all()},
         {instance.instance_id: instance.block_size for instance in registry.instances.all()},
         {each.global_unique_name: (each.spec.root_path, each.is_available) for each in registry.storages.all()},  # type: ignore[union-attr]
+        {
+            drain.name: config.spec.root_path  # type: ignore[union-attr]
+            for drain in registry.storages.drains()
+            if (config := registry.storages.being_left(drain)) is not None
+        },
     )
 
 

@@ -230,7 +230,7 @@ SPECS: st.SearchStrategy[StorageSpec] = st.one_of(
     st.builds(ThreeFSStorageSpec, TEXTS, TEXTS, TEXTS, NUMBERS),
     st.builds(VcnsThreeFSStorageSpec, TEXTS, TEXTS, TEXTS, NUMBERS, st.just(value=False), TEXTS, NUMBERS, TEXTS),
     st.builds(MooncakeStorageSpec, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS),
-    st.builds(TairMemPoolStorageSpec, TEXTS, NUMBERS, st.booleans()),
+    st.builds(TairMemPoolStorageSpec, TEXTS, NUMBERS, st.booleans(), TEXTS, st.integers(0, 1 << 60)),
 )
 
 

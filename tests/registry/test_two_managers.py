@@ -15,6 +15,7 @@ from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.instances import Placement
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig
 from kvcm.registry.registry import Registry, kept_cluster_id
+from kvcm.registry.storages import StorageDrain
 from kvcm.store.memory import MemoryTable
 
 NFS = StorageConfig("nfs", NfsStorageSpec("/r"))
@@ -219,7 +220,7 @@ async def test_a_refresh_brings_everything(pair: Pair) -> None:
     assert b.accounts.all() == a.accounts.all()
     assert not await b.refresh()
     for removal in (
-        a.storages.remove("nfs"),
+        a.storages.retire("nfs", 9.0),
         a.groups.remove(GROUP.name),
         a.instances.remove(ID),
         a.accounts.remove("ann"),
@@ -240,11 +241,12 @@ async def test_a_refresh_opens_switches_and_closes_storages(pair: Pair) -> None:
     await b.refresh()
     await b.refresh()
     assert opener.calls == [("open", "nfs"), ("enable", "nfs"), ("open", "nfs")]
-    await a.storages.remove("nfs")
+    await a.storages.retire("nfs", 7.0)
+    await a.storages.forget(StorageDrain("nfs", 7.0, is_removal=True))
     await a.storages.add(replace(NFS, spec=DummyStorageSpec()))
     await b.refresh()
     assert opener.calls[3:] == [("close", "nfs"), ("open", "nfs")]
-    await a.storages.remove("nfs")
+    await a.storages.retire("nfs", 9.0)
     await b.refresh()
     assert opener.calls[5:] == [("close", "nfs")]
 
@@ -364,7 +366,7 @@ async def test_a_change_is_answered_when_it_is_durable() -> None:
         registry.storages.add(NFS),
         registry.storages.update(replace(NFS, spec=NfsStorageSpec("/o"))),
         registry.storages.set_enabled("nfs", enabled=False),
-        registry.storages.remove("nfs"),
+        registry.storages.retire("nfs", 9.0),
         registry.groups.create(GROUP),
         registry.groups.update(replace(GROUP, version=2), 1),
         registry.instances.register(INSTANCE),

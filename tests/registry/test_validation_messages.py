@@ -206,6 +206,7 @@ VCNS = VcnsThreeFSStorageSpec("", "/m", "r", 1, False, "host", 1, "redis://x")
         VCNS,
         MOONCAKE,
         TairMemPoolStorageSpec("d"),
+        TairMemPoolStorageSpec(node_id="n-1.A_z", capacity_bytes=1 << 20),
     ],
     ids=lambda spec: type(spec).__name__,
 )
@@ -227,7 +228,13 @@ def test_good_storages_pass(spec: NfsStorageSpec) -> None:
         (replace(MOONCAKE, protocol=""), ["MooncakeStorageSpec", "protocol"]),
         (replace(MOONCAKE, master_service_entry=""), ["MooncakeStorageSpec", "master_service_entry"]),
         (replace(MOONCAKE, protocol="rdma"), ["MooncakeStorageSpec", "rdma_device", "rdma"]),
-        (TairMemPoolStorageSpec(""), ["TairMemPoolStorageSpec", "domain"]),
+        (TairMemPoolStorageSpec(""), ["TairMemPoolStorageSpec", "domain", "without node_id"]),
+        (TairMemPoolStorageSpec("d", capacity_bytes=1 << 20), ["TairMemPoolStorageSpec", "node_id", "required"]),
+        (TairMemPoolStorageSpec("d", node_id="n", capacity_bytes=1 << 20), ["domain", "'d'", "must be empty"]),
+        (TairMemPoolStorageSpec(node_id="n"), ["capacity_bytes", "is 0", "1048576"]),
+        (TairMemPoolStorageSpec(node_id="n", capacity_bytes=-1), ["capacity_bytes", "-1"]),
+        (TairMemPoolStorageSpec(node_id="n/m", capacity_bytes=1 << 20), ["node_id", "'n/m'", "128"]),
+        (TairMemPoolStorageSpec(node_id="n" * 129, capacity_bytes=1 << 20), ["node_id", "128"]),
     ],
 )
 def test_bad_storages_are_refused(spec: NfsStorageSpec, named: list[str]) -> None:

@@ -137,10 +137,12 @@ def _storage_refusals(name: Callable[[Site], str]) -> list[Refused]:
         _refused("local", "UNSUPPORTED", lambda site: _storage(name(site), local={}), "local", "nfs"),
         *(_missing_spec_field(kind, cls, whole, field) for kind, cls, whole in required for field in whole),
         _refused(
-            "mempool is not in this release",
+            "a pool across hosts",
             "UNSUPPORTED",
             lambda site: _storage(name(site), tair_mem_pool={"domain": "d"}),
-            "pace",
+            "node_id",
+            "capacity_bytes",
+            "mooncake",
         ),
         _refused(
             "a 3FS that is not mounted",

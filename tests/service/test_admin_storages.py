@@ -143,6 +143,20 @@ def test_without_allowed_roots_a_server_for_others_takes_its_own_directory_only_
         _assert_only_inside(api, process.data_dir / "nfs", tmp_path / "out")
 
 
+def test_a_server_for_others_connects_only_to_allowed_hosts(tmp_path: Path) -> None:
+    settings = ("--insecure", "kvcm.service.host=0.0.0.0", "kvcm.storage.allowed_hosts=10.0.0.0/8")
+    with manager(tmp_path / "manager", *settings) as process, process.api() as api:
+        for host in ("11.0.0.1:50051", "169.254.169.254:80"):
+            spec = {"local_hostname": "127.0.0.1", "protocol": "tcp", "metadata_connstring": "P2PHANDSHAKE"}
+            mooncake = spec | {"master_service_entry": host}
+            storage = {"global_unique_name": unique("storage"), "mooncake": mooncake}
+            code, message = api.refused("AdminService.AddStorage", storage=storage)
+            assert (code, "allowed_hosts" in message or "allowed hosts: 10.0.0.0/8" in message) == (
+                "INVALID_ARGUMENT",
+                True,
+            )
+
+
 def _assert_only_inside(api: Api, inside: Path, outside: Path) -> None:
     for root in (outside, inside / ".." / "out", Path(f"{inside}side")):
         storage = {"global_unique_name": unique("storage"), "nfs": {"root_path": str(root)}}

@@ -13,6 +13,8 @@ import pytest
 from test_transport_process import ManagerProcess, free_port, run_kvcm
 from test_transport_sites import Site, unique
 
+pytestmark = pytest.mark.e2e
+
 BLOCK = 64
 
 

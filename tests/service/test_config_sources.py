@@ -109,6 +109,7 @@ BAD = {
     "kvcm.logger.log_level": ["loud", "1", "9"],
     "kvcm.service.host": ["nowhere.example"],
     "kvcm.storage.allowed_roots": ["relative/path"],
+    "kvcm.storage.allowed_hosts": ["10.0.0.1/8", "host:0", "a b", "http://host"],
     "kvcm.limits.max_body_bytes": ["0", "many"],
 }
 
@@ -186,6 +187,14 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, lo
 def test_allowed_roots_are_absolute_paths_separated_by_commas(load: Loader) -> None:
     assert load("kvcm.storage.allowed_roots=/a, /b/c").allowed_roots == (Path("/a"), Path("/b/c"))
     assert load().allowed_roots is None
+
+
+def test_allowed_hosts_are_hosts_and_networks_separated_by_commas(load: Loader) -> None:
+    hosts = load("kvcm.storage.allowed_hosts=master:50051, 10.0.0.0/8").allowed_hosts
+    assert hosts is not None
+    assert [str(rule) for rule in hosts] == ["master:50051", "10.0.0.0/8"]
+    assert load().allowed_hosts is None
+    assert load("kvcm.storage.allowed_hosts=").allowed_hosts == ()
 
 
 def test_settings_that_only_the_original_uses_are_named_as_without_effect(load: Loader) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
+from kvcm.cache.removal import Remover
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import ErrorCode, StorageIOError
 from kvcm.model.groups import InstanceGroup
@@ -48,7 +50,9 @@ class Follower:
         cache = CacheManager(self.registry, storages, shared.clock)
         self._metrics = ApiMetrics()
         meta = MetaApi(cache, self.registry, self.leadership, RequestLimits())
-        admin = AdminApi(cache, self.registry, self.leadership, self._metrics, RequestLimits())
+        remover = Remover(shared.clock, self.registry.groups.find)
+        drains = StorageDrains(self.registry, cache.open_caches, remover, shared.clock, is_shared=True)
+        admin = AdminApi(cache, self.registry, self.leadership, self._metrics, RequestLimits(), drains)
         self._calls = {(call.plane, call.name): call for call in (*meta.calls(), *admin.calls())}
 
     async def begin(self) -> None:

@@ -22,6 +22,8 @@ from test_transport_sites import Site
 from kvcm.model.clock import SystemClock
 from kvcm.store.rocks.log import CommitLog, Fsync
 
+pytestmark = pytest.mark.e2e
+
 KEYS = list(range(1, 41))
 
 
@@ -52,7 +54,8 @@ def _fill(process: ManagerProcess) -> str:
     with process.api() as api:
         site = Site(api)
         instance_id = site.instance()
-        site.write(instance_id, KEYS)
+        checksums = [{"location_specs": [{"name": "kv", "checksum": 2**64 - key}]} for key in KEYS]
+        site.finish(instance_id, site.start(instance_id, KEYS), locations=checksums)
     return instance_id
 
 

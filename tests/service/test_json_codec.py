@@ -74,6 +74,19 @@ def test_int64_is_a_number_or_a_decimal_string(literal: str, value: int) -> None
     assert parsed(f'{{"block_keys": [0, {literal}]}}').block_keys == [0, value]
 
 
+@pytest.mark.parametrize("value", [0, 1, 2**53 + 1, 2**63, 2**64 - 1])
+def test_a_checksum_is_a_number_or_a_decimal_string_and_is_shown_as_one(value: int) -> None:
+    for literal in (f"{value}", f'"{value}"'):
+        spec = parsed(f'{{"checksum": {literal}}}', meta.LocationSpec)
+        assert spec.checksum == value
+        assert printed(spec)["checksum"] == str(value)
+
+
+@pytest.mark.parametrize("literal", ["-1", '"-1"', "18446744073709551616", '"18446744073709551616"'])
+def test_a_checksum_has_64_bits_and_no_sign(literal: str) -> None:
+    assert refusal(f'{{"checksum": {literal}}}', meta.LocationSpec) == "checksum: is out of the range of fixed64"
+
+
 def test_enum_by_name_and_by_number() -> None:
     assert parsed('{"query_type": "QT_PREFIX_MATCH"}').query_type == meta.QT_PREFIX_MATCH
     assert parsed('{"query_type": 2}').query_type == meta.QT_PREFIX_MATCH

@@ -18,9 +18,11 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
+from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pool
+from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage
 from kvcm.service.json_codec import MalformedBody, parse_request, print_response
 
-MODULES = [meta, admin, debug, kv_meta, lease, group, pin]
+MODULES = [meta, admin, debug, kv_meta, lease, group, pin, pool, storage]
 ALL_MESSAGES = [message for module in MODULES for message in module.DESCRIPTOR.message_types_by_name.values()]
 
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
@@ -28,6 +30,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
     FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_STRING: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 }
 
@@ -55,7 +58,12 @@ def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
     return GetMessageClass(descriptor)(**chosen)
 
 
-ROUND_TRIP = [meta.GetCacheLocationRequest, meta.StartWriteCacheResponse, admin.InstanceGroup]
+ROUND_TRIP = [
+    meta.GetCacheLocationRequest,
+    meta.FinishWriteCacheRequest,
+    meta.StartWriteCacheResponse,
+    admin.InstanceGroup,
+]
 
 
 @pytest.mark.parametrize("message_type", ROUND_TRIP, ids=lambda message_type: message_type.DESCRIPTOR.name)

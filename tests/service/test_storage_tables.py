@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from rich.console import Console
 from test_transport_process import ManagerProcess, run_kvcm
 from test_transport_sites import Site, unique
 
-from kvcm.capacity_tables import ListedStorage, print_storages
+from kvcm.capacity_tables import ListedStorage, print_drains, print_storages
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.service.drain_view import DrainState, DrainStatus
 from kvcm.service.translate import fill, read
 from kvcm.service.usage_values import StorageStatus
 from kvcm.storage.backend import StorageSpace
@@ -40,6 +42,16 @@ SEEN = """\
 └───────────┴──────────┴──────────┴───────────────────────────┴─────────┴─────────┴──────────┴───────────┴─────────┘
 storage moon is degraded: slow: it took 2.0 s to answer
 storage [red]gone is down: it could not be opened on this manager, whose log says why
+"""
+
+SEEN_DRAINS = """\
+┏━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┓
+┃ storage    ┃ task            ┃ state   ┃ since                     ┃    left ┃
+┡━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━┩
+│ old [b]nfs │ drain           │ running │ 2026-11-21 08:00:00+00:00 │ 1.0 GiB │
+│ gone       │ forget, removed │ done    │ 2026-11-21 08:00:00+00:00 │     0 B │
+└────────────┴─────────────────┴─────────┴───────────────────────────┴─────────┘
+storage old [b]nfs: 2 locations are pinned
 """
 
 
@@ -92,3 +104,22 @@ def test_the_command_lists_every_storage_with_what_is_used_of_it(server: Manager
     assert [line[0].strip() for line in lines] == names
     (found,) = [[each.strip() for each in line] for line in lines if line[0].strip() == name]
     assert (found[1], found[4], found[5]) == ("dummy", "1.0 KiB", "1.0 MiB")
+
+
+def test_a_storage_that_is_drained_is_marked_unless_it_is_disabled_anyway() -> None:
+    leaving = StorageConfig("s", DummyStorageSpec(), draining_since=SINCE)
+    shown = {}
+    for config in (CONFIG, leaving, replace(leaving, is_available=False)):
+        status = StorageStatus.of(config, StorageHealth())
+        shown[config] = _shown(ListedStorage("s", "file", 0, 0, status)).splitlines()[3].split("│")[-2].strip()
+    assert list(shown.values()) == ["yes", "draining", "no"]
+
+
+def test_drains_are_shown_with_what_holds_them_up() -> None:
+    text = io.StringIO()
+    drains = [
+        DrainStatus("old [b]nfs", False, DrainState.DRAIN_RUNNING, int(SINCE * 1000), GIB, "2 locations are pinned"),
+        DrainStatus("gone", True, DrainState.DRAIN_DONE, int(SINCE * 1000), 0),
+    ]
+    print_drains(drains, Console(file=text, width=120))
+    assert text.getvalue() == SEEN_DRAINS

@@ -29,6 +29,10 @@ from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import lease_service_pb2_grpc as lease_grpc
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
 from kvcm.protocol.kvcm.v1 import pin_service_pb2_grpc as pin_grpc
+from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pool
+from kvcm.protocol.kvcm.v1 import pool_service_pb2_grpc as pool_grpc
+from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage
+from kvcm.protocol.kvcm.v1 import storage_service_pb2_grpc as storage_grpc
 
 __all__ = [
     "SERVICES",
@@ -48,20 +52,24 @@ SERVICES = {
     "MetaService": meta.DESCRIPTOR.services_by_name["MetaService"],
     "LeaseService": lease.DESCRIPTOR.services_by_name["LeaseService"],
     "PinService": pin.DESCRIPTOR.services_by_name["PinService"],
+    "PoolService": pool.DESCRIPTOR.services_by_name["PoolService"],
     "AdminService": admin.DESCRIPTOR.services_by_name["AdminService"],
     "GroupService": group.DESCRIPTOR.services_by_name["GroupService"],
     "CapacityService": capacity.DESCRIPTOR.services_by_name["CapacityService"],
+    "StorageService": storage.DESCRIPTOR.services_by_name["StorageService"],
 }
 """Every service that a manager serves."""
 
-_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService"}
+_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService", "StorageService"}
 _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "MetaService": meta_grpc.MetaServiceStub,
     "LeaseService": lease_grpc.LeaseServiceStub,
     "PinService": pin_grpc.PinServiceStub,
+    "PoolService": pool_grpc.PoolServiceStub,
     "AdminService": admin_grpc.AdminServiceStub,
     "GroupService": group_grpc.GroupServiceStub,
     "CapacityService": capacity_grpc.CapacityServiceStub,
+    "StorageService": storage_grpc.StorageServiceStub,
 }
 _CODES = admin.ErrorCode  # numbers agree in all packages
 

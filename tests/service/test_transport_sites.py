@@ -130,7 +130,7 @@ class Site:
         """Start a write; returns the answer."""
         return self.api.ok("StartWriteCache", instance_id=instance, block_keys=keys, **fields)
 
-    def finish(self, instance: str, started: Any, success: dict[str, Any] | None = None) -> Any:
+    def finish(self, instance: str, started: Any, success: dict[str, Any] | None = None, **fields: Any) -> Any:
         """Finish a write, successful as a whole unless a mask says otherwise; returns the answer."""
         success = mask(len(started.locations)) if success is None else success
         return self.api.ok(
@@ -138,6 +138,7 @@ class Site:
             instance_id=instance,
             write_session_id=started.write_session_id,
             success_blocks=success,
+            **fields,
         )
 
     def write(self, instance: str, keys: Sequence[int], **fields: Any) -> list[dict[str, str]]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from connectors.transfer.file import FileMover
 from connectors.transfer.mover import TransferItem
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError, UnsupportedError
+from kvcm.model.hosts import AllowedHosts, HostRule
 from kvcm.model.storages import (
     DummyStorageSpec,
     MooncakeStorageSpec,
@@ -129,7 +130,7 @@ async def test_a_replacement_knows_what_the_old_one_knew(directory: StorageDirec
     directory.open(file_config(tmp_path / "old", keys_per_file=8))
     old = directory.backend("f")
     assert old is not None
-    uris = old.allocate(Allocation("i", "aa", [Part("kv", key, 8) for key in range(2)]))
+    uris = await old.allocate(Allocation("i", "aa", [Part("kv", key, 8) for key in range(2)]))
     path = Path(LocationUri.parse(uris[0]).path)
     directory.open(file_config(tmp_path / "new", keys_per_file=8))
     new = directory.backend("f")
@@ -205,6 +206,33 @@ def test_roots_of_3fs_must_lie_in_the_allowed_ones_as_well(
     assert [path.name for path in (tmp_path / "ok" / "r").iterdir()] == ["c"]
 
 
+# Hosts.
+
+
+def test_hosts_of_mooncake_storages_must_be_allowed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is opened, by whichever field they are named, and also where any other host is allowed."""
+    opened: list[StorageConfig] = []
+
+    def opener(config: StorageConfig, _: str) -> DummyStorage:
+        opened.append(config)
+        return DummyStorage(config.global_unique_name, "/", 1)
+
+    def config(master: str, metadata: str = "P2PHANDSHAKE") -> StorageConfig:
+        return StorageConfig("mc", MooncakeStorageSpec(master_service_entry=master, metadata_connstring=metadata))
+
+    openers = {StorageType.ST_MOONCAKE: opener}
+    directory = StorageDirectory("c", None, openers, allowed_hosts=AllowedHosts([HostRule.parse("10.0.0.0/8")]))
+    directory.open(config("10.0.0.1:50051"))
+    for bad in (config("11.0.0.1:50051"), config("10.0.0.1:50051", "http://11.0.0.1/x")):
+        with pytest.raises(InvalidArgumentError, match=r"allowed hosts: 10\.0\.0\.0/8"):
+            directory.open(bad)
+    anywhere = StorageDirectory("c", None, openers)
+    anywhere.open(config("11.0.0.1:50051"))
+    with pytest.raises(InvalidArgumentError, match="metadata service"):
+        anywhere.open(config("169.254.169.254:80"))
+    assert [spec.spec for spec in opened] == [config("10.0.0.1:50051").spec, config("11.0.0.1:50051").spec]
+
+
 # What a `file` storage opens.
 
 
@@ -232,7 +260,7 @@ def test_slashes_at_the_end_of_a_root_do_not_matter(directory: StorageDirectory,
     directory.open(StorageConfig("f", NfsStorageSpec(f"{tmp_path}/r{suffix}")))
     backend = directory.backend("f")
     assert backend is not None
-    (uri,) = backend.allocate(Allocation("i", "aa", [Part("kv", 1, 8)]))
+    (uri,) = asyncio.run(backend.allocate(Allocation("i", "aa", [Part("kv", 1, 8)])))
     assert uri == f"file://f{tmp_path}/r/cluster/i/kv/1.aa?size=8"
 
 
@@ -312,7 +340,7 @@ def test_an_engine_writes_where_the_manager_deletes_however_a_root_is_spelt(
     mountpoint, root_dir = f"{top}{slashes[-1]}", pieces[cut:] or "/"
     for config in (threefs(mountpoint, root_dir), StorageConfig("s", NfsStorageSpec(f"{mountpoint}{root_dir}"))):
         backend = StorageDirectory("cluster").prepare(config, is_new=True)
-        (uri,) = map(LocationUri.parse, backend.allocate(Allocation("i", "aa", [Part("kv", 1, 4)])))
+        (uri,) = map(LocationUri.parse, asyncio.run(backend.allocate(Allocation("i", "aa", [Part("kv", 1, 4)]))))
         mover = FileMover.for_storages([config])
         (result,) = mover.save([TransferItem(uri, [memoryview(b"1234")])], 10.0)
         mover.close()

@@ -68,7 +68,7 @@ async def test_file_deletions_need_no_thread_of_the_loop(tmp_path: Path) -> None
     loop.set_default_executor(ThreadPoolExecutor(1))
     taken = loop.run_in_executor(None, gate.wait)
     storage = StorageDirectory("cluster").prepare(StorageConfig("s", NfsStorageSpec(str(tmp_path))), is_new=True)
-    uris = storage.allocate(Allocation("i", "aa", [Part("tp0", 1, 8)]))
+    uris = await storage.allocate(Allocation("i", "aa", [Part("tp0", 1, 8)]))
     try:
         async with asyncio.timeout(30):
             assert await storage.delete(uris) == [None]

@@ -1,0 +1,221 @@
+"""A memory pool between a real manager and engines of its node, and of others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from manager_process import ManagerProcess
+from pool_parts import CAPACITY, MIB, content
+
+from connectors.client import AsyncManagerClient, ManagerClient
+from connectors.exchanges import ClientSettings
+from connectors.node import NodeSettings
+from connectors.pool_reports import PoolReports
+from connectors.results import Location, MatchMode, PoolReport, WriteGrant
+from connectors.transfer import Failure, TransferEngine, TransferItem
+from connectors.transfer.pool_making import segment_path
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import LocationSpecInfo, ModelDeployment
+
+NODE = "node-a"
+SPEC = "tp0"
+BLOCK_BYTES = 40_000
+SECONDS = 30.0
+
+
+@pytest.fixture
+def pool(manager: ManagerProcess) -> str:
+    """Add a pool of this node and a group that uses only it; both have the same name, which is returned."""
+    name = f"pool-{uuid4().hex[:8]}"
+    manager.add_pool(name, NODE, CAPACITY)
+    return name
+
+
+@pytest.fixture
+def new_client(manager: ManagerProcess, instance_id: str) -> Iterator[Callable[[str], ManagerClient]]:
+    clients: list[ManagerClient] = []
+
+    def new(node_id: str) -> ManagerClient:
+        clients.append(ManagerClient(manager.address, instance_id, ClientSettings(10.0, node_id=node_id)))
+        return clients[-1]
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def client(new_client: Callable[[str], ManagerClient]) -> ManagerClient:
+    return new_client(NODE)
+
+
+@pytest.fixture
+def engine(
+    client: ManagerClient, pool: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TransferEngine]:
+    """Register, map the pool and tell of it."""
+    monkeypatch.setenv("KVCM_NODE_ID", NODE)
+    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
+    monkeypatch.delenv("KVCM_CLUSTER_ID", raising=False)
+    registration = client.register_instance(pool, 4, [LocationSpecInfo(SPEC, BLOCK_BYTES)], ModelDeployment("m", "f"))
+    assert registration.ok, registration.message
+    engine = TransferEngine.for_storages(registration.storages)
+    reports = PoolReports(client)
+    due = reports.due(engine.pools())
+    assert [pool.node_id for pool in due] == [NODE]
+    reports.tell(due, 10.0)
+    assert reports.due(engine.pools()) == []  # told, and taken
+    yield engine
+    engine.close()
+
+
+def granted(client: ManagerClient, keys: list[int]) -> WriteGrant:
+    """Ask for addresses until the manager has looked at the storage."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        grant = client.start_write(keys)
+        if grant is not None:
+            return grant
+    raise AssertionError("the manager gives no addresses")
+
+
+def publish(client: ManagerClient, engine: TransferEngine, keys: list[int]) -> WriteGrant:
+    grant = granted(client, keys)
+    items = [
+        TransferItem(location.uris[SPEC], [memoryview(content(key, 0, BLOCK_BYTES))])
+        for key, location in zip(keys, grant.locations, strict=True)
+    ]
+    results = engine.save(items, SECONDS)
+    assert all(result.ok for result in results), results
+    assert client.finish_write(grant.session_id, [True] * len(keys))
+    return grant
+
+
+def load(engine: TransferEngine, location: Location | None) -> tuple[bytes, Failure | None]:
+    assert location is not None
+    item = TransferItem(location.uris[SPEC], [memoryview(bytearray(BLOCK_BYTES))])
+    (result,) = engine.load([item], SECONDS)
+    return bytes(item.buffers[0]), result.failure
+
+
+def test_blocks_of_a_pool_are_found_and_read_on_its_node_only(
+    client: ManagerClient, engine: TransferEngine, new_client: Callable[[str], ManagerClient]
+) -> None:
+    keys = list(range(1, 21))
+    publish(client, engine, keys)
+    found = client.match(keys)
+    assert [load(engine, location) for location in found.locations] == [
+        (content(key, 0, BLOCK_BYTES), None) for key in keys
+    ]
+    assert client.match_length(keys) == len(keys)
+    grant = client.start_write(keys)
+    assert grant is not None
+    assert all(grant.mask)
+    for elsewhere in ("", "node-b"):
+        other = new_client(elsewhere)
+        assert other.match(keys).locations == ()
+        assert other.match(keys, MatchMode.BATCH).locations == (None,) * len(keys)
+        assert other.match_length(keys) == 0
+
+
+def test_memory_that_is_gone_loses_its_blocks(
+    client: ManagerClient, engine: TransferEngine, pool: str, pool_directory: Path
+) -> None:
+    keys = list(range(1, 9))
+    publish(client, engine, keys)
+    before = client.match(keys).locations
+    segment_path(pool_directory, "", pool).unlink()
+    assert load(engine, before[0])[1] is Failure.LOST
+    others = list(range(101, 105))
+    publish(client, engine, others)  # makes the memory again
+    (attached,) = engine.pools()
+    report = client.report_pool(pool, NODE, attached.generation, attached.capacity_bytes)
+    assert report == PoolReport(is_new_generation=True)
+    deadline = time.monotonic() + SECONDS
+    while client.match_length(keys):
+        assert time.monotonic() < deadline, "blocks of the lost memory are still promised"
+    publish(client, engine, keys)
+    assert load(engine, client.match(keys).locations[0]) == (content(1, 0, BLOCK_BYTES), None)
+
+
+def test_an_agent_tells_the_manager_and_engines_use_its_memory(
+    manager: ManagerProcess,
+    client: ManagerClient,
+    pool: str,
+    pool_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = "import sys; from connectors.pool_agent import main; sys.exit(main())"
+    place = ["--node-id", NODE, "--directory", str(pool_directory), "--interval", "0.2"]
+    what = ["--storage", pool, "--capacity", str(CAPACITY), "--manager", manager.address]
+    agent = subprocess.Popen([sys.executable, "-c", program, *what, *place], stderr=subprocess.DEVNULL)
+    for name, value in (("NODE_ID", NODE), ("POOL_DIRECTORY", str(pool_directory)), ("POOL_CREATE", "0")):
+        monkeypatch.setenv(f"KVCM_{name}", value)
+    monkeypatch.delenv("KVCM_CLUSTER_ID", raising=False)
+    try:
+        registration = client.register_instance(
+            pool, 4, [LocationSpecInfo(SPEC, BLOCK_BYTES)], ModelDeployment("m", "f")
+        )
+        engine = TransferEngine.for_storages(registration.storages)
+        publish(client, engine, [1, 2, 3])
+        assert load(engine, client.match([1, 2, 3]).locations[2]) == (content(3, 0, BLOCK_BYTES), None)
+        engine.close()
+    finally:
+        agent.terminate()
+        assert agent.wait(SECONDS) == 0
+    # Nobody tells of the pool any more, so it takes no writes, and what is in it counts as missing.
+    deadline = time.monotonic() + SECONDS
+    while client.match_length([1, 2, 3]):
+        assert time.monotonic() < deadline, "a pool that nobody tells of is still there"
+
+
+async def test_coroutines_tell_and_ask_the_same(manager: ManagerProcess, engine: TransferEngine, pool: str) -> None:
+    (attached,) = engine.pools()
+    async with AsyncManagerClient(manager.address, "any", ClientSettings(10.0, node_id=NODE)) as client:
+        report = await client.report_pool(pool, NODE, attached.generation, attached.capacity_bytes)
+    assert report == PoolReport(is_new_generation=False)
+
+
+def test_reports_of_what_is_not_the_storage_are_refused(
+    client: ManagerClient, engine: TransferEngine, pool: str
+) -> None:
+    assert client.report_pool("nowhere", NODE, 1, CAPACITY) is None
+    assert client.report_pool(pool, "node-b", 1, CAPACITY) is None
+    assert client.report_pool(pool, NODE, 1, MIB) is None
+    (attached,) = engine.pools()
+    assert client.report_pool(pool, NODE, attached.generation, CAPACITY, valid_ms=60_000) == PoolReport(
+        is_new_generation=False
+    )
+    reports = PoolReports(client)
+    due = reports.due(engine.pools())
+    client.close()
+    reports.tell(due, 1.0)
+    assert reports.due(engine.pools()) == due  # nobody took it, so it is told again
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ((0, CAPACITY, 0), "generation is 0"),
+        ((1 << 64, CAPACITY, 0), "generation is"),
+        ((1, 0, 0), "capacity_bytes is 0"),
+        ((1, CAPACITY, -1), "valid_ms is -1"),
+    ],
+)
+def test_reports_that_cannot_be_sent(client: ManagerClient, values: tuple[int, int, int], why: str) -> None:
+    generation, capacity, valid_ms = values
+    with pytest.raises(InvalidArgumentError, match=why):
+        client.report_pool("pool", NODE, generation, capacity, valid_ms=valid_ms)
+
+
+def test_a_node_that_cannot_be_named_is_refused(manager: ManagerProcess) -> None:
+    with pytest.raises(InvalidArgumentError, match="node_id 'a/b' is not 1 to 128"):
+        ManagerClient(manager.address, "instance", ClientSettings(node_id="a/b"))
+    assert ClientSettings().node_id == ""
+    assert NodeSettings().node_id == ""

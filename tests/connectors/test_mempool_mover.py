@@ -1,0 +1,281 @@
+"""The mover of memory pools: what it refuses, what is lost, and that stale writers and readers are harmless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pool_parts import (
+    CAPACITY,
+    DEADLINE,
+    MIB,
+    NODE,
+    PAGE_BYTES,
+    STORAGE,
+    access_at,
+    bytes_of,
+    content,
+    load_item,
+    load_one,
+    mover_at,
+    save_item,
+    save_one,
+    uri,
+)
+
+from connectors.transfer import Failure, TransferItem, TransferResult
+from connectors.transfer.mempool import MemPoolMover
+from connectors.transfer.pool_making import make_segment
+from connectors.transfer.pool_segment import stamps_of
+from kvcm.model.memory_pool import extent_bytes
+from kvcm.model.uri import LocationUri
+
+
+@pytest.fixture
+def mover(pool_directory: Path) -> MemPoolMover:
+    return mover_at(pool_directory)
+
+
+def is_failure(result: TransferResult, failure: Failure, reason: str) -> bool:
+    return result.failure is failure and reason in result.reason and not result.ok
+
+
+@pytest.mark.parametrize("size", [1, 100, PAGE_BYTES, PAGE_BYTES + 1, 100_000, MIB])
+def test_what_was_saved_is_loaded(mover: MemPoolMover, size: int) -> None:
+    assert save_one(mover, 0, size, 5) == TransferResult(True, size)
+    assert load_one(mover, 0, size, 5) == TransferResult(True, size)
+
+
+def test_pieces_of_memory_of_any_kind_are_moved(mover: MemPoolMover) -> None:
+    whole = content(5, 0, 200_000)
+    pieces = [memoryview(whole[:0]), memoryview(whole[:3]), memoryview(whole[3:99_999]), memoryview(whole[99_999:])]
+    shaped = memoryview(whole).cast("B", (400, 500))
+    for buffers in (pieces, [shaped]):
+        assert mover.save([TransferItem(uri(0, len(whole), 5), buffers)], DEADLINE)[0].ok
+        filled = [memoryview(bytearray(view.nbytes)) for view in pieces]
+        item = TransferItem(uri(0, len(whole), 5), filled)
+        assert mover.load([item], DEADLINE)[0].ok
+        assert bytes_of(item) == whole
+
+
+def test_a_part_is_loaded_in_pieces_and_saved_whole(mover: MemPoolMover) -> None:
+    assert save_one(mover, 0, 100_000, 5).ok
+    for start, length in ((0, 10), (70_001, 29_999), (5_000, 50_000)):
+        item = TransferItem(uri(0, 100_000, 5), [memoryview(bytearray(length))], start)
+        assert mover.load([item], DEADLINE) == [TransferResult(True, length)]
+        assert bytes_of(item) == content(5, 0, 100_000)[start : start + length]
+        assert is_failure(mover.save([item], DEADLINE)[0], Failure.REFUSED, "saved whole")
+    for start, length in ((-1, 10), (99_999, 2), (0, 0)):
+        item = TransferItem(uri(0, 100_000, 5), [memoryview(bytearray(length))], start)
+        assert is_failure(mover.load([item], DEADLINE)[0], Failure.REFUSED, f"buffers hold {length} bytes")
+
+
+@pytest.mark.parametrize("size", [1000, 100_000, 300_000])
+def test_memory_that_is_not_contiguous_is_refused(mover: MemPoolMover, size: int) -> None:
+    assert save_one(mover, 0, size, 5).ok
+    item = TransferItem(uri(0, size, 5), [memoryview(bytearray(2 * size))[::2]])
+    for results in (mover.load([item], DEADLINE), mover.save([item], DEADLINE)):
+        assert is_failure(results[0], Failure.REFUSED, "contiguous")
+
+
+def test_neighbours_and_others_of_one_call_each_get_their_own_result(mover: MemPoolMover) -> None:
+    places = [(0, 10_000), (3 * PAGE_BYTES, 5_000), (5 * PAGE_BYTES, PAGE_BYTES), (MIB, 70_000), (5 * MIB, 1)]
+    items = [save_item(offset, size, 9) for offset, size in places]
+    items.insert(2, save_item(PAGE_BYTES + 1, 10, 9))
+    results = mover.save(items, DEADLINE)
+    assert [result.ok for result in results] == [True, True, False, True, True, True]
+    loads = [load_item(offset, size, 9) for offset, size in places]
+    loads.append(load_item(8 * MIB, 10, 9))
+    results = mover.load(loads, DEADLINE)
+    assert [result.ok for result in results] == [True] * 5 + [False]
+    assert [bytes_of(item) for item in loads[:5]] == [content(9, offset, size) for offset, size in places]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (uri(0, 100, 5, "node-b"), "node_id is 'node-b', this node is 'node-a'"),
+        (LocationUri("pace", STORAGE, "/0", 100, node_id=NODE), "range_id is None"),
+        (uri(0, 100, 0), "range_id is 0"),
+        (uri(0, 100, 1 << 64), "range_id is 18446744073709551616"),
+        (uri(8, 100, 5), "must begin at a page of 4096"),
+        (uri(CAPACITY, 100, 5), f"end within {CAPACITY}"),
+        (uri(CAPACITY - PAGE_BYTES, 2 * PAGE_BYTES, 5), f"end within {CAPACITY}"),
+        (uri(10**19 // PAGE_BYTES * PAGE_BYTES, 100, 5), f"end within {CAPACITY}"),
+        (uri(MIB - PAGE_BYTES, 2 * PAGE_BYTES, 5), f"over the border of two chunks of {MIB}"),
+        (uri(0, MIB + 1, 5), f"over the border of two chunks of {MIB}"),
+        (LocationUri("pace", STORAGE, "/x", 100, node_id=NODE, range_id=5), "invalid literal"),
+    ],
+)
+def test_what_no_manager_hands_out_is_refused_both_ways(mover: MemPoolMover, wrong: LocationUri, reason: str) -> None:
+    item = TransferItem(wrong, [memoryview(bytearray(wrong.size))])
+    for results in (mover.save([item], DEADLINE), mover.load([item], DEADLINE)):
+        assert is_failure(results[0], Failure.REFUSED, reason), results
+
+
+def test_memory_of_another_length_and_memory_that_cannot_be_filled_are_refused(mover: MemPoolMover) -> None:
+    for size in (99, 101):
+        item = TransferItem(uri(0, 100, 5), [memoryview(bytearray(size))])
+        for results in (mover.save([item], DEADLINE), mover.load([item], DEADLINE)):
+            assert is_failure(results[0], Failure.REFUSED, f"buffers hold {size} bytes")
+    assert save_one(mover, 0, 100, 5).ok
+    frozen = TransferItem(uri(0, 100, 5), [memoryview(bytes(100))])
+    assert is_failure(mover.load([frozen], DEADLINE)[0], Failure.REFUSED, "read-only")
+
+
+def test_a_late_writer_is_refused_and_a_late_reader_misses(mover: MemPoolMover) -> None:
+    assert save_one(mover, 0, 3 * PAGE_BYTES, 5).ok
+    assert save_one(mover, 2 * PAGE_BYTES, 2 * PAGE_BYTES, 6).ok  # one page of the first
+    assert is_failure(save_one(mover, 0, 3 * PAGE_BYTES, 5), Failure.REFUSED, "newer allocation")
+    assert is_failure(load_one(mover, 0, 3 * PAGE_BYTES, 5), Failure.LOST, "other bytes")
+    assert load_one(mover, 2 * PAGE_BYTES, 2 * PAGE_BYTES, 6).ok
+
+
+def test_a_late_writer_among_neighbours_keeps_none_of_them_from_being_written(mover: MemPoolMover) -> None:
+    assert save_one(mover, PAGE_BYTES, PAGE_BYTES, 8).ok
+    results = mover.save([save_item(page * PAGE_BYTES, PAGE_BYTES, 7) for page in range(3)], DEADLINE)
+    assert [result.failure for result in results] == [None, Failure.REFUSED, None]
+    assert load_one(mover, PAGE_BYTES, PAGE_BYTES, 8).ok
+
+
+def test_a_write_may_be_repeated(mover: MemPoolMover) -> None:
+    assert save_one(mover, 0, 100_000, 5).ok
+    assert save_one(mover, 0, 100_000, 5).ok
+    assert load_one(mover, 0, 100_000, 5).ok
+
+
+def test_locked_pages_are_busy_at_once_for_them_alone(pool_directory: Path, mover: MemPoolMover) -> None:
+    segment = access_at(pool_directory).find_or_make()
+    with segment.claim() as claim:
+        assert claim.lock(PAGE_BYTES, PAGE_BYTES)
+        results = mover.save([save_item(page * PAGE_BYTES, PAGE_BYTES, 7) for page in range(3)], DEADLINE)
+        assert [result.failure for result in results] == [None, Failure.BUSY, None]
+        assert "locked" in results[1].reason
+    assert save_one(mover, PAGE_BYTES, PAGE_BYTES, 7).ok
+
+
+def test_a_copy_that_is_overtaken_is_not_told_as_read(
+    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The newer writer comes between the first look at the stamps and the copy.
+    assert save_one(mover, 0, 100, 5).ok
+    other = mover_at(pool_directory)
+    segment = mover._access.find()
+    assert segment is not None
+    copy_out = segment.copy_out
+
+    def overtaken(offset: int, views: list[memoryview]) -> None:
+        assert save_one(other, 0, 100, 6).ok
+        copy_out(offset, views)
+
+    monkeypatch.setattr(segment, "copy_out", overtaken)
+    assert is_failure(mover.load([load_item(0, 100, 5)], DEADLINE)[0], Failure.LOST, "other bytes")
+
+
+def test_nothing_is_begun_after_the_deadline(mover: MemPoolMover) -> None:
+    assert save_one(mover, 0, 100, 5).ok
+    for results in (mover.load([load_item(0, 100, 5)], 0.0), mover.save([save_item(0, 100, 6)], 0.0)):
+        assert results[0].failure is Failure.CANCELLED
+    assert load_one(mover, 0, 100, 5).ok
+
+
+def test_a_removed_pool_loses_what_was_in_it_and_the_next_save_makes_it_again(
+    mover: MemPoolMover, pool_directory: Path
+) -> None:
+    assert save_one(mover, 0, 100, 5).ok
+    before = mover.attached
+    (pool_directory / "segment").unlink()
+    assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "is not there")
+    assert mover.attached is None
+    assert save_one(mover, PAGE_BYTES, 100, 6).ok
+    assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "other bytes")
+    assert load_one(mover, PAGE_BYTES, 100, 6).ok
+    after = mover.attached
+    assert before is not None
+    assert after is not None
+    assert after.generation != before.generation
+
+
+def test_a_pool_that_others_made_again_is_noticed(mover: MemPoolMover, pool_directory: Path) -> None:
+    assert save_one(mover, 0, 100, 5).ok
+    (pool_directory / "segment").unlink()
+    other = mover_at(pool_directory)
+    assert save_one(other, 0, 100, 6).ok
+    assert load_one(mover, 0, 100, 6).ok
+    assert is_failure(save_one(mover, 0, 100, 5), Failure.REFUSED, "newer allocation")
+
+
+def test_a_pool_that_is_replaced_during_a_save_does_not_count_as_written(
+    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = access_at(pool_directory).find_or_make()
+    copy_in = type(segment).copy_in
+
+    def replaced(self: object, offset: int, views: list[memoryview]) -> None:
+        (pool_directory / "segment").unlink()
+        copy_in(self, offset, views)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(segment), "copy_in", replaced)
+    assert is_failure(save_one(mover, 0, 100, 5), Failure.ERROR, "replaced meanwhile")
+
+
+def test_an_engine_that_must_not_make_it_waits_for_the_agent(pool_directory: Path) -> None:
+    mover = mover_at(pool_directory, creates=False)
+    assert is_failure(save_one(mover, 0, 100, 5), Failure.ERROR, "is the host agent running?")
+    assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "not there")
+    make_segment(pool_directory / "segment", CAPACITY, lambda: 3)
+    assert save_one(mover, 0, 100, 5).ok
+
+
+def test_memory_that_cannot_be_used_is_an_error_and_never_lost(mover: MemPoolMover, pool_directory: Path) -> None:
+    (pool_directory / "segment").write_bytes(b"something else")
+    (pool_directory / "segment").chmod(0o600)
+    for result in (load_one(mover, 0, 100, 5), save_one(mover, 0, 100, 5)):
+        assert is_failure(result, Failure.ERROR, "does not begin as")
+
+
+def test_a_pool_that_does_not_fit_is_an_error_until_there_is_room(pool_directory: Path) -> None:
+    mover = mover_at(pool_directory, 1 << 50)
+    assert is_failure(save_one(mover, 0, 100, 5), Failure.ERROR, "free of")
+    assert is_failure(load_one(mover, 0, 100, 5), Failure.LOST, "not there")
+
+
+def test_a_segment_cut_under_the_mapping_is_noticed_before_it_is_touched(
+    mover: MemPoolMover, pool_directory: Path
+) -> None:
+    assert save_one(mover, 0, 100, 5).ok
+    with (pool_directory / "segment").open("r+b") as file:
+        file.truncate(3 * MIB)
+    assert is_failure(load_one(mover, 32 * MIB, 100, 5), Failure.ERROR, "its header says")
+
+
+Operation = tuple[str, int, int, int]
+places = st.tuples(
+    st.sampled_from(["save", "load"]), st.integers(0, 7), st.integers(1, 4 * PAGE_BYTES), st.integers(1, 6)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(places, min_size=1, max_size=4), max_size=30))
+def test_against_a_plain_model_of_pages(pool_directory: Path, calls: list[list[Operation]]) -> None:
+    """Invariant 5 as an engine sees it: bytes of an allocation are read whole, or not at all."""
+    (pool_directory / "segment").unlink(missing_ok=True)
+    mover = mover_at(pool_directory, 4 * MIB)
+    stamps = dict.fromkeys(range(16), 0)
+    for call in calls:
+        for kind, page, size, stamp in call:
+            pages = range(page, page + extent_bytes(size) // PAGE_BYTES)
+            if kind == "save":
+                result = save_one(mover, page * PAGE_BYTES, size, stamp)
+                assert result.ok == (max(stamps[each] for each in pages) <= stamp)
+                if result.ok:
+                    stamps.update(dict.fromkeys(pages, stamp))
+                continue
+            item = load_item(page * PAGE_BYTES, size, stamp)
+            (result,) = mover.load([item], DEADLINE)
+            assert result.ok == all(stamps[each] == stamp for each in pages)
+    segment = mover._access.find()
+    if segment is not None:
+        assert all(segment.holds(page * PAGE_BYTES, stamps_of(stamp, PAGE_BYTES)) for page, stamp in stamps.items())

@@ -1,0 +1,276 @@
+"""The host agent: what it keeps, what it tells, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pool_parts import NODE, STORAGE, load_one, mover_at, save_one
+
+from connectors.node import NodeSettings
+from connectors.pool_agent import AgentSettings, PoolAgent, main, read_arguments
+from connectors.results import PoolReport
+from connectors.transfer.pool_access import PoolAccess
+from connectors.transfer.pool_making import make_segment, open_segment, segment_path
+from kvcm.model.errors import StorageIOError
+
+MIB = 1 << 20
+CAPACITY = 2 * MIB
+SECONDS = 30.0
+
+
+class Managers:
+    """Answers reports and remembers them."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, int, int]] = []
+        self.answers = True
+
+    def report(self, storage: str, node_id: str, generation: int, capacity_bytes: int) -> PoolReport | None:
+        if not self.answers:
+            return None
+        self.told.append((storage, node_id, generation, capacity_bytes))
+        return PoolReport(is_new_generation=len(self.told) > 1 and self.told[-2][2] != generation)
+
+
+@pytest.fixture
+def managers() -> Managers:
+    return Managers()
+
+
+@pytest.fixture
+def path(pool_directory: Path) -> Path:
+    return segment_path(pool_directory, "", STORAGE)
+
+
+@pytest.fixture
+def new_agent(path: Path, managers: Managers) -> Callable[..., PoolAgent]:
+    def new(**values: bool) -> PoolAgent:
+        settings = AgentSettings(STORAGE, CAPACITY, "", NodeSettings(NODE, path.parent), 0.1, **values)
+        return PoolAgent(settings, PoolAccess(path, CAPACITY), managers.report)
+
+    return new
+
+
+def generation_at(path: Path) -> int:
+    segment = open_segment(path, CAPACITY)
+    assert segment is not None
+    return segment.header.generation
+
+
+def test_it_makes_the_memory_and_tells_of_it(
+    path: Path, managers: Managers, new_agent: Callable[..., PoolAgent], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    agent = new_agent(touches=True)
+    agent.start()
+    assert agent.tick()
+    assert agent.tick()
+    assert managers.told == [(STORAGE, NODE, generation_at(path), CAPACITY)] * 2
+    assert caplog.text.count("the managers know of generation") == 1
+
+
+def test_it_uses_the_memory_that_is_there(path: Path, managers: Managers, new_agent: Callable[..., PoolAgent]) -> None:
+    make_segment(path, CAPACITY, lambda: 77)
+    agent = new_agent()
+    agent.start()
+    assert agent.tick()
+    assert managers.told == [(STORAGE, NODE, 77, CAPACITY)]
+
+
+def test_memory_that_was_removed_is_made_again_and_told_of(
+    path: Path, managers: Managers, new_agent: Callable[..., PoolAgent], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    agent = new_agent()
+    agent.start()
+    assert agent.tick()
+    path.unlink()
+    assert agent.tick()
+    assert managers.told[-1][2] == generation_at(path) != managers.told[0][2]
+    assert "blocks of before are forgotten" in caplog.text
+
+
+def test_memory_that_cannot_be_used_is_not_told_of_until_it_can(
+    path: Path, managers: Managers, new_agent: Callable[..., PoolAgent], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = new_agent()
+    agent.start()
+    path.chmod(0o644)
+    path.rename(path.with_name("kept"))
+    path.write_bytes(b"something else")
+    path.chmod(0o600)
+    assert not agent.tick()
+    assert not agent.tick()
+    assert managers.told == []
+    assert caplog.text.count("does not begin as") == 1  # said once
+    path.unlink()
+    assert agent.tick()
+
+
+def test_memory_that_does_not_keep_what_is_written_is_not_told_of(
+    managers: Managers, new_agent: Callable[..., PoolAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = new_agent()
+    agent.start()
+    monkeypatch.setattr("os.pread", lambda *_: b"other bytes")
+    assert not agent.tick()
+    assert managers.told == []
+
+
+def test_a_manager_that_is_away_is_told_later(
+    managers: Managers, new_agent: Callable[..., PoolAgent], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = new_agent()
+    agent.start()
+    managers.answers = False
+    assert not agent.tick()
+    assert "no manager took the report" in caplog.text
+    managers.answers = True
+    assert agent.tick()
+
+
+def test_a_start_without_memory_fails(path: Path, new_agent: Callable[..., PoolAgent]) -> None:
+    path.mkdir()
+    with pytest.raises(StorageIOError, match=r"memory pool .*irectory"):
+        new_agent().start()
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_at_its_end_the_memory_stays_unless_told_otherwise(
+    path: Path, managers: Managers, new_agent: Callable[..., PoolAgent], *, removes: bool
+) -> None:
+    agent = new_agent(removes_on_exit=removes)
+    agent.start()
+    stop = threading.Event()
+    stop.set()
+    agent.run(stop)
+    assert len(managers.told) == 1
+    assert path.exists() is not removes
+
+
+NEEDED = ["--storage", "pool", "--capacity", "1G", "--manager", "127.0.0.1:6381"]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NODE_ID", "POOL_DIRECTORY", "CLUSTER_ID", "POOL_CREATE"):
+        monkeypatch.delenv(f"KVCM_{name}", raising=False)
+
+
+def test_arguments_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCM_NODE_ID", "node-7")
+    monkeypatch.setenv("KVCM_CLUSTER_ID", "c0ffee")
+    settings = read_arguments(NEEDED)
+    assert settings.node == NodeSettings("node-7", Path("/dev/shm"), "c0ffee")
+    assert (settings.capacity_bytes, settings.managers, settings.valid_ms) == (1 << 30, "127.0.0.1:6381", 15_000)
+    more = ["--node-id", "n", "--directory", "/mnt", "--cluster-id", "", "--interval", "0.5", "--prefault"]
+    settings = read_arguments([*NEEDED, *more, "--remove-on-exit"])
+    assert settings.node == NodeSettings("n", Path("/mnt"), "")
+    assert (settings.valid_ms, settings.touches, settings.removes_on_exit) == (1_500, True, True)
+
+
+def test_the_command_is_installed_under_its_name() -> None:
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+    assert project["scripts"]["kvcm-pool-agent"] == f"{main.__module__}:{main.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("1M", MIB), ("1048576", MIB), ("8g", 8 << 30), ("2T", 2 << 40), ("64GiB", 64 << 30)]
+)
+def test_sizes(size: str, expected: int) -> None:
+    assert read_arguments([*NEEDED, "--capacity", size]).capacity_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--capacity", "1GB"], "at least 1M"),
+        (["--capacity", "100K"], "at least 1M"),
+        (["--capacity", ""], "at least 1M"),
+        (["--storage", "a/b"], "--storage 'a/b' is not 1 to 128"),
+        (["--node-id", "a/b"], "--node-id 'a/b' is not 1 to 128"),
+        (["--manager", "nowhere"], "must be host:port"),
+        (["--interval", "0"], "0.1 to 3600 seconds"),
+        (["--interval", "soon"], "0.1 to 3600 seconds"),
+        (["--interval", "nan"], "0.1 to 3600 seconds"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        read_arguments([*NEEDED, *arguments])
+    assert exited.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.fixture
+def new_process(pool_directory: Path, closed_port: int) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        program = "import sys; from connectors.pool_agent import main; sys.exit(main())"
+        needed = ["--storage", STORAGE, "--capacity", "2M", "--manager", f"127.0.0.1:{closed_port}"]
+        place = ["--node-id", NODE, "--directory", str(pool_directory), "--interval", "0.1"]
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", program, *needed, *place, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_signal_ends_the_process_well(
+    path: Path, new_process: Callable[..., subprocess.Popen[str]], *, removes: bool
+) -> None:
+    process = new_process(*["--remove-on-exit"] * removes)
+    wait_for(path)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    assert path.exists() is not removes
+
+
+def test_a_killed_agent_loses_nothing(
+    path: Path, pool_directory: Path, new_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = new_process()
+    wait_for(path)
+    path.rename(pool_directory / "segment")
+    mover = mover_at(pool_directory, CAPACITY)
+    assert save_one(mover, 0, 100, 5).ok
+    process.kill()
+    process.wait(SECONDS)
+    assert load_one(mover, 0, 100, 5).ok
+
+
+def test_a_process_without_memory_says_why_and_fails(
+    path: Path, new_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    path.mkdir()
+    process = new_process()
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "Is a directory" in said
+    assert "Traceback" not in said

@@ -1,0 +1,336 @@
+"""Slots of packed files are handed out again, and never to two (design.md decisions 1 and 16, invariant 5)."""
+
+import asyncio
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from slot_world import GRACE_SECONDS, SlotWorld, live_through, stored
+from storage_rig import can_punch_holes, files_below
+
+import kvcm.storage.file_slots
+from kvcm.model.uri import LocationUri
+from kvcm.storage.backend import Allocation, Part
+from kvcm.storage.slot_notes import beside, noted_slots, slot_owners
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> SlotWorld:
+    return SlotWorld(tmp_path, Random(3), slot_bytes=512, slots_per_file=8)
+
+
+@pytest.fixture
+def without_holes(tmp_path: Path) -> Iterator[Path]:
+    """A file system that cannot punch holes."""
+    folder = tmp_path / "ram"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "ramfs", "ramfs", folder], check=False).returncode:
+        pytest.skip("only root can mount a ramfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def let_grace_pass(world: SlotWorld) -> None:
+    world.clock.time += GRACE_SECONDS
+
+
+def path_of(uri: str) -> Path:
+    return Path(LocationUri.parse(uri).path)
+
+
+def notes_of(uri: str) -> Path:
+    return Path(beside(LocationUri.parse(uri).path))
+
+
+def slots(uris: list[str]) -> list[tuple[str, int | None]]:
+    return [(place.path, place.blkid) for place in map(LocationUri.parse, uris)]
+
+
+@pytest.mark.parametrize("specs", [("tp0",), ("tp0", "tp1", "tp2")], ids=["one spec", "three specs"])
+async def test_invariant_5_and_the_space_that_files_take_up(tmp_path: Path, specs: tuple[str, ...]) -> None:
+    """Random creates and deletes: nothing overlaps, nothing live is harmed, and no more space than 1.2 times what was
+    alive at the peak."""
+    if not can_punch_holes(tmp_path):
+        pytest.skip("this file system does not give holes back")
+    world = SlotWorld(tmp_path / "root", Random(5), slot_bytes=16 * KIB, specs=specs)
+    await live_through(world, 6000, 400)
+    counts = world.counts
+    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
+    assert counts.reused > counts.created / 2
+    assert counts.space_ratio <= 1.2, counts
+
+
+async def test_the_space_that_files_take_up_where_no_holes_can_be_punched(without_holes: Path) -> None:
+    assert not can_punch_holes(without_holes)
+    world = SlotWorld(without_holes / "root", Random(6), slot_bytes=16 * KIB, specs=("tp0", "tp1"))
+    await live_through(world, 6000, 400, by_blocks=False)
+    counts = world.counts
+    assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
+    assert counts.reused > counts.created / 2
+    assert counts.space_ratio <= 1.2, counts
+
+
+async def test_a_slot_is_free_when_its_grace_is_over(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.delete(uris[2:4])
+    world.clock.time += GRACE_SECONDS - 1
+    assert all(LocationUri.parse(uri).location_id is None for uri in await world.create(2))
+    world.clock.time += 1
+    again = await world.create(3)
+    assert slots(again[:2]) == slots(uris[2:4])
+    assert [LocationUri.parse(uri).location_id for uri in again[2:]] == [None]
+    assert len({*again, *uris}) == 11
+    await world.check_all()
+
+
+async def test_a_slot_whose_writer_may_come_back_is_never_handed_out(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.roll_back(uris[:1])
+    await world.delete(uris[4:5])
+    let_grace_pass(world)
+    assert {*slots(await world.create(4))} & {*slots(uris)} == {*slots(uris[4:5])}
+
+
+async def test_nothing_is_handed_out_again_before_its_bytes_are_deleted(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.storage.forgotten(uris)
+    let_grace_pass(world)
+    await world.create(8)
+    assert world.counts.overlaps == 0
+    await world.check_all()
+
+
+@pytest.mark.parametrize("grace_seconds", [0.0, GRACE_SECONDS])
+async def test_it_can_be_switched_off(world: SlotWorld, grace_seconds: float) -> None:
+    world.storage._files.free._reuse.grace_seconds = grace_seconds
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    await world.create(4)
+    assert world.counts.reused == (4 if grace_seconds else 0)
+
+
+async def test_a_file_goes_with_its_last_slot_whoever_had_it(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    path = path_of(uris[0])
+    await world.delete(uris[:7])
+    let_grace_pass(world)
+    again = await world.create(3)
+    await world.delete(uris[7:])
+    assert path.exists()
+    assert noted_slots(str(path)) == {3, 4, 5, 6, 7}
+    await world.check_all()
+    await world.delete(again)
+    assert files_below(world.root) == []
+    let_grace_pass(world)
+    assert all(LocationUri.parse(uri).location_id is None for uri in await world.create(8))
+
+
+async def test_invariant_5_deletions_that_come_late_touch_no_newer_bytes(world: SlotWorld) -> None:
+    """One slot at a time and all at once, as a batch that hung for an hour would."""
+    first = await world.create(8)
+    await world.delete(first[:7])
+    let_grace_pass(world)
+    second = await world.create(7)
+    assert slots(second) == slots(first[:7])
+    late = world.opened()
+    for uris in (first[:1], first[1:7], first):
+        assert await late.delete(uris) == [None] * len(uris)
+        world.check(second)
+    assert await late.exists([*second, *first]) == [True] * 7 + [False] * 8
+    assert world.counts.wrong_reads == 0
+    assert stored(second[0])
+    await world.delete(second[:4])
+    let_grace_pass(world)
+    third = await world.create(4)
+    assert await late.delete(second) == [None] * 7
+    world.check(third)
+    assert world.counts.wrong_reads == 0
+
+
+async def test_a_manager_that_remembers_nothing_hands_out_fresh_files_and_ends_the_old_ones(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    again = await world.create(2)
+    await world.delete(uris[4:6])
+    world.storage = world.opened()
+    let_grace_pass(world)
+    fresh = await world.create(4)
+    assert not {*slots(fresh)} & {*slots(uris)}
+    await world.check_all()
+    await world.delete([*again, *uris[6:], *fresh])
+    assert files_below(world.root) == []
+
+
+async def test_who_leads_no_more_hands_out_nothing_again(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    world.leads = False
+    assert not {*slots(await world.create(2))} & {*slots(uris)}
+    world.leads = True
+    assert not {*slots(await world.create(2))} & {*slots(uris)}
+
+
+async def test_what_was_not_handed_on_is_deleted_again(world: SlotWorld) -> None:
+    """Another writer was faster for these blocks."""
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    again = await world.allocate(2)
+    path = LocationUri.parse(uris[0]).path
+    assert noted_slots(path) == {2, 3}
+    assert await world.storage.discard(again) == [None, None]
+    assert noted_slots(path) == {0, 1, 2, 3}
+    assert await world.storage.delete(uris[4:]) == [None] * 4
+    assert files_below(world.root) == []
+
+
+async def test_sizes_and_instances_are_kept_apart(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.delete(uris[:7])
+    let_grace_pass(world)
+    parts = [Part("tp0", 1, world.slot_bytes // 2)]
+    (other,) = await world.storage.allocate(Allocation("inst", "ab", parts))
+    (foreign,) = await world.storage.allocate(Allocation("other", "ac", [Part("tp0", 1, world.slot_bytes)]))
+    assert not {*slots([other, foreign])} & {*slots(uris)}
+    assert slots(await world.create(7)) == slots(uris[:7])
+
+
+async def test_a_file_that_went_meanwhile_is_not_handed_out(world: SlotWorld) -> None:
+    """A scrub or an operator removed it behind the manager's back."""
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    path = path_of(uris[0])
+    let_grace_pass(world)
+    path.unlink()
+    assert str(path) not in {name for name, _ in slots(await world.create(4))}
+
+
+async def test_a_link_in_place_of_a_file_is_not_handed_out(world: SlotWorld, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"v" * 4096)
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    path = path_of(uris[0])
+    let_grace_pass(world)
+    path.unlink()
+    path.symlink_to(victim)
+    assert str(path) not in {name for name, _ in slots(await world.create(4))}
+
+
+async def test_a_file_with_many_lost_slots_is_not_filled_any_more(world: SlotWorld) -> None:
+    """Their writers never ended: without holes they take up space until the file goes."""
+    uris = await world.create(16)
+    await world.roll_back(uris[:1])
+    await world.roll_back(uris[8:10])
+    await world.delete([*uris[1:4], *uris[10:13]])
+    let_grace_pass(world)
+    again = {*slots(await world.create(6))}
+    assert again & {*slots(uris)} == {*slots(uris[1:4])}
+
+
+async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
+    world: SlotWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets fresh files, so do those after it; what was handed to it too late comes back."""
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    answers, note_owner = threading.Event(), kvcm.storage.file_slots.note_owner
+
+    def hang(path: str, numbers: list[int], location_id: str) -> bool:
+        assert answers.wait(60)
+        return note_owner(path, numbers, location_id)
+
+    monkeypatch.setattr(kvcm.storage.file_slots, "note_owner", hang)
+    began = time.monotonic()
+    assert not {*slots(await world.create(2))} & {*slots(uris)}
+    held = time.monotonic() - began
+    began = time.monotonic()
+    assert not {*slots(await world.create(2))} & {*slots(uris)}
+    assert time.monotonic() - began < max(0.3, held / 2)
+    answers.set()
+    path, notes, until = str(path_of(uris[0])), notes_of(uris[0]), time.monotonic() + 60
+    while noted_slots(path) != {0, 1, 2, 3} or b"+" not in notes.read_bytes():
+        assert time.monotonic() < until, slot_owners(path)
+        await asyncio.sleep(0)
+    while world.counts.reused == 0:  # the thread is about to say that it is over
+        assert time.monotonic() < until
+        let_grace_pass(world)
+        await world.create(1)
+    await world.check_all()
+    assert (world.counts.overlaps, world.counts.wrong_reads) == (0, 0)
+
+
+async def test_only_what_stands_beside_the_file_as_deleted_is_handed_out(world: SlotWorld) -> None:
+    """What a manager remembers may be old: the file was made anew, and somebody else has that slot."""
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    notes_of(uris[0]).write_bytes(b"\n0.\n1+ab.\n3.\n3+ac.")
+    assert {*slots(await world.create(4))} & {*slots(uris)} == {*slots(uris[:1])}
+
+
+async def test_a_medium_that_fails_gives_fresh_files(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    notes = notes_of(uris[0])
+    notes.unlink()
+    notes.mkdir()
+    assert not {*slots(await world.create(4))} & {*slots(uris)}
+
+
+async def test_what_is_free_stays_free_when_the_storage_is_configured_anew(world: SlotWorld, tmp_path: Path) -> None:
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    same = world.opened()
+    same.inherit(world.storage)
+    elsewhere = SlotWorld(tmp_path / "elsewhere", Random(0), slot_bytes=512, slots_per_file=8)
+    elsewhere.storage.inherit(world.storage)
+    assert not {*slots(await elsewhere.create(2))} & {*slots(uris)}
+    world.storage = same
+    assert slots(await world.create(2)) == slots(uris[:2])
+    world.slots_per_file = 4
+    otherwise = world.opened()
+    otherwise.inherit(world.storage)
+    world.storage = otherwise
+    assert not {*slots(await world.create(2))} & {*slots(uris)}
+
+
+async def test_notes_stay_short_however_often_slots_change_hands(world: SlotWorld) -> None:
+    uris = await world.create(8)
+    notes = notes_of(uris[0])
+    for _ in range(400):
+        await world.delete(uris[:4])
+        let_grace_pass(world)
+        uris[:4] = await world.create(4)
+        assert notes.stat().st_size <= 3200
+    assert world.counts.reused == 1600
+    await world.check_all()
+    await world.delete(uris)
+    assert files_below(world.root) == []
+
+
+async def test_a_storage_that_was_closed_hands_out_nothing_of_before(world: SlotWorld) -> None:
+    """While it was removed its blocks were forgotten, and so was whoever else lies in its files."""
+    uris = await world.create(8)
+    await world.delete(uris[:4])
+    let_grace_pass(world)
+    world.storage.close()
+    again = world.opened()
+    again.inherit(world.storage)
+    world.storage = again
+    assert not {*slots(await world.create(2))} & {*slots(uris)}

@@ -1,0 +1,309 @@
+"""Invariants 3 and 4 over drains: a storage that is drained or removed under load loses its own blocks, no others.
+
+Engines read and write all the time; each group prefers another of both storages. What an engine begins counts in the
+phase in which it began, so what it does after an answer of the command line is never counted before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from host_watcher import command_of as watcher_command
+from manager_site import GroupPlan, Manager, running
+from outage_engine import EngineSettings
+from outage_engine import command_of as engine_command
+from outage_figures import AWAY, GROUPS, STAYS, EngineFigures, added
+from outage_storages import file_storage
+from reclaim_site import command
+
+from connectors.client import ManagerClient
+from connectors.results import MatchMode, WriteGrant
+from connectors.transfer import TransferEngine, TransferItem
+from kvcm.cache.drains import TAKE_BACK_SECONDS
+from kvcm.model.instances import LocationSpecInfo, ModelDeployment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
+from mooncake_rig import Process
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+_DELAY_MS = 1000  # longer than any engine takes between a question and its load
+_GROUP, _INSTANCE = "away-first", "own"
+_SPEC = LocationSpecInfo("kv", 4096)
+_PINNED, _WRITTEN = range(100, 108), range(200, 208)
+_PATIENCE_SECONDS = 40.0
+_PIN_BYTES = 1 << 20
+
+
+class World:
+    """A manager, engines that work, and one more engine in this process that does one thing at a time."""
+
+    def __init__(self, directory: Path, manager: Manager, watcher: Process, engines: list[Process]) -> None:
+        self.directory = directory
+        self.manager = manager
+        self.watcher = watcher
+        self.engines = engines
+        self._laps = itertools.count()
+        address = f"127.0.0.1:{manager.settings['kvcm.service.rpc_port']}"
+        self.client = ManagerClient(address, _INSTANCE)
+        registration = self.client.register_instance(_GROUP, 4, [_SPEC], ModelDeployment("m", "f"), timeout_seconds=20)
+        assert registration.ok, registration
+        self.transfers = TransferEngine.for_storages(registration.storages)
+
+    def close(self) -> None:
+        self.transfers.close()
+        self.client.close()
+
+    def enter(self, phase: str) -> None:
+        for engine in self.engines:
+            engine.ask("enter", phase=phase)
+
+    def finish_earlier(self) -> None:
+        for engine in self.engines:
+            engine.ask("finish_earlier")
+
+    def settle(self) -> None:
+        """Return when all engines have noticed that the manager is there again."""
+
+        def settled() -> bool:
+            number = next(self._laps)
+            self.enter(f"settling {number}")
+            self.finish_earlier()
+            self.work(STAYS)
+            return not self.seen()[f"settling {number}"].failed_requests
+
+        self.until(settled, "no request fails any more")
+
+    def work(self, *storages: str) -> None:
+        """Return when every engine has read and written these storages in this phase."""
+        for engine in self.engines:
+            for storage in storages:
+                self.until(
+                    lambda e=engine, s=storage: e.ask("works_with", storage=s), f"an engine works with {storage}"
+                )
+
+    def kvcm(self, *words: str) -> str:
+        done = command(self.manager, "storage", *words)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout
+
+    def drain(self) -> dict[str, Any] | None:
+        """Return what the command line lists of the storage."""
+        drains = {each["storage_unique_name"]: each for each in json.loads(self.kvcm("drains", "--json"))["drains"]}
+        found = drains.get(AWAY)
+        assert found is None or isinstance(found, dict)
+        return found
+
+    def used(self) -> dict[str, int]:
+        found = self.watcher.ask("used")
+        assert isinstance(found, dict)
+        return found
+
+    def files(self, storage: str) -> dict[Path, int]:
+        """Return the sizes of what lies in a storage but probes."""
+        return dict(self._files(self.directory / storage))
+
+    @staticmethod
+    def _files(root: Path) -> Iterator[tuple[Path, int]]:
+        for path in root.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # engines and the manager work meanwhile
+                if path.is_file() and ".kvcm-probe" not in path.name:
+                    yield path, path.stat().st_size
+
+    def start(self, keys: range) -> WriteGrant:
+        grant = self.client.start_write(keys, session_seconds=120, timeout_seconds=10)
+        assert grant is not None
+        assert len(grant.locations) == len(keys)
+        return grant
+
+    def finish(self, keys: range, grant: WriteGrant) -> None:
+        items = [
+            TransferItem(place.uris[_SPEC.name], [memoryview(_content(key))])
+            for key, place in zip(keys, grant.locations, strict=True)
+        ]
+        assert all(result.ok for result in self.transfers.save(items, 10))
+        assert self.client.finish_write(grant.session_id, [True] * len(keys), timeout_seconds=10)
+
+    def load(self, keys: range) -> list[bytes | None]:
+        found = self.client.match(keys, MatchMode.BATCH, timeout_seconds=10).locations
+        return [None if place is None else self._bytes(place.uris[_SPEC.name]) for place in found]
+
+    def _bytes(self, uri: Any) -> bytes:
+        buffer = bytearray(uri.size)
+        (result,) = self.transfers.load([TransferItem(uri, [memoryview(buffer)])], 10)
+        assert result.ok, result
+        return bytes(buffer)
+
+    def seen(self) -> dict[str, EngineFigures]:
+        """Return the figures of all engines by phase."""
+        told = [engine.ask("report") for engine in self.engines]
+        names = {phase for phases in told for phase in phases}
+        return {
+            name: reduce(added, (EngineFigures(**phases.get(name, {})) for phases in told)) for name in sorted(names)
+        }
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {_PATIENCE_SECONDS} s: {what}"
+            time.sleep(0.05)
+
+
+def _content(key: int) -> bytes:
+    return key.to_bytes(8, "little") * (_SPEC.size // 8)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """Both storages are filled, and two engines work."""
+    settings = {"kvcm.data_dir": str(tmp_path / "data"), "kvcm.storage.allowed_roots": str(tmp_path)}
+    manager = Manager(tmp_path / "manager", settings)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(running(manager))
+        started: list[Process] = []
+
+        def start(words: list[str]) -> Process:
+            started.append(Process(words, lambda: None, tmp_path / "processes.log"))
+            stack.callback(started[-1].kill)
+            return started[-1]
+
+        ports = {name: manager.settings[f"kvcm.service.{name}"] for name in ("rpc_port", "admin_rpc_port")}
+        watcher = start(watcher_command(f"127.0.0.1:{ports['admin_rpc_port']}"))
+        storages = [json_format.MessageToJson(file_storage(name, tmp_path / name)) for name in (AWAY, STAYS)]
+        watcher.ask("set_up", storages=storages, groups=[_group(*each) for each in GROUPS.items()])
+        engines = [
+            start(engine_command(EngineSettings(f"127.0.0.1:{ports['rpc_port']}", number, 5.0, 0.02, 0.05, number)))
+            for number in range(2)
+        ]
+        world = World(tmp_path, manager, watcher, engines)
+        stack.callback(world.close)
+        for engine in engines:
+            engine.ask("seed", chains=15)
+        world.enter("before")
+        for engine in engines:
+            engine.ask("begin")
+        world.work(AWAY, STAYS)
+        yield world
+    assert manager.failures() == []
+
+
+def _group(name: str, candidates: list[str]) -> str:
+    group = GroupPlan(name, (), 1 << 33, delay_ms=_DELAY_MS).group
+    group.storage_candidates[:] = candidates
+    group.pin_budget_bytes = _PIN_BYTES
+    group.cache_config.reclaim_strategy.storage_unique_name = candidates[0]
+    return json_format.MessageToJson(group)
+
+
+def test_a_drain_under_load_goes_on_after_a_kill_and_can_be_ended(world: World) -> None:
+    assert world.used()[AWAY] > 0
+    grant = world.start(_WRITTEN)  # keeps the drain from its end
+    assert {place.uris[_SPEC.name].storage for place in grant.locations} == {AWAY}
+    world.kvcm("drain", AWAY)
+    world.enter("draining")
+    world.work(STAYS)
+    found = world.drain()
+    assert found is not None
+    assert (found["state"], "being written" in found["reason"]) == ("DRAIN_RUNNING", True), found
+    world.enter("killed")
+    world.finish_earlier()
+    world.manager.kill()
+    world.manager.start()
+    world.work(STAYS)
+    world.settle()
+    world.enter("restarted")
+    world.finish_earlier()
+    world.work(STAYS)
+    assert world.watcher.ask("drain", storage=AWAY)["state"] == "DRAIN_RUNNING"
+    world.finish(_WRITTEN, grant)  # what was begun before the drain ends well
+    done = {"state": "DRAIN_DONE", "reason": ""}
+    world.until(lambda: world.watcher.ask("drain", storage=AWAY) == done, "the drain is done")
+    assert (world.used().get(AWAY, 0), world.files(AWAY)) == (0, {})
+    world.enter("cancelling")
+    world.kvcm("drain", "--cancel", AWAY)
+    world.enter("cancelled")
+    world.work(AWAY, STAYS)
+    seen = _ended(world)
+    away = {"killed", *(phase for phase in seen if phase.startswith("settling"))}
+    for phase in ("draining", "restarted", *away):
+        assert (phase, seen[phase].accepted.get(AWAY, 0)) == (phase, 0)
+        assert seen[phase].accepted[STAYS] > 0
+    _assert_undisturbed({phase: figures for phase, figures in seen.items() if phase not in away})
+
+
+def test_a_drain_that_is_ended_in_the_middle_leaves_the_rest_where_it_is(world: World) -> None:
+    world.finish(_PINNED, world.start(_PINNED))
+    pin = world.client.pin_prefix(_PINNED, "test", 600, timeout_seconds=10)
+    assert pin is not None
+    assert pin.blocks == len(_PINNED)
+    world.kvcm("drain", AWAY)
+    world.enter("draining")
+    pinned_bytes = len(_PINNED) * _SPEC.size
+    world.until(lambda: world.used()[AWAY] == pinned_bytes, "all but what is pinned is gone")
+    found = world.drain()
+    assert found is not None
+    assert (found["state"], found["left_bytes"]) == ("DRAIN_RUNNING", pinned_bytes)
+    assert "pinned" in found["reason"]
+    world.enter("cancelling")
+    world.kvcm("drain", "--cancel", AWAY)
+    assert world.watcher.ask("drain", storage=AWAY) is None
+    world.enter("cancelled")
+    world.work(AWAY, STAYS)
+    assert world.client.unpin(pin.id, timeout_seconds=10)
+    assert world.load(_PINNED) == [_content(key) for key in _PINNED]
+    seen = _ended(world)
+    assert world.used()[AWAY] > pinned_bytes
+    assert seen["draining"].accepted.get(AWAY, 0) == 0
+    _assert_undisturbed(seen)
+
+
+def test_a_storage_that_is_removed_under_load_takes_nothing_else_along(world: World) -> None:
+    world.finish(_PINNED, world.start(_PINNED))
+    assert world.load(_PINNED) == [_content(key) for key in _PINNED]
+    world.enter("removing")
+    before = world.files(AWAY)
+    world.watcher.ask("remove", storage=AWAY)
+    world.enter("removed")
+    assert world.load(_PINNED) == [None] * len(_PINNED)
+    begin = time.monotonic()
+    world.until(lambda: not world.used().get(AWAY, 0), "its blocks are forgotten")
+    assert time.monotonic() - begin > TAKE_BACK_SECONDS / 2, "nobody could have taken the removal back"
+    world.until(lambda: world.watcher.ask("drain", storage=AWAY) is None, "the removal is over")
+    world.work(STAYS)
+    seen = _ended(world)
+    left = world.files(AWAY)
+    assert {path: left.get(path) for path in before} == before, "bytes were touched"
+    world.until(lambda: world.watcher.ask("used_by_groups") == world.used()[STAYS], "usage is what is on the other")
+    assert (seen["removed"].accepted.get(AWAY, 0), seen["removed"].served.get(AWAY, 0)) == (0, 0)
+    _assert_undisturbed(seen)
+
+
+def _ended(world: World) -> dict[str, EngineFigures]:
+    """End the work, and let every engine read all that it ever wrote."""
+    for engine in world.engines:
+        engine.ask("end")
+    world.enter("audit")
+    for engine in world.engines:
+        engine.ask("audit")
+    seen = world.seen()
+    for phase, figures in seen.items():
+        assert (phase, figures.wrong, figures.errors) == (phase, [], [])
+    return seen
+
+
+def _assert_undisturbed(seen: dict[str, EngineFigures]) -> None:
+    """Whatever is on the other storage is found, and nobody fails or gets other bytes."""
+    assert seen["audit"].asked[STAYS] > 0
+    for phase, figures in seen.items():
+        assert (phase, figures.failed_requests) == (phase, [])
+        assert (phase, figures.hit.get(STAYS, 0)) == (phase, figures.asked.get(STAYS, 0))

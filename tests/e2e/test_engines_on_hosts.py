@@ -1,0 +1,74 @@
+"""Invariants 1 and 5 over hosts: nobody is given another host's memory, or wrong bytes, whatever fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from host_figures import SHARED, HostFigures, pool_of
+from host_networks import why_no_hosts
+from host_run import PHASES, HostsReport, run_hosts
+from host_site import HOSTS, NOBODY
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+_MAY_FAIL = {"a": {"alone", "cut", "mended", "killed"}, "b": {"killed"}, NOBODY: {"killed"}}
+"""Phases in which an engine cannot reach the manager for a while, or is promised a pool that has just gone away."""
+
+_AUDITS = PHASES[-2:]
+
+
+def test_nobody_is_given_another_hosts_memory_whatever_fails(tmp_path: Path) -> None:
+    reason = why_no_hosts()
+    if reason:
+        pytest.skip(reason)
+    report = run_hosts(tmp_path, seconds=2.0)
+    print(_figures(report))
+    _assert_right(report.all())
+    assert report.wrong == []
+    assert report.all().lookups > 3000
+    _assert_undisturbed(report)
+    _assert_pools_are_used(report)
+    _assert_at_rest(report)
+
+
+def _assert_right(seen: HostFigures) -> None:
+    assert seen.foreign == []
+    assert seen.wrong == []
+    assert seen.errors == []
+    assert seen.overrun_seconds < 2.0
+
+
+def _assert_undisturbed(report: HostsReport) -> None:
+    """Nobody fails but who cannot reach the manager; what one host suffers does not touch the others."""
+    for name, phases in report.engines.items():
+        failed = {phase: seen.failed_requests for phase, seen in phases.items() if seen.failed_requests}
+        assert {phase: texts for phase, texts in failed.items() if phase not in _MAY_FAIL[name]} == {}, name
+    assert report.of("a", "cut").failed_requests
+    for name in ("b", NOBODY):
+        assert report.of(name, "cut").served
+        assert report.of(name, "booting").served
+
+
+def _assert_pools_are_used(report: HostsReport) -> None:
+    for name in HOSTS:
+        seen, others = report.all(name), {pool_of(each) for each in HOSTS if each != name}
+        assert min(seen.served[pool_of(name)], seen.accepted[pool_of(name)]) > 100
+        assert seen.served[SHARED] > 0
+        assert not others & {*seen.served, *seen.accepted}
+    assert set(report.all(NOBODY).served) == {SHARED}
+    assert report.all("a").lost_parts > 0  # its memory was deleted under it
+
+
+def _assert_at_rest(report: HostsReport) -> None:
+    """What is promised at the end is there."""
+    for name in report.engines:
+        for phase in _AUDITS:
+            assert (name, phase, report.of(name, phase).unmoved) == (name, phase, {})
+        assert report.of(name, *_AUDITS).served
+
+
+def _figures(report: HostsReport) -> str:
+    seen = report.all()
+    served = sum(seen.served.values())
+    return f"{seen.lookups} lookups, {seen.places} addresses, {served} blocks compared, {report.seconds}"

@@ -1,0 +1,253 @@
+"""Bytes that change after they were saved, on every type of storage: a miss, never served, and saved anew.
+
+Mooncake's are changed in tests/mooncake/test_mooncake_corruption.py, since its store is in a network of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from corruption_media import PATH_SPECS, Medium, PathMedium, PoolMedium
+from corruption_site import PART_BYTES, SPECS, BlockSite, Part, opened_site
+from fault_mount import FaultMount, until
+from manager_process import ManagerProcess
+
+from connectors.results import Location, MissingReport
+from connectors.transfer import Failure
+from kvcm.model.uri import LocationUri
+
+KEYS = list(range(1, 13))
+ON_MOUNT = "file-8 on FUSE"
+FILES = [*PATH_SPECS, ON_MOUNT]
+MEDIA = [*FILES, "pool"]
+BLOCKS = "/*/tp?/*"  # below the mount, whatever the deployment is called
+EDGES = (0, 1, PART_BYTES // 2, PART_BYTES - 2, PART_BYTES - 1)
+
+
+@pytest.fixture
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
+    name: str = request.param
+    if name == "pool":
+        return PoolMedium(request.getfixturevalue("shared_memory"))
+    if name == ON_MOUNT:
+        mount: FaultMount = request.getfixturevalue("fault_mount")
+        return PathMedium(PATH_SPECS["file-8"], mount.path, mount.directory)
+    return PathMedium(PATH_SPECS[name], tmp_path / "root")
+
+
+@pytest.fixture
+def site(manager: ManagerProcess, medium: Medium) -> Iterator[BlockSite]:
+    with opened_site(manager, medium) as site:
+        yield site
+
+
+def chosen(random: Random, count: int) -> list[Part]:
+    """Some parts: always both of one block, and at least one whose neighbour in another spec stays as it is."""
+    both, one, *others = random.sample(KEYS, count)
+    return [(both, "tp0"), (both, "tp1"), (one, "tp1"), *((key, random.choice(SPECS)) for key in others)]
+
+
+def saved(site: BlockSite) -> dict[int, Location]:
+    """Save all blocks and return where they lie."""
+    assert site.save(KEYS) == KEYS
+    locations = site.match(KEYS)
+    assert set(site.load(locations).values()) == {None}
+    return locations
+
+
+def corrupt(parts: list[Part]) -> Mapping[Part, Failure]:
+    return dict.fromkeys(parts, Failure.CORRUPT)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+def test_a_changed_byte_is_a_miss_of_its_part_alone_and_is_saved_anew(site: BlockSite, seed: int) -> None:
+    random = Random(seed)
+    for _ in range(3):
+        before = site.match(KEYS) or saved(site)
+        places, parts = site.places(before), chosen(random, 4)
+        for number, part in enumerate(parts):
+            byte = random.choice([EDGES[number % len(EDGES)], random.randrange(PART_BYTES)])
+            site.medium.flip(places[part], byte, 1 << random.randrange(8))
+        site.assert_found_out(KEYS, corrupt(parts), before)
+
+
+@pytest.mark.parametrize("byte", EDGES)
+@pytest.mark.parametrize("medium", ["file-8", "pool"], indirect=True)
+def test_every_edge_of_a_part_is_looked_at(site: BlockSite, byte: int) -> None:
+    before = saved(site)
+    site.medium.flip(site.places(before)[5, "tp0"], byte, 0x80)
+    site.assert_found_out(KEYS, corrupt([(5, "tp0")]), before)
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+def test_parts_full_of_zeros_are_misses(site: BlockSite) -> None:
+    """As a file system leaves what it lost, or a hole that was punched in the wrong place."""
+    before, parts = saved(site), chosen(Random(1), 3)
+    for part in parts:
+        site.medium.poke(site.places(before)[part], bytes(PART_BYTES))
+    site.assert_found_out(KEYS, corrupt(parts), before)
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+def test_parts_that_changed_places_are_misses(site: BlockSite) -> None:
+    """Every byte was saved by an engine, and the lengths are right: of two blocks, and of two parts of one block."""
+    before = saved(site)
+    places = site.places(before)
+    pairs: list[tuple[Part, Part]] = [((2, "tp0"), (3, "tp0")), ((6, "tp0"), (6, "tp1")), ((1, "tp1"), (12, "tp0"))]
+    for one, other in pairs:
+        bytes_of_one, bytes_of_other = site.medium.peek(places[one]), site.medium.peek(places[other])
+        site.medium.poke(places[one], bytes_of_other)
+        site.medium.poke(places[other], bytes_of_one)
+    site.assert_found_out(KEYS, corrupt([part for pair in pairs for part in pair]), before)
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+def test_without_checksums_changed_bytes_are_served(site: BlockSite) -> None:
+    """The limit of what every type finds out by itself (docs/storages.md, Which bytes are served)."""
+    before = saved(site)
+    places, part = site.places(before), (7, "tp1")
+    site.medium.flip(places[part], 9)
+    assert site.medium.peek(places[part]) != site.content(part)
+    assert set(site.load(before, checksums=False).values()) == {None}
+    assert site.load(before)[part] is Failure.CORRUPT
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+def test_bytes_that_change_under_readers_are_never_served(site: BlockSite) -> None:
+    """Many readers while bytes change and change back: what counts as loaded is right, which every load asserts."""
+    before = saved(site)
+    places, random = list(site.places(before).values()), Random(3)
+    with ThreadPoolExecutor(3) as readers:
+        calls = [readers.submit(lambda: [site.load(before) for _ in range(6)]) for _ in range(3)]
+        while not all(call.done() for call in calls):
+            uri, byte = random.choice(places), random.randrange(PART_BYTES)
+            site.medium.flip(uri, byte)
+            site.medium.flip(uri, byte)
+        seen = {failure for call in calls for failures in call.result() for failure in failures.values()}
+    assert seen <= {None, Failure.CORRUPT}
+    assert set(site.load(before).values()) == {None}
+
+
+@pytest.mark.parametrize("medium", MEDIA, indirect=True)
+def test_only_what_is_recorded_takes_a_location_away(site: BlockSite) -> None:
+    """Nobody is believed who names a checksum that was not recorded, or that of a location that is gone."""
+    before = saved(site)
+    places = site.places(before)
+    made_up = [(key, uri, before[key].checksums[spec] ^ 1) for (key, spec), uri in places.items()]
+    assert site.client.report_missing([], corrupt=made_up) == MissingReport(0, len(made_up))
+    assert site.match(KEYS) == before
+    site.medium.flip(places[4, "tp0"], 0)
+    site.assert_found_out(KEYS, corrupt([(4, "tp0")]), before)
+    late = [(4, places[4, "tp0"], before[4].checksums["tp0"])]
+    assert site.client.report_missing([], corrupt=late) == MissingReport(0, 1)
+    site.assert_all_load(KEYS)
+
+
+@pytest.mark.parametrize("left_bytes", [0, 1, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES + 7])
+@pytest.mark.parametrize("medium", FILES, indirect=True)
+def test_a_file_that_was_cut_is_a_miss_from_there_on(site: BlockSite, left_bytes: int) -> None:
+    before = saved(site)
+    places, file = site.places(before), _file_of(site, before)
+    expected = {
+        part: Failure.LOST for part, uri in places.items() if _is_in(site, uri, file) and _end(uri) > left_bytes
+    }
+    os.truncate(file, left_bytes)
+    if not expected:  # a file of one part is whole
+        assert set(site.load(before).values()) == {None}
+        return
+    site.assert_found_out(KEYS, expected, before)
+
+
+@pytest.mark.parametrize("medium", FILES, indirect=True)
+def test_a_file_that_was_cut_and_grew_again_is_a_miss_from_there_on(site: BlockSite) -> None:
+    """As a crash leaves it where lengths are kept better than bytes."""
+    before = saved(site)
+    file, left_bytes = _file_of(site, before), PART_BYTES // 2
+    expected = [part for part, uri in site.places(before).items() if _is_in(site, uri, file) and _end(uri) > left_bytes]
+    length = file.stat().st_size
+    os.truncate(file, left_bytes)
+    os.truncate(file, length)
+    site.assert_found_out(KEYS, corrupt(expected), before)
+
+
+@pytest.mark.parametrize("medium", FILES, indirect=True)
+def test_a_file_in_place_of_another_is_a_miss(site: BlockSite) -> None:
+    """Renamed over it, by whoever restored the wrong one."""
+    before = saved(site)
+    one, other = _file_of(site, before, 1), _file_of(site, before, 12)
+    assert one != other
+    expected = [part for part, uri in site.places(before).items() if _is_in(site, uri, one)]
+    data = other.read_bytes()
+    one.write_bytes(data + bytes(one.stat().st_size - len(data)))
+    site.assert_found_out(KEYS, corrupt(expected), before)
+
+
+@pytest.mark.parametrize("medium", FILES, indirect=True)
+def test_a_file_that_is_gone_is_lost_with_its_blocks(site: BlockSite) -> None:
+    before = saved(site)
+    file = _file_of(site, before)
+    expected = {part: Failure.LOST for part, uri in site.places(before).items() if _is_in(site, uri, file)}
+    file.unlink()
+    site.assert_found_out(KEYS, expected, before)
+
+
+@pytest.mark.parametrize("medium", [ON_MOUNT], indirect=True)
+def test_bytes_that_change_on_the_way_are_a_miss_until_they_do_not(site: BlockSite, fault_mount: FaultMount) -> None:
+    before = saved(site)
+    fault_mount.inject("read", path=BLOCKS, flip_at=3 * PART_BYTES + 5)
+    failures = site.load(before)
+    hit = {part for part, uri in site.places(before).items() if uri.offset <= 3 * PART_BYTES + 5 < _end(uri)}
+    assert {part for part, failure in failures.items() if failure} == hit
+    assert {failures[part] for part in hit} == {Failure.CORRUPT}
+    fault_mount.clear()
+    until(lambda: set(site.load(before).values()) == {None}, "the bytes are right again")
+
+
+FAULTS: list[dict[str, Any]] = [
+    {"error": "EIO"},
+    {"error": "ESTALE"},
+    {"flip_at": 7},
+    {"ends_at": PART_BYTES + 1},
+    {"most_bytes": 3000},
+    {"hang": True},
+    {"delay_seconds": 0.2},
+]
+
+
+@pytest.mark.parametrize("medium", [ON_MOUNT], indirect=True)
+def test_whatever_a_mount_does_and_whoever_changes_bytes_none_are_wrong_and_nobody_waits(
+    site: BlockSite, fault_mount: FaultMount
+) -> None:
+    """Faults of the mount and changed bytes together; what every load must hold is asserted with it."""
+    random, before = Random(5), saved(site)
+    places = site.places(before)
+    for _ in range(3):
+        for fault in FAULTS:
+            part = random.choice(list(places))
+            site.medium.flip(places[part], 3)
+            fault_mount.inject(random.choice(["read", "open"]), path=BLOCKS, **fault)
+            assert site.load(before, 0.5)[part] is not None
+            fault_mount.clear()
+            site.medium.flip(places[part], 3)
+    until(lambda: set(site.load(before).values()) == {None}, "all is as it was")
+
+
+def _file_of(site: BlockSite, locations: Mapping[int, Location], key: int = 6) -> Path:
+    assert isinstance(site.medium, PathMedium)
+    return site.medium.file(locations[key].uris["tp1"])
+
+
+def _is_in(site: BlockSite, uri: LocationUri, file: Path) -> bool:
+    assert isinstance(site.medium, PathMedium)
+    return site.medium.file(uri) == file
+
+
+def _end(uri: LocationUri) -> int:
+    return uri.offset + uri.size

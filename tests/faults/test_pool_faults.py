@@ -1,0 +1,290 @@
+"""Memory pools whose memory is removed, cut, emptied or locked under engines that use it.
+
+Always a miss or a refused write, in time; and all is well again when the fault is over. What every call must hold is
+asserted in corruption_site.py. Single calls of the mover under the same faults: tests/connectors/test_mempool_mover.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from random import Random
+from threading import Event
+
+import pytest
+from corruption_media import NODE, POOL_BYTES, PoolMedium
+from corruption_site import PART_BYTES, BlockSite, opened_site
+from fault_mount import until
+from manager_process import ManagerProcess
+
+from connectors.results import Location, MissingReport
+from connectors.transfer import Failure, TransferEngine, TransferItem
+from connectors.transfer.pool_making import open_segment
+from connectors.transfer.pool_segment import PoolSegment
+from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
+from kvcm.model.uri import LocationUri
+
+KEYS = list(range(1, 13))
+SECONDS = 30.0
+
+
+@pytest.fixture
+def site(manager: ManagerProcess, shared_memory: Path) -> Iterator[BlockSite]:
+    with opened_site(manager, PoolMedium(shared_memory)) as site:
+        yield site
+
+
+@pytest.fixture
+def path(site: BlockSite, shared_memory: Path) -> Path:
+    """The file of the memory."""
+    (found,) = shared_memory.iterdir()
+    return found
+
+
+def saved(site: BlockSite) -> dict[int, Location]:
+    assert site.save(KEYS) == KEYS
+    return site.match(KEYS)
+
+
+def mapped(path: Path) -> PoolSegment:
+    segment = open_segment(path, POOL_BYTES)
+    assert segment is not None
+    return segment
+
+
+def another_engine(site: BlockSite) -> TransferEngine:
+    (pool,) = site.engine.pools()
+    spec = TairMemPoolStorageSpec(node_id=NODE, capacity_bytes=POOL_BYTES)
+    return TransferEngine.for_storages([StorageConfig(pool.storage, spec)])
+
+
+def failures_of(engine: TransferEngine, way: str, uris: list[LocationUri]) -> set[Failure | None]:
+    items = [TransferItem(uri, [memoryview(bytearray(uri.size))]) for uri in uris]
+    return {result.failure for result in (engine.load if way == "load" else engine.save)(items, 5.0)}
+
+
+def assert_begins_anew(site: BlockSite, before: dict[int, Location]) -> None:
+    """The memory is made again by whoever saves, the manager forgets what was in the old one, and all is saved anew."""
+    first = KEYS[-1] + 1
+    site.save([first])
+    site.tell_of_pools()
+    until(lambda: not site.match(KEYS), "the manager forgets what was in the memory that is gone", SECONDS)
+    assert site.save(KEYS) == KEYS
+    site.assert_all_load(KEYS)
+    assert set(site.load(before).values()) == {Failure.LOST}, "old answers lead to nobody else's bytes"
+
+
+def test_memory_that_is_removed_is_a_miss_and_made_anew(site: BlockSite, path: Path) -> None:
+    before = saved(site)
+    path.unlink()
+    assert set(site.load(before).values()) == {Failure.LOST}
+    assert_begins_anew(site, before)
+
+
+@pytest.mark.parametrize("left_bytes", [0, 4096, POOL_BYTES // 2, -1])
+def test_memory_that_is_cut_is_an_error_until_it_is_removed(site: BlockSite, path: Path, left_bytes: int) -> None:
+    """Nobody touches what is behind the end, which would end the process; for new engines it is the same."""
+    before = saved(site)
+    uris = list(site.places(before).values())
+    os.truncate(path, left_bytes if left_bytes >= 0 else path.stat().st_size + left_bytes)
+    late = another_engine(site)
+    try:
+        for engine in (site.engine, late):
+            assert failures_of(engine, "load", uris) == {Failure.ERROR}
+            assert failures_of(engine, "save", uris) == {Failure.ERROR}
+        assert late.pools() == []
+    finally:
+        late.close()
+    path.unlink()
+    until(lambda: set(site.load(before).values()) == {Failure.LOST}, "the engine looks at it again")
+    assert_begins_anew(site, before)
+
+
+def test_memory_that_grew_is_used_as_before(site: BlockSite, path: Path) -> None:
+    before = saved(site)
+    os.truncate(path, path.stat().st_size + 4096)
+    assert set(site.load(before).values()) == {None}
+
+
+def test_memory_that_was_cut_and_grew_again_is_corrupt_from_there_on(site: BlockSite, path: Path) -> None:
+    """Its stamps stand before the data and are as they were."""
+    before = saved(site)
+    places = site.places(before)
+    last = max(places, key=lambda part: places[part].offset)
+    whole = path.stat().st_size
+    os.truncate(path, mapped(path).header.data_offset + places[last].offset)
+    os.truncate(path, whole)
+    site.assert_found_out(KEYS, {last: Failure.CORRUPT}, before)
+
+
+CUT_IN_A_COPY = """
+import os, sys
+from pathlib import Path
+from connectors.transfer.pool_making import open_segment
+segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
+os.truncate(sys.argv[1], 0)  # after the look at the file's length, and before the copy
+segment.copy_out(0, [memoryview(bytearray(1 << 20))])
+"""
+
+
+def test_memory_that_is_cut_during_a_copy_ends_the_process(site: BlockSite, path: Path) -> None:
+    """The limit that docs/storages.md tells: only a process of the same user can cut it, and none of ours does."""
+    saved(site)
+    ended = subprocess.run([sys.executable, "-c", CUT_IN_A_COPY, str(path), str(POOL_BYTES)], check=False)
+    assert ended.returncode == -signal.SIGBUS
+
+
+def test_a_damaged_header_keeps_new_engines_out_until_it_is_whole(site: BlockSite, path: Path) -> None:
+    before = saved(site)
+    with path.open("r+b") as file:
+        whole = file.read(64)
+        file.seek(0)
+        file.write(bytes([whole[0], *(byte ^ 0xFF for byte in whole[1:])]))
+    uris = list(site.places(before).values())
+    assert set(site.load(before).values()) == {None}, "who has it mapped goes on"
+    late = another_engine(site)
+    try:
+        assert late.pools() == []
+        assert failures_of(late, "load", uris) == failures_of(late, "save", uris) == {Failure.ERROR}
+        with path.open("r+b") as file:
+            file.write(whole)
+        until(lambda: failures_of(late, "load", uris) == {None}, "it is used again")
+    finally:
+        late.close()
+    site.assert_all_load(KEYS)
+
+
+@pytest.mark.parametrize("stamp", [0, 1, 2**64 - 1])
+def test_stamps_that_somebody_changed_are_misses(site: BlockSite, path: Path, stamp: int) -> None:
+    """Neither the bytes under them nor their neighbours' are taken for what they are not."""
+    before = saved(site)
+    places = site.places(before)
+    hit = places[5, "tp0"]
+    mapped(path).put_stamps(hit.offset, stamp.to_bytes(8, "little"))
+    failures = site.load(before)
+    assert {part for part, failure in failures.items() if failure} == {(5, "tp0")}
+    assert failures[5, "tp0"] is Failure.LOST
+    # The manager cannot see memory: it keeps what it handed out until somebody removes or evicts it.
+    assert site.report(failures, before) == MissingReport(0, 1)
+    assert site.client.remove([5])
+    until(lambda: site.try_to_save(KEYS, 10.0) == [5], "the block is saved elsewhere, or there")
+    site.assert_all_load(KEYS)
+
+
+def test_the_largest_stamp_keeps_writers_away_until_the_memory_is_made_anew(site: BlockSite, path: Path) -> None:
+    before = saved(site)
+    segment = mapped(path)
+    segment.put_stamps(0, b"\xff" * (segment.header.pages * 8))
+    assert set(site.load(before).values()) == {Failure.LOST}
+    assert site.try_to_save([77], 10.0) == []
+    path.unlink()
+    assert_begins_anew(site, before)
+
+
+def test_all_memory_that_is_wiped_is_a_miss_and_is_written_again(site: BlockSite, path: Path) -> None:
+    before = saved(site)
+    segment = mapped(path)
+    segment.put_stamps(0, bytes(segment.header.pages * 8))
+    segment.data[:] = 0
+    assert set(site.load(before).values()) == {Failure.LOST}
+    others = [key + 100 for key in KEYS]
+    assert site.save(others) == others
+    site.assert_all_load(others)
+
+
+LOCK = """
+import sys
+from pathlib import Path
+from connectors.transfer.pool_making import open_segment
+segment = open_segment(Path(sys.argv[1]), int(sys.argv[2]))
+with segment.claim() as claim:
+    assert claim.lock(int(sys.argv[3]), int(sys.argv[4]))
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def new_writer(path: Path) -> Iterator[Callable[[int, int], subprocess.Popen[str]]]:
+    """Start processes that lock memory, as writers do, and are stopped then."""
+    writers: list[subprocess.Popen[str]] = []
+
+    def start(offset: int, size_bytes: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LOCK, str(path), str(POOL_BYTES), str(offset), str(size_bytes)]
+        writers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        stdout = writers[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "locked\n"
+        writers[-1].send_signal(signal.SIGSTOP)
+        return writers[-1]
+
+    yield start
+    for writer in writers:
+        writer.kill()
+        writer.communicate()
+
+
+def test_pages_of_a_stopped_writer_are_refused_at_once_and_free_when_it_is_gone(
+    site: BlockSite, new_writer: Callable[[int, int], subprocess.Popen[str]]
+) -> None:
+    before = saved(site)
+    places = site.places(before)
+    uris = list(places.values())
+    held = places[3, "tp1"]
+    writer = new_writer(held.offset, PART_BYTES)
+    assert set(site.load(before).values()) == {None}, "readers lock nothing"
+    items = [TransferItem(uri, [memoryview(site.content(part))]) for part, uri in places.items()]
+    begin = time.monotonic()
+    failures = [result.failure for result in site.engine.save(items, 20.0)]
+    assert time.monotonic() - begin < 5.0, "nobody waits for it"
+    assert failures == [Failure.BUSY if uri == held else None for uri in uris]
+    writer.kill()
+    writer.wait()
+    until(lambda: failures_of(site.engine, "save", [held]) == {None}, "its pages are free")
+
+
+def harm(site: BlockSite, path: Path, uri: LocationUri, random: Random) -> None:
+    """Do something to the memory, or to one part in it."""
+    what = random.choice(["bytes", "stamps", "removed", "saved"])
+    if what == "saved":
+        site.engine.save([TransferItem(uri, [memoryview(bytes(PART_BYTES))])], 2.0)
+    elif not path.exists():
+        return
+    elif what == "removed":
+        path.unlink()
+    elif what == "bytes":
+        mapped(path).data[uri.offset + random.randrange(PART_BYTES)] ^= 0x20
+    else:
+        mapped(path).put_stamps(uri.offset, bytes(8))
+
+
+def test_whatever_happens_to_the_memory_no_bytes_are_wrong_and_it_ends_well(site: BlockSite, path: Path) -> None:
+    """Loads and saves while the memory is removed, wiped in places and damaged, again and again."""
+    random, over, known = Random(7), Event(), saved(site)
+    seen: list[Failure | None] = []
+
+    def read() -> None:
+        while not over.is_set():
+            seen.extend(site.load(known, 2.0).values())
+
+    def has_more(than: int) -> bool:
+        return len(seen) > than or any(call.done() for call in calls)
+
+    with ThreadPoolExecutor(3) as readers:
+        calls = [readers.submit(read) for _ in range(3)]
+        for _ in range(30):
+            harm(site, path, random.choice(list(site.places(known).values())), random)
+            until(partial(has_more, len(seen)), "readers go on")
+        over.set()
+        for call in calls:
+            call.result()
+    assert set(seen) <= {None, Failure.LOST, Failure.CORRUPT}
+    path.unlink(missing_ok=True)
+    assert_begins_anew(site, known)
