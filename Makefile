@@ -79,7 +79,7 @@ acceptance-manager: setup
 	$(BIN)/python benchmarks/readme.py
 
 # The demo, and every benchmark once. Figures of so short a run mean little, so missed targets are shown and do not
-# count; violations do: in crash, contention and faults everything but targets of time.
+# count; violations do: in crash, contention, faults and outages everything but targets of time.
 smoke: setup redis fuse mooncake
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
@@ -87,14 +87,21 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/match.py --quick --json build/match.json
 	$(BIN)/python benchmarks/index.py --quick --json build/index.json
 	$(BIN)/python benchmarks/scale.py --quick --json build/scale.json
-	$(BIN)/python -m pytest -m e2e tests/e2e tests/mooncake tests/faults
+	$(BIN)/python -m pytest -m e2e
 	$(BIN)/python benchmarks/crash.py --quick --json build/crash.json
 	$(BIN)/python benchmarks/contention.py --quick --json build/contention.json
 	$(BIN)/python benchmarks/faults.py --quick --json build/faults.json
 	$(BIN)/python benchmarks/capacity.py --quick --json build/capacity.json
 	$(BIN)/python benchmarks/reclaim_faults.py --quick --json build/reclaim_faults.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
+	$(BIN)/python benchmarks/storage_outage.py --quick --json build/storage_outage.json
+	$(BIN)/python benchmarks/hosts.py --quick --json build/hosts.json
+	$(BIN)/python benchmarks/killed_writers.py --quick --json build/killed_writers.json
 	$(BIN)/python benchmarks/transfer.py --quick --json build/transfer.json
+	$(BIN)/python benchmarks/mempool.py --quick --json build/mempool.json
+	$(BIN)/python benchmarks/slots.py --quick --json build/slots.json
+	$(BIN)/python benchmarks/layout.py --quick --json build/layout.json
+	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -113,9 +120,17 @@ acceptance-capacity: setup redis
 	$(BIN)/python benchmarks/reclaim.py --json benchmarks/results/reclaim.json
 	$(BIN)/python benchmarks/readme.py
 
-# The transfer engine against plain system calls, from the page cache. A minute on two idle cores.
-acceptance-transfer: setup
+# The transfer engine against plain system calls, from the page cache, and against memory; 10⁶ operations on packed
+# files; storages that go away while engines work; 200 killed writers per kind of storage. An hour on two idle cores.
+acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/transfer.py --json benchmarks/results/transfer.json
+	$(BIN)/python benchmarks/mempool.py --json benchmarks/results/mempool.json
+	$(BIN)/python benchmarks/layout.py --json benchmarks/results/layout.json
+	$(BIN)/python benchmarks/mooncake_store.py --json benchmarks/results/mooncake_store.json
+	$(BIN)/python benchmarks/slots.py --json benchmarks/results/slots.json
+	$(BIN)/python benchmarks/storage_outage.py --json benchmarks/results/storage_outage.json
+	$(BIN)/python benchmarks/hosts.py --json benchmarks/results/hosts.json
+	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

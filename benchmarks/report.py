@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "arguments", "is_sound", "publish"]
+__all__ = ["Row", "arguments", "is_sound", "left_out", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--quick", action="store_true", help="a smoke run: few repetitions, figures mean little")
     return parser
+
+
+def left_out(case: str, reason: str, is_quick: bool) -> Row:
+    """Return the row of a case that this machine cannot have: only a smoke run may go without it.
+
+    Args:
+        case: that was not measured.
+        reason: why.
+        is_quick: whether it is a smoke run.
+    """
+    print(f"left out: {case}: {reason}", file=sys.stderr)
+    return Row(case, f"left out: {reason}", 1, "", target="" if is_quick else "= 0", ok=None if is_quick else False)
 
 
 def publish(title: str, rows: Sequence[Row], target_file: Path | None) -> bool:

@@ -5,7 +5,7 @@ engine shows. Each row compares the engine (results per item, links refused, dea
 plain loop of system calls over the same files and the same memory, in alternating windows of the same run: open, preadv
 and close per file, one thread. The figure is the median of the ratios of neighbouring windows. Rows against `dd` (all
 blocks into one buffer, which stays in the processor's cache) and against memcpy (no system calls) tell how far that is
-from what the machine could do.
+from what the machine could do. Rows against "1 thread" and "no checksums" compare the engine with itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from report import Row, arguments, publish
 
 from connectors.transfer import FileMover, TransferEngine, TransferItem
+from connectors.transfer.folders import OpenFolders
 from connectors.transfer.paths import open_below, walk_below
 from kvcm.model.uri import LocationUri
 
@@ -161,8 +162,10 @@ def load_is_right(engine: TransferEngine, blocks: Blocks) -> Row:
     return Row(f"load: {blocks.name}", "bytes are equal", int(equal), "", target="1", ok=equal)
 
 
-def load_rows(engine: TransferEngine, single: TransferEngine, blocks: Blocks, windows: int) -> list[Row]:
-    """Loads and saves of one kind of blocks; `single` does not coalesce."""
+def load_rows(
+    engine: TransferEngine, single: TransferEngine, mover: FileMover, blocks: Blocks, windows: int
+) -> list[Row]:
+    """Loads and saves of one kind of blocks; `single` does not coalesce, `mover` is that of `engine`."""
     source = memoryview(bytearray(os.urandom(MIB)) * (blocks.total_bytes // MIB))
 
     def ours() -> None:
@@ -171,6 +174,7 @@ def load_rows(engine: TransferEngine, single: TransferEngine, blocks: Blocks, wi
     def copy() -> None:
         blocks.memory[:] = source
 
+    one = TransferEngine({("file", STORAGE): mover}, 1)
     rows = [
         speed_row("load", blocks, paired(ours, lambda: plain_load(blocks), windows), TARGETS[blocks.block_bytes]),
         speed_row("load", blocks, paired(ours, lambda: dd_load(blocks), windows), against="dd"),
@@ -181,7 +185,26 @@ def load_rows(engine: TransferEngine, single: TransferEngine, blocks: Blocks, wi
     if len(blocks.files) < len(blocks.items):
         sides = paired(ours, lambda: load(single, blocks), windows)
         rows.append(speed_row("load", blocks, sides, against="no coalescing"))
-    return rows
+    sides = paired(ours, lambda: load(one, blocks), windows)
+    rows.append(speed_row("load", blocks, sides, against="1 thread"))
+    one.close()
+    return rows + checksum_rows(engine, mover, blocks, windows)
+
+
+def checksum_rows(engine: TransferEngine, mover: FileMover, blocks: Blocks, windows: int) -> list[Row]:
+    """What it costs to take a checksum of what is saved, and to compare that of what is loaded."""
+    hashing = TransferEngine({("file", STORAGE): mover}, checksums=True)
+    saved = hashing.save(blocks.items, DEADLINE_SECONDS)
+    items = [replace(item, checksum=result.checksum or 0) for item, result in zip(blocks.items, saved, strict=True)]
+    assert all(item.checksum for item in items)
+    hashed = replace(blocks, items=items)
+    loads = paired(lambda: load(engine, hashed), lambda: load(engine, blocks), windows)
+    saves = paired(lambda: save(hashing, blocks), lambda: save(engine, blocks), windows)
+    hashing.close()
+    return [
+        speed_row("load, verified", blocks, loads, against="no checksums"),
+        speed_row("save, checksums taken", blocks, saves, against="no checksums"),
+    ]
 
 
 def open_rows(root: Path, blocks: Blocks, windows: int) -> list[Row]:
@@ -196,24 +219,36 @@ def open_rows(root: Path, blocks: Blocks, windows: int) -> list[Row]:
         for path, _ in blocks.files:
             os.close(os.open(path, os.O_RDONLY))
 
+    folders = OpenFolders(0o600, 0o700)
+
+    def in_folder(root: str, components: Sequence[str], flags: int, *_: int) -> int:
+        return folders.open(root, "/".join((root, *components)), flags)
+
+    ways: list[tuple[str, Callable[..., int]]] = [
+        ("in a folder that is open", in_folder),
+        ("one call", open_below),
+        ("component by component", walk_below),
+    ]
     rows = []
-    for name, open_one in (("one call", open_below), ("component by component", walk_below)):
+    for name, open_one in ways:
         mine, theirs, ratio = paired(lambda open_one=open_one: ours(open_one), plainly, windows)
         per_file = 1e6 / len(parts)
         case = f"open and close: {len(parts[0])} components, {name}"
         rows.append(Row(case, "time per file, against plain", mine * per_file, "µs", theirs * per_file, 1 / ratio))
+    folders.close()
     return rows
 
 
 def rows_of(root: Path, total_bytes: int, windows: int) -> list[Row]:
     memory = memoryview(bytearray(total_bytes))
-    engine = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)})})
+    mover = FileMover({STORAGE: str(root)})
+    engine = TransferEngine({("file", STORAGE): mover})
     single = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)}, coalesce=False)})
     rows: list[Row] = []
     for block_bytes in TARGETS:
         for per_file in (SLOTS_PER_FILE, 1):
             blocks = make_blocks(root, memory, block_bytes, per_file)
-            rows += load_rows(engine, single, blocks, windows)
+            rows += load_rows(engine, single, mover, blocks, windows)
             if (block_bytes, per_file) == (min(TARGETS), 1):
                 rows += open_rows(root, blocks, windows)
     engine.close()
