@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from test_transport_drivers import eventually
-from test_transport_process import free_port, manager, run_kvcm
+from test_transport_process import manager, run_kvcm
 from test_transport_sites import Site, group_spec
 
 from kvcm import __version__
