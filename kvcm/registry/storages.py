@@ -296,6 +296,8 @@ class StorageRegistry:
                 del self._open[name]
                 self._opener.close(name)
             return True
+        if is_open is wanted:  # nearly always
+            return True
         if is_open is None or _medium(is_open) != _medium(wanted):
             return False
         self._open[name] = wanted  # with its limit
