@@ -18,8 +18,8 @@ from test_transport_drivers import Address, Api, GrpcDriver, HttpDriver
 
 __all__ = ["ManagerProcess", "manager", "run_kvcm"]
 
-_START_SECONDS = 20.0
-_STOP_SECONDS = 15.0
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
 _FREE_PORTS = ("kvcm.service.rpc_port", "kvcm.service.http_port", "kvcm.service.admin_http_port")
 
 
