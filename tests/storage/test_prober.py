@@ -24,7 +24,7 @@ from kvcm.storage.threads import StorageThreads
 
 UP, DEGRADED, DOWN = HealthState.SH_UP, HealthState.SH_DEGRADED, HealthState.SH_DOWN
 INTERVAL, TIMEOUT = 5.0, 5.0
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 @dataclass
