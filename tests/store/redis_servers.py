@@ -20,7 +20,7 @@ from ports import BUS_OFFSET, free_port
 
 __all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone", "until"]
 
-_START_SECONDS = 20.0
+_START_SECONDS = 60.0
 _SERVICE = "mymaster"
 
 
@@ -72,7 +72,7 @@ class RedisServer:
     def admin(self) -> Iterator[redis.Redis]:
         """A plain, blocking client for the test's own questions."""
         client = redis.Redis(
-            port=self.port, password=self._password, protocol=2, socket_timeout=10, retry=None, decode_responses=False
+            port=self.port, password=self._password, protocol=2, socket_timeout=30, retry=None, decode_responses=False
         )
         try:
             yield client
@@ -199,11 +199,16 @@ def standalone(
 
 @contextlib.contextmanager
 def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Cluster]:
-    """Run a cluster inside the block: `nodes` masters with so many replicas each."""
+    """Run a cluster inside the block: `nodes` masters with so many replicas each.
+
+    A node is given up after a second of silence where a replica can take over; where none can, only after as long as
+    no busy machine keeps it silent.
+    """
+    silence_ms = 1000 if replicas else 10_000
     with _running() as servers:
         for _ in range(nodes * (1 + replicas)):
             port = free_port(with_bus=True)
-            places = ["--cluster-port", str(port + BUS_OFFSET), "--cluster-node-timeout", "1000"]
+            places = ["--cluster-port", str(port + BUS_OFFSET), "--cluster-node-timeout", str(silence_ms)]
             options = _options(port, "--cluster-enabled", "yes", *places, "--repl-diskless-sync-delay", "0")
             servers.append(RedisServer(directory / str(port), options, port))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
