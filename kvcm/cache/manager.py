@@ -360,7 +360,7 @@ class CacheManager:
 
     def indexes(self) -> Iterator[IndexInCustody]:
         """Return the index of every instance, also of those that are being removed."""
-        return (cache.custody for cache in self._caches.all())
+        return iter(self._caches.custodies())
 
     def delay_seconds(self, instance: Instance) -> float:
         """Return how long what served stays readable for those who were given it."""

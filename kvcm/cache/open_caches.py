@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.instance_cache import IndexInCustody, InstanceCache
 from kvcm.cache.limits import MOST_KEYS
 from kvcm.cache.pages import PAGE_KEYS
 from kvcm.cache.usage import Ledger
@@ -47,6 +47,7 @@ class OpenCaches:
         self._budget = budget
         self._caches: dict[int, InstanceCache] = {}
         self._current: Sequence[InstanceCache] = ()
+        self._custodies: Sequence[IndexInCustody] = ()
         self._current_generation = -1  # of the registry
 
     def of(self, instance_id: str) -> InstanceCache:
@@ -85,7 +86,13 @@ class OpenCaches:
             current += [self.of_removal(removal.instance, removal.placement) for removal in instances.removals()]
             self._caches = {cache.placement.uid: cache for cache in current}
             self._current, self._current_generation = tuple(current), generation
+            self._custodies = tuple(cache.custody for cache in current)
         return self._current
+
+    def custodies(self) -> Sequence[IndexInCustody]:
+        """Return the same as the background duties see it, which ask many times a second."""
+        self.all()
+        return self._custodies
 
     def invalidate(self, changed: Iterable[tuple[int, int]]) -> None:
         """Another manager changed blocks: (uid, key) each."""
