@@ -7,7 +7,8 @@ import errno
 from random import Random
 
 import pytest
-from pool_rig import MIB, NODE, FakeClock, SlowTable, allocation, open_pool, pool_config, report, stamp_of, taken_bytes
+from fake_clock import FakeClock
+from pool_rig import MIB, NODE, SlowTable, allocation, open_pool, pool_config, report, stamp_of, taken_bytes
 
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
 from kvcm.model.memory_pool import PAGE_BYTES, pool_bytes
