@@ -24,16 +24,6 @@ from kvcm.store.redis.uri import parse_redis_uri
 PAGES = MIB // PAGE_BYTES
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def table() -> MemoryTable:
-    return MemoryTable()
-
-
 async def told(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> MempoolStorage:
     await pool.report(report(generation, valid_ms))
     return pool

@@ -13,16 +13,6 @@ from kvcm.store.memory import MemoryTable
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def table() -> MemoryTable:
-    return MemoryTable()
-
-
-@pytest.fixture
 async def old(table: MemoryTable, clock: FakeClock) -> MempoolStorage:
     pool = open_pool(table, clock, is_shared=False)
     await pool.report(report())
