@@ -29,6 +29,7 @@ from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
 from kvcm.rooms import Rooms
 from kvcm.service.admin_api import AdminApi
+from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Call, Caller
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.capacity_series import CapacitySeries
@@ -176,7 +177,7 @@ class Manager:
         storages = StorageApi(rooms.drains, drains)
         capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
-        caller = Caller(metrics, rooms.refuse_unless_leading, rooms.labels, refresh)
+        caller = Caller([CallMetrics(metrics)], rooms.refuse_unless_leading, rooms.labels, refresh)
         data_calls = [*meta.calls(), *pins.calls(), *pools.calls()]
         admin_calls = [*admin.calls(), *capacity.calls(), *storages.calls()]
         for call in (*data_calls, *admin_calls):

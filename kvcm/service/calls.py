@@ -1,4 +1,8 @@
-"""What a call of the interface is, and how one is answered: the same on gRPC and HTTP."""
+"""What a call of the interface is, and how one is answered: the same on gRPC and HTTP.
+
+Every request passes `Caller.answer`: it is admitted or turned away (`Admission`), carried out, and whoever counts,
+logs or traces calls (`CallObserver`) is told how it began and ended.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 from google.protobuf.message import Message
 
 from kvcm.model.errors import ErrorCode, KvcmError, UnknownInstanceError
-from kvcm.telemetry.metrics import ApiMetrics
+from kvcm.service.turned_away import TurnedAwayError
 
-__all__ = ["Call", "Caller", "Plane", "Reply"]
+__all__ = ["LOCAL", "Admission", "Arrival", "Call", "CallObserver", "Caller", "Outcome", "Plane", "Reply"]
 
 _TRACER_SUFFIX = "__kvcm_need_span_tracer"
 
@@ -85,35 +89,128 @@ class Call:
         return f"/api/{self.name[0].lower()}{self.name[1:]}"
 
 
+class Arrival(NamedTuple):
+    """How a request came.
+
+    Attributes:
+        transport: "grpc", "http", or "" for a call from inside.
+        peer: address of the client without its port, "" when unknown. Nobody is authenticated: it stands for the
+            principal.
+        deadline: on `time.monotonic`'s clock, when the client gives up; None when it does not say.
+        trace_parent: W3C trace context that the client sent, "" for none.
+    """
+
+    transport: str = ""
+    peer: str = ""
+    deadline: float | None = None
+    trace_parent: str = ""
+
+
+LOCAL = Arrival()
+
+
+class Outcome(NamedTuple):
+    """How a request was answered.
+
+    Attributes:
+        code: of the answer's header.
+        text: the header's message, "" when there is none.
+        seconds: from the parsed request to the answer.
+        labels: `instance_group` and `instance_id` where the call named a registered instance, else empty.
+    """
+
+    code: ErrorCode
+    text: str
+    seconds: float
+    labels: Mapping[str, str]
+
+
+class CallObserver(Protocol):
+    """Is told of every request; on the path of each, so it does little and never waits or raises."""
+
+    def begin(self, call: Call, request: Any, arrival: Arrival) -> Any:
+        """A request was admitted; what is returned comes back with its end."""
+
+    def end(self, begun: Any, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
+        """It was answered."""
+
+    def turned_away(self, call: Call, arrival: Arrival, reason: str) -> None:
+        """A request was not admitted; `reason` is one of few words, fit for a label."""
+
+
+class Admission(Protocol):
+    """Decides whether a request is worked on now."""
+
+    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
+        """Return when the request's turn has come.
+
+        Raises:
+            TurnedAwayError: it is not served, and when to try again.
+        """
+
+    def leave(self, call: Call, request: Any) -> None:
+        """The request that entered was answered."""
+
+
+class _AllAtOnce:
+    """Admits everybody."""
+
+    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
+        pass
+
+    def leave(self, call: Call, request: Any) -> None:
+        pass
+
+
 async def _nothing_new() -> bool:
     return False
 
 
 class Caller:
-    """Runs calls: leader check, header, errors, metrics.
+    """Runs calls: admission, leader check, header, errors.
 
     Args:
-        metrics: counts every call.
+        observers: are told of every call.
         refuse: raises KvcmError while leader-only calls of a plane cannot be served.
         labels: from an instance id to the labels of its metrics; empty when it is not registered.
         refresh: brings in what other managers changed, and says whether there was anything.
+        admission: whom to serve.
     """
 
     def __init__(
         self,
-        metrics: ApiMetrics,
+        observers: Sequence[CallObserver],
         refuse: Callable[[Plane], None],
         labels: Callable[[str], Mapping[str, str]],
         refresh: Callable[[], Awaitable[bool]] = _nothing_new,
+        admission: Admission | None = None,
     ) -> None:
-        self._metrics = metrics
+        self._observers = tuple(observers)
         self._refuse = refuse
         self._labels = labels
         self._refresh = refresh
+        self._admission: Admission = admission if admission is not None else _AllAtOnce()
 
-    async def answer(self, call: Call, request: Any) -> Reply:
-        """Answer a request; any outcome is in the header (invariant 9)."""
+    async def answer(self, call: Call, request: Any, arrival: Arrival = LOCAL) -> Reply:
+        """Answer a request; any outcome is in the header (invariant 9).
+
+        Raises:
+            TurnedAwayError: the request was not admitted; the transport says so in its own way (design.md decision 9).
+        """
+        try:
+            await self._admission.enter(call, request, arrival)
+        except TurnedAwayError as error:
+            for observer in self._observers:
+                observer.turned_away(call, arrival, error.reason)
+            raise
+        try:
+            return await self._admitted(call, request, arrival)
+        finally:
+            self._admission.leave(call, request)
+
+    async def _admitted(self, call: Call, request: Any, arrival: Arrival) -> Reply:
         begin = time.perf_counter()
+        begun = [observer.begin(call, request, arrival) for observer in self._observers]
         labels = self._labels(request.instance_id) if call.per_instance else {}
         try:
             if call.leader_only:
@@ -127,11 +224,13 @@ class Caller:
             _log.exception("failed", api=call.name)
             reply, code = Reply(call.response_type()), ErrorCode.INTERNAL_ERROR
             text = "the manager failed to answer; its log has the reason"
-        duration_us = (time.perf_counter() - begin) * 1e6
+        seconds = time.perf_counter() - begin
         _fill_header(reply.message, request, code, text)
         if request.trace_id.endswith(_TRACER_SUFFIX):
-            _add_timing(reply.message.header, call, duration_us)
-        self._metrics.record(call.name, labels, code, code is ErrorCode.OK, duration_us)
+            _add_timing(reply.message.header, call, seconds * 1e6)
+        outcome = Outcome(code, text, seconds, labels)
+        for observer, token in zip(self._observers, begun, strict=True):
+            observer.end(token, call, request, arrival, outcome)
         return reply
 
     async def _run(self, call: Call, request: Any) -> Reply:

@@ -4,16 +4,18 @@ already."""
 from __future__ import annotations
 
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvcm.model.errors import StorageIOError
-from kvcm.service.calls import Call, Caller
+from kvcm.service.calls import Arrival, Call, Caller
+from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["GrpcServer"]
 
@@ -24,6 +26,8 @@ _KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
 )
+
+_TURNED_AWAY = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
 
 
 class GrpcServer:
@@ -85,6 +89,27 @@ def _method(call: Call, caller: Caller) -> Callable[[bytes, Any], Awaitable[byte
             request = parse(body)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
-        return (await caller.answer(call, request)).encoded()
+        try:
+            reply = await caller.answer(call, request, _arrival(context))
+        except TurnedAwayError as error:
+            await _turn_away(context, error)
+        return reply.encoded()
 
     return serve
+
+
+def _arrival(context: Any) -> Arrival:
+    remaining = context.time_remaining()
+    return Arrival("grpc", _host(context.peer()), None if remaining is None else time.monotonic() + remaining)
+
+
+def _host(peer: str) -> str:
+    """Return the address in `ipv4:1.2.3.4:567` or `ipv6:[::1]:567`, percent-encoded brackets or not."""
+    return peer.partition(":")[2].rpartition(":")[0]
+
+
+async def _turn_away(context: Any, error: TurnedAwayError) -> NoReturn:
+    code = _TURNED_AWAY[error.http_status]
+    pushback = str(round(error.retry_after_seconds * 1000))  # gRFC A6: clients wait so long before they retry
+    await context.abort(code, str(error), (("grpc-retry-pushback-ms", pushback),))
+    raise AssertionError  # abort raises

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from kvcm.service.calls import Call, Caller
+from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.json_codec import MalformedBody, parse_request, print_response
+from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["HttpApp"]
 
@@ -77,9 +78,12 @@ class HttpApp:
         if stream is not None:
             await _stream(stream(), receive, send)
         elif call is not None:
-            await self._answer(call, headers, receive, send)
+            peer = scope["client"]
+            await self._answer(call, headers, Arrival("http", peer[0] if peer else ""), receive, send)
 
-    async def _answer(self, call: Call, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
+    ) -> None:
         try:
             body = await self._read(headers, receive)
         except _BodyTooLargeError:
@@ -90,7 +94,11 @@ class HttpApp:
         except MalformedBody as error:
             await _respond(send, 400, b"{}", _reason(str(error)))
             return
-        reply = await self._caller.answer(call, request)
+        try:
+            reply = await self._caller.answer(call, request, arrival)
+        except TurnedAwayError as error:
+            await _respond(send, error.http_status, b"{}", _turned_away(error))
+            return
         await _respond(send, 200, print_response(reply.complete()), _JSON)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
@@ -112,6 +120,10 @@ def _reason(text: str) -> Headers:
     # Header values are latin-1 without control characters; what the client sent may be quoted in the text.
     printable = "".join(character if character.isprintable() else "?" for character in text)[:500]
     return [(b"x-kvcm-error", printable.encode("latin-1", "replace"))]
+
+
+def _turned_away(error: TurnedAwayError) -> Headers:
+    return [*_reason(str(error)), (b"retry-after", str(max(1, round(error.retry_after_seconds))).encode())]
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:

@@ -19,6 +19,7 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Caller
 from kvcm.service.http_app import HttpApp
 from kvcm.service.http_server import HttpServer
@@ -53,7 +54,7 @@ class Node:
         self.executor = DeletionExecutor(self.storages, self.clock, events=self.log)
         self.executor.serve(self.cache)
         self.calls = MetaApi(self.cache, self.registry, leadership, RequestLimits(), self.log).calls()
-        self.caller = Caller(ApiMetrics(), lambda _plane: None, lambda _instance: {})
+        self.caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _instance: {})
 
     async def begin(self) -> None:
         await self.registry.storages.add(StorageConfig("s", DummyStorageSpec()))
