@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any, Protocol
 
 from kvcm.service.calls import Arrival, Call, Caller
+from kvcm.service.http_pages import PageRequest, PageRoute
 from kvcm.service.json_codec import MalformedBody, parse_request, print_response
 from kvcm.service.turned_away import TurnedAwayError
 
@@ -47,6 +48,7 @@ class HttpApp:
         caller: runs them.
         max_body_bytes: largest body.
         streams: what GET of a path begins to listen to.
+        pages: what GET of a path answers.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class HttpApp:
         caller: Caller,
         max_body_bytes: int,
         streams: Mapping[str, Callable[[], LineStream]] | None = None,
+        pages: Mapping[str, PageRoute] | None = None,
     ) -> None:
         self._streams = streams if streams is not None else {}
+        self._pages = pages if pages is not None else {}
         self._calls = {call.path: call for call in calls}
         self._caller = caller
         self._max_body_bytes = max_body_bytes
@@ -64,19 +68,24 @@ class HttpApp:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
-        stream = self._streams.get(scope["path"]) if scope["method"] == "GET" else None
-        if call is None and stream is None:
+        method, path = scope["method"], scope["path"]
+        call = self._calls.get(path) if method == "POST" else None
+        stream = self._streams.get(path) if method == "GET" else None
+        page = self._pages.get(path) if method == "GET" else None
+        if call is None and stream is None and page is None:
             await _respond(send, 404, b"404 Not Found", [])
             return
         headers = dict(scope["headers"])
-        if b"origin" in headers or (stream is not None and b"accept-language" in headers):
+        if b"origin" in headers or (call is None and b"accept-language" in headers):
             # Only browsers send these, the first with everything but a GET of what they take for the page's own site.
             # Nobody is authenticated: a page that somebody on this host looks at must neither act nor listen here.
             await _respond(send, 403, b"{}", _reason("requests from web pages are not served"))
             return
         if stream is not None:
             await _stream(stream(), receive, send)
+        elif page is not None:
+            answer = await page(PageRequest(scope["query_string"], headers))
+            await _respond(send, answer.status, answer.body, list(answer.headers))
         elif call is not None:
             peer = scope["client"]
             await self._answer(call, headers, Arrival("http", peer[0] if peer else ""), receive, send)
