@@ -6,6 +6,7 @@ logs or traces calls (`CallObserver`) is told how it began and ended.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -113,7 +114,7 @@ class Outcome(NamedTuple):
     """How a request was answered.
 
     Attributes:
-        code: of the answer's header.
+        code: of the answer's header; UNSPECIFIED where there is none, since the client went away.
         text: the header's message, "" when there is none.
         seconds: from the parsed request to the answer.
         labels: `instance_group` and `instance_id` where the call named a registered instance, else empty.
@@ -132,7 +133,7 @@ class CallObserver(Protocol):
         """A request was admitted; what is returned comes back with its end."""
 
     def end(self, begun: Any, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
-        """It was answered."""
+        """It was answered, or its client went away."""
 
     def turned_away(self, call: Call, arrival: Arrival, reason: str) -> None:
         """A request was not admitted; `reason` is one of few words, fit for a label."""
@@ -200,13 +201,17 @@ class Caller:
         try:
             await self._admission.enter(call, request, arrival)
         except TurnedAwayError as error:
-            for observer in self._observers:
-                observer.turned_away(call, arrival, error.reason)
+            self.tell_turned_away(call, arrival, error)
             raise
         try:
             return await self._admitted(call, request, arrival)
         finally:
             self._admission.leave(call, request)
+
+    def tell_turned_away(self, call: Call, arrival: Arrival, error: TurnedAwayError) -> None:
+        """Tell the observers of a request that is not served, where a transport finds that out itself."""
+        for observer in self._observers:
+            observer.turned_away(call, arrival, error.reason)
 
     async def _admitted(self, call: Call, request: Any, arrival: Arrival) -> Reply:
         begin = time.perf_counter()
@@ -224,14 +229,21 @@ class Caller:
             _log.exception("failed", api=call.name)
             reply, code = Reply(call.response_type()), ErrorCode.INTERNAL_ERROR
             text = "the manager failed to answer; its log has the reason"
+        except asyncio.CancelledError:
+            outcome = Outcome(ErrorCode.UNSPECIFIED, "the client went away", time.perf_counter() - begin, labels)
+            self._tell_end(begun, call, request, arrival, outcome)
+            raise
         seconds = time.perf_counter() - begin
         _fill_header(reply.message, request, code, text)
         if request.trace_id.endswith(_TRACER_SUFFIX):
             _add_timing(reply.message.header, call, seconds * 1e6)
         outcome = Outcome(code, text, seconds, labels)
+        self._tell_end(begun, call, request, arrival, outcome)
+        return reply
+
+    def _tell_end(self, begun: list[Any], call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
         for observer, token in zip(self._observers, begun, strict=True):
             observer.end(token, call, request, arrival, outcome)
-        return reply
 
     async def _run(self, call: Call, request: Any) -> Reply:
         """Run the handler; again when another manager registered the instance a moment ago."""
