@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.http_pages import PageRequest, PageRoute
-from kvcm.service.json_codec import MalformedBody, parse_request, print_response
+from kvcm.service.json_codec import MalformedBody, parse_request
+from kvcm.service.json_locations import LocationTexts, print_reply
 from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["HttpApp"]
@@ -64,6 +65,7 @@ class HttpApp:
         self._calls = {call.path: call for call in calls}
         self._caller = caller
         self._max_body_bytes = max_body_bytes
+        self._texts = LocationTexts()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +110,7 @@ class HttpApp:
         except TurnedAwayError as error:
             await _respond(send, error.http_status, b"{}", _turned_away(error))
             return
-        await _respond(send, 200, print_response(reply.complete()), _JSON)
+        await _respond(send, 200, await print_reply(reply, self._texts), _JSON)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
