@@ -76,6 +76,10 @@ class Prober:
         self._rules = rules or HealthRules()
         self._watches: dict[str, _Watch] = {}
 
+    def set_times(self, interval_seconds: float, timeout_seconds: float) -> None:
+        """Probe at another pace; what is under way or due keeps its time."""
+        self._interval_seconds, self._timeout_seconds = interval_seconds, timeout_seconds
+
     async def run(self) -> None:
         """Probe for good."""
         try:
