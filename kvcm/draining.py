@@ -3,7 +3,7 @@
 1. It is not ready: `/readyz` and gRPC health say so. Requests are served on.
 2. It gives up the lease, so that another manager takes over the background duties.
 3. It waits, for those who send requests to notice. Answers close their HTTP connections.
-4. It accepts no connections. Requests on open ones are turned away.
+4. Requests are turned away; then it accepts no connections.
 5. What is in flight is finished, within a time.
 
 Whoever calls then stops the duties, closes the listeners, writes down what is left and closes the store.
@@ -40,6 +40,9 @@ async def drain(
     await leadership.withdraw()
     await asyncio.sleep(delay_seconds)
     await gate.enter_phase(Phase.CLOSED)
+    # gRPC cancels what comes in the moment in which it stops to accept, and clients do not retry that as they do what
+    # is turned away: so they are told first.
+    await gate.calmed()
     listeners.stop_accepting(timeout_seconds)
     if not await gate.emptied(timeout_seconds):
         _log.warning("requests_cut_off", in_flight=gate.in_flight, after_seconds=timeout_seconds)

@@ -15,6 +15,8 @@ from kvcm.service.turned_away import TurnedAwayError
 __all__ = ["Gate", "Phase"]
 
 _RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
+_MOST_LOOKS = 10
 
 
 class Phase(Enum):
@@ -40,6 +42,7 @@ class Gate:
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._turned_away = 0
         self._followers: list[Callable[[], Awaitable[None]]] = []
 
     @property
@@ -58,9 +61,12 @@ class Gate:
             await told()
 
     def refusal(self) -> TurnedAwayError | None:
-        """Return why nobody is let in now, None while everybody is."""
+        """Return why a request that has come is not let in, None while everybody is."""
         text = _TURNED_AWAY.get(self.phase)
-        return None if text is None else TurnedAwayError(text, self.phase.value, _RETRY_SECONDS)
+        if text is None:
+            return None
+        self._turned_away += 1
+        return TurnedAwayError(text, self.phase.value, _RETRY_SECONDS)
 
     def enter(self) -> None:
         """Count a request that is let in."""
@@ -72,6 +78,14 @@ class Gate:
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
+
+    async def calmed(self) -> None:
+        """Wait until nobody has been turned away for a moment, but not for long."""
+        for _ in range(_MOST_LOOKS):
+            before = self._turned_away
+            await asyncio.sleep(_LOOK_SECONDS)
+            if self._turned_away == before:
+                return
 
     async def emptied(self, seconds: float) -> bool:
         """Wait until nothing is in flight, for so long at most, and return whether that is so."""
