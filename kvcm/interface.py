@@ -26,6 +26,8 @@ from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.pin_api import PinApi
 from kvcm.service.pool_api import PoolApi
+from kvcm.service.prometheus_page import MetricsPage
+from kvcm.service.prometheus_state import ManagerState
 from kvcm.service.request_context import RequestContext
 from kvcm.service.storage_api import StorageApi
 from kvcm.telemetry.logs import LEVELS, set_format, set_level
@@ -62,7 +64,8 @@ class Interface:
         view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
-        observers: list[CallObserver] = [CallMetrics(metrics), access_log, RequestContext()]
+        counted = CallMetrics(metrics)
+        observers: list[CallObserver] = [counted, access_log, RequestContext()]
         caller = Caller(observers, rooms.refuse_unless_leading, rooms.labels, refresh)
         data, admin = _data_calls(rooms, limits), _admin_calls(rooms, limits, metrics, view)
         admin += ConfigApi(reloader.reload).calls()
@@ -79,8 +82,10 @@ class Interface:
         access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
         reloader.follow(apply)
         for call in (*data, *admin):
-            metrics.declare(call.name)
-        return cls(data, admin, caller, {"/api/events": rooms.events.subscribe}, debug=debug)
+            counted.declare(call)
+        rooms.cache.observe(rooms.counts.cache)
+        pages = {"/metrics": MetricsPage(counted, rooms.counts, _state(rooms, view))}
+        return cls(data, admin, caller, {"/api/events": rooms.events.subscribe}, pages, debug)
 
 
 def _data_calls(rooms: Rooms, limits: RequestLimits) -> list[Call]:
@@ -100,6 +105,13 @@ def _admin_calls(rooms: Rooms, limits: RequestLimits, metrics: ApiMetrics, view:
     storages = StorageApi(rooms.drains, drains)
     capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
     return [*admin.calls(), *capacity.calls(), *storages.calls()]
+
+
+def _state(rooms: Rooms, view: CapacityView) -> ManagerState:
+    return ManagerState(
+        *(rooms.cache, rooms.registry, view, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber),
+        *(rooms.storages, rooms.prober, rooms.leadership),
+    )
 
 
 def _apply_to_logs(settings: Settings, changed: Container[str]) -> None:

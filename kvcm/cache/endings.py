@@ -66,6 +66,8 @@ class SessionEndings:
             was asked about.
         clock: time source.
         events: told of what expired.
+
+    Attributes:
         observer: counts how sessions end.
     """
 
@@ -75,13 +77,12 @@ class SessionEndings:
         find: Callable[[int], Awaitable[InstanceCache | None]],
         clock: Clock,
         events: EventLog | None = None,
-        observer: CacheObserver = UNOBSERVED,
     ) -> None:
         self._table = table
         self._find_cache = find
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
-        self._observer = observer
+        self.observer: CacheObserver = UNOBSERVED
         self._opened: DeadlineTable[_Opened] = DeadlineTable()
 
     @property
@@ -261,7 +262,7 @@ class SessionEndings:
         is_ours = await self._table.replace(decided.id, document, decided.encoded(), now + _CARRY_OUT_SECONDS)
         if is_ours:
             at = opened.at if opened is not None else None
-            self._observer.write_ended(end, now - at if at is not None else None)
+            self.observer.write_ended(end, now - at if at is not None else None)
         return is_ours
 
     async def _end_due(self, session_id: str) -> bool:

@@ -35,19 +35,20 @@ class CallMetrics:
 
     Args:
         metrics: the table that GetMetrics lists.
-        calls: all that there are, so that their series exist from the start.
-        reasons: why requests may be turned away, for the same end.
+        reasons: why requests may be turned away, so that their series exist from the start.
     """
 
-    def __init__(self, metrics: ApiMetrics, calls: Iterable[Call] = (), reasons: Iterable[str] = _REASONS) -> None:
+    def __init__(self, metrics: ApiMetrics, reasons: Iterable[str] = _REASONS) -> None:
         self._metrics = metrics
         self._methods: dict[str, _Method] = {}
         self._inflight = 0
         self._reasons = BoundedNames(_MOST_REASONS)
         self._rejected = {self._reasons.of(reason): 0 for reason in reasons}
-        for call in calls:
-            metrics.declare(call.name)
-            self._method(call)
+
+    def declare(self, call: Call) -> None:
+        """Make the series of a call exist before it is first asked."""
+        self._metrics.declare(call.name)
+        self._method(call)
 
     def _method(self, call: Call) -> _Method:
         """Return what is counted of a call; one name may stand for calls of several services, as in GetMetrics."""
