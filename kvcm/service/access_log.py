@@ -14,6 +14,8 @@ from kvcm.telemetry.logs import is_logged
 
 __all__ = ["AccessLog"]
 
+_MOST_NAME = 256  # those that are longer are of no instance
+
 _log = structlog.get_logger("kvcm.access")
 
 
@@ -63,7 +65,7 @@ def _fields(call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> dic
         "method": call.name,
         "code": outcome.code.name,
         "keys": len(request.block_keys) if "block_keys" in names else 0,
-        "instance": request.instance_id if "instance_id" in names else "",
+        "instance": request.instance_id[:_MOST_NAME] if "instance_id" in names else "",
         "duration_ms": round(outcome.seconds * 1000, 3),
         "transport": arrival.transport,
         "peer": arrival.peer,

@@ -97,7 +97,8 @@ class Probes:
         if self._gate.phase is not Phase.STARTING:
             return [_Check("started", "")]
         loaded, estimated = self._rows
-        return [_Check("started", f"loading metadata, {loaded} of about {max(loaded, estimated)} rows are there")]
+        progress = f", {loaded} of about {max(loaded, estimated)} rows are there" if loaded else ""
+        return [_Check("started", f"loading metadata{progress}")]
 
     def _readiness(self) -> list[_Check]:
         is_starting = self._gate.phase is Phase.STARTING

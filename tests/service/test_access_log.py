@@ -106,6 +106,13 @@ def test_of_what_is_dropped_nothing_is_looked_at() -> None:
     assert _end(log, 1.0, _Request()) == []
 
 
+def test_a_name_that_no_instance_can_have_is_cut() -> None:
+    log = AccessLog(lambda: 0.0)
+    log.set(sample=1.0, slow_seconds=0.0)
+    (line,) = _end(log, 1.0, meta.GetCacheLocationRequest(instance_id="i" * 1000))
+    assert line["instance"] == "i" * 256
+
+
 def test_turned_away_requests_are_drawn_like_others() -> None:
     log = AccessLog(lambda: 0.5)
     arrival = Arrival("http", "10.0.0.1")
