@@ -80,8 +80,12 @@ class Prober:
         self._durations: defaultdict[str, Histogram] = defaultdict(Histogram)
 
     def set_times(self, interval_seconds: float, timeout_seconds: float) -> None:
-        """Probe at another pace; what is under way or due keeps its time."""
+        """Probe at another pace from now on; a probe that is under way keeps its time."""
         self._interval_seconds, self._timeout_seconds = interval_seconds, timeout_seconds
+        latest = self._clock.now() + interval_seconds
+        for watch in self._watches.values():
+            if watch.probe is None:
+                watch.next_at = min(watch.next_at, latest)
 
     def durations(self, storage: str) -> Distribution:
         """Return how long the probes of a storage took, so far those that are late, in seconds."""
