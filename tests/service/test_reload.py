@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from probe_clients import ask
 from test_transport_drivers import Api, eventually
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
@@ -118,19 +120,48 @@ def test_the_level_and_the_form_of_logs_are_hot_and_update_logger_stays(tmp_path
         assert not process.log_text().splitlines()[-1].startswith("{")
 
 
-def test_times_of_the_drain_and_of_probes_are_hot(tmp_path: Path) -> None:
+def test_the_access_log_is_hot(tmp_path: Path) -> None:
+    file = tmp_path / "kvcm.conf"
+    file.write_text("")
+    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
+        reloadable = Reloadable(process, api, file)
+        file.write_text("kvcm.logger.access_log_sample=1\n")
+        reloadable.reload()
+        api.ok("GetClusterInfo", trace_id="logged")
+        eventually(lambda: process.events("request"))
+        file.write_text("kvcm.logger.access_log_sample=0\nkvcm.logger.slow_request_ms=0\n")
+        reloadable.reload()
+        api.ok("GetClusterInfo", trace_id="dropped")
+        assert "dropped" not in process.log_text()
+
+
+def _probes(process: ManagerProcess) -> int:
+    text = ask(process.address.admin_http, "/metrics").body.decode()
+    found = re.search(r'^kvcm_backend_probe_seconds_count\{[^}]*"nfs_01"[^}]*\} ([0-9.]+)$', text, re.MULTILINE)
+    assert found, text
+    return round(float(found[1]))
+
+
+def test_the_pace_of_probes_is_hot_except_from_and_to_none(tmp_path: Path) -> None:
+    file = tmp_path / "kvcm.conf"
+    file.write_text("kvcm.storage.probe_interval_ms=3600000\n")
+    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
+        reloadable = Reloadable(process, api, file)
+        eventually(lambda: _probes(process) == 1)
+        file.write_text("kvcm.storage.probe_interval_ms=100\n")
+        assert reloadable.reload() == [("kvcm.storage.probe_interval_ms", "3600000", "100", False)]
+        eventually(lambda: _probes(process) >= 3)
+        file.write_text("kvcm.storage.probe_interval_ms=0\n")
+        assert reloadable.reload() == [("kvcm.storage.probe_interval_ms", "100", "0", True)]
+        probes = _probes(process)
+        eventually(lambda: _probes(process) > probes)
+
+
+def test_times_of_the_drain_are_hot(tmp_path: Path) -> None:
     file = tmp_path / "kvcm.conf"
     file.write_text("kvcm.service.drain_delay_ms=3600000\n")
     with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        file.write_text("kvcm.service.drain_delay_ms=1\nkvcm.storage.probe_interval_ms=100\n")
-        changes = Reloadable(process, api, file).reload()
-        assert [(key, needs_restart) for key, _, _, needs_restart in changes] == [
-            ("kvcm.service.drain_delay_ms", False),
-            ("kvcm.storage.probe_interval_ms", False),
-        ]
-        file.write_text("kvcm.service.drain_delay_ms=1\nkvcm.storage.probe_interval_ms=0\n")
-        changes = Reloadable(process, api, file).reload()
-        assert [change[3] for change in changes] == [True], "whether storages are probed is decided at start"
-        assert Site(api).storage()
+        file.write_text("kvcm.service.drain_delay_ms=1\n")
+        assert Reloadable(process, api, file).reload() == [("kvcm.service.drain_delay_ms", "3600000", "1", False)]
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
