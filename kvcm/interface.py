@@ -20,6 +20,7 @@ from kvcm.service.config_api import ConfigApi
 from kvcm.service.debug_api import DebugApi
 from kvcm.service.drain_view import DrainView
 from kvcm.service.faults import Faults
+from kvcm.service.gate import Phase
 from kvcm.service.http_app import LineStream
 from kvcm.service.http_pages import PageRoute
 from kvcm.service.limits import RequestLimits
@@ -64,7 +65,7 @@ class Interface:
         view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
-        counted = CallMetrics(metrics)
+        counted = CallMetrics(metrics, [Phase.CLOSED.value])
         observers: list[CallObserver] = [counted, access_log, RequestContext()]
         caller = Caller(observers, rooms.refuse_unless_leading, rooms.labels, refresh)
         data, admin = _data_calls(rooms, limits), _admin_calls(rooms, limits, metrics, view)

@@ -15,7 +15,6 @@ __all__ = ["CallMetrics"]
 
 _CANCELLED: Final = "CANCELLED"
 _MOST_REASONS: Final = 32
-_REASONS: Final = ("draining", "overload", "rate")
 
 
 class _Method:
@@ -38,7 +37,7 @@ class CallMetrics:
         reasons: why requests may be turned away, so that their series exist from the start.
     """
 
-    def __init__(self, metrics: ApiMetrics, reasons: Iterable[str] = _REASONS) -> None:
+    def __init__(self, metrics: ApiMetrics, reasons: Iterable[str] = ()) -> None:
         self._metrics = metrics
         self._methods: dict[str, _Method] = {}
         self._inflight = 0

@@ -18,7 +18,7 @@ from kvcm.telemetry.metrics_values import Reading
 
 __all__ = ["MetricsPage"]
 
-_SLICE_READINGS: Final = 100
+_SLICE_READINGS: Final = 32
 
 Source = Callable[[], Iterable[Reading]]
 

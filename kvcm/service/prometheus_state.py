@@ -147,18 +147,17 @@ class StateMetrics:
         return {_TOTAL: sum(used.values()), **sizes}
 
     def _of_evictions(self) -> Iterator[tuple[Metric, float, tuple[str, ...]]]:
-        stats = self._state.reclaimer.stats
-        known = {
-            (group.name, group.policy_of("").name, reason.value): 0
-            for group in self._state.registry.groups.all()
-            for reason in Reason
-        }
-        for metric, counts in (
-            (catalog.EVICTED_KEYS, stats.evicted_keys),
-            (catalog.EVICTED_BYTES, stats.evicted_bytes),
-        ):
-            for labels, count in {**known, **counts}.items():
-                yield metric, count, labels
+        stats, policies = self._state.reclaimer.stats, {}
+        for group in self._state.registry.groups.all():
+            policy = policies[group.name] = group.policy_of("").name
+            for reason in Reason:
+                labels = (group.name, policy, reason.value)
+                yield catalog.EVICTED_KEYS, stats.evicted_keys[labels], labels
+                yield catalog.EVICTED_BYTES, stats.evicted_bytes[labels], labels
+        for labels in list(stats.evicted_keys):
+            if policies.get(labels[0]) != labels[1]:  # of another policy, or a group that is gone
+                yield catalog.EVICTED_KEYS, stats.evicted_keys[labels], labels
+                yield catalog.EVICTED_BYTES, stats.evicted_bytes[labels], labels
 
     def _of_mismatches(self) -> Iterator[tuple[Metric, float, tuple[str, ...]]]:
         groups = self._state.registry.groups.all()
