@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
@@ -51,7 +52,7 @@ class MetricsPage:
             body, content_type = await written(await self._families(), accept)
         return Page(200, body, ((b"content-type", content_type.encode("latin-1")),))
 
-    async def _families(self) -> list[Family]:
+    async def _families(self) -> Iterator[Family]:
         table = FamilyTable()
         for source in self._sources:
             for number, reading in enumerate(source()):
@@ -59,4 +60,4 @@ class MetricsPage:
                 if number % _SLICE_READINGS == 0:
                     await asyncio.sleep(0)
         # Of the system, which is asked through files.
-        return [*table.all(), *await asyncio.to_thread(lambda: list(self._process.collect()))]
+        return chain(table.taken(), await asyncio.to_thread(lambda: list(self._process.collect())))
