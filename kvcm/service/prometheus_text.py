@@ -41,7 +41,7 @@ class FamilyTable:
             family.add_metric(reading.labels, value)
 
     def taken(self) -> Iterator[Family]:
-        """Yield the families, in the order of the catalogue, and let go of each: freeing them all at once takes long."""
+        """Yield the families in the order of the catalogue, and let go of each: freeing all at once takes long."""
         for metric in list(self._families):
             yield self._families.pop(metric)
 
