@@ -32,6 +32,7 @@ from kvcm.app import Manager
 from kvcm.config import Settings
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Call, Caller
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
@@ -70,7 +71,7 @@ async def data_calls(directory: str) -> AsyncIterator[tuple[dict[str, Call], Cal
     """Yield the manager's data plane without its listeners."""
     async with Manager(Settings(data_dir=directory)).opened() as rooms:
         api = MetaApi(rooms.cache, rooms.registry, rooms.leadership, RequestLimits())
-        caller = Caller(ApiMetrics(), lambda _plane: None, lambda _id: {})
+        caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
         yield {call.name: call for call in api.calls()}, caller
 
 

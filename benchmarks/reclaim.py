@@ -50,6 +50,7 @@ from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.rooms import Rooms
+from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Call, Caller
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
@@ -360,7 +361,7 @@ class Blocks:
         self._rooms = opened
         api = MetaApi(opened.cache, opened.registry, opened.leadership, RequestLimits())
         self._calls: dict[str, Call] = {call.name: call for call in api.calls()}
-        self._caller = Caller(ApiMetrics(), lambda _plane: None, lambda _id: {})
+        self._caller = Caller([CallMetrics(ApiMetrics())], lambda _plane: None, lambda _id: {})
 
     async def answer(self, name: str, request: Any) -> Any:
         """Return the answer of a call."""

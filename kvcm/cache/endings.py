@@ -25,6 +25,7 @@ import structlog
 from kvcm.cache.checksums import checked, checksums_of
 from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.observer import UNOBSERVED, CacheObserver, WriteEnd
 from kvcm.cache.pages import pages
 from kvcm.cache.write_values import NO_HINT, FinishedWrite, Retention, Told, WriteSession
 from kvcm.index.change_events import ChangeEvents
@@ -49,10 +50,11 @@ _log = structlog.get_logger("kvcm.cache")
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A session that this manager opened."""
+    """A session that this manager opened or renewed; times in unix seconds, `at` of the opening if that was here."""
 
     id: str
     deadline: float
+    at: float | None
 
 
 class SessionEndings:
@@ -64,6 +66,9 @@ class SessionEndings:
             was asked about.
         clock: time source.
         events: told of what expired.
+
+    Attributes:
+        observer: counts how sessions end.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class SessionEndings:
         self._find_cache = find
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
+        self.observer: CacheObserver = UNOBSERVED
         self._opened: DeadlineTable[_Opened] = DeadlineTable()
 
     @property
@@ -89,7 +95,7 @@ class SessionEndings:
         """Store a new session."""
         if not await self._table.replace(session.id, None, session.encoded(), session.deadline):
             raise NotReadyError("the id of the new write session is taken: start the write again")
-        self._opened.put(_Opened(session.id, session.deadline))
+        self._opened.put(_Opened(session.id, session.deadline, self._clock.now()))
 
     async def change(self, old: WriteSession, new: WriteSession) -> None:
         """Replace an open session.
@@ -113,7 +119,7 @@ class SessionEndings:
         if document is not None:
             stored = WriteSession.decoded(session.id, document)
             failed = replace(stored, decision=(False,) * len(stored.keys))
-            if not await self._decide(document, failed):
+            if not await self._decide(document, failed, WriteEnd.ABORTED):
                 return
         await self._settle(cache, replace(session, decision=(False,) * len(session.keys)))
         if document is not None:
@@ -156,7 +162,7 @@ class SessionEndings:
                 keep_until=retention.keep_until(self._clock.now()),
                 checksums=await checksums_of(told, decision, cache.instance.spec_names),
             )
-            if await self._decide(document, decided):
+            if await self._decide(document, decided, WriteEnd.of(decision)):
                 return await self._carry_out(cache, decided)
         raise NotReadyError("the write session keeps changing: finish it again")
 
@@ -172,7 +178,8 @@ class SessionEndings:
             session_id, document, renewed.encoded(), renewed.deadline
         ):
             raise InvalidArgumentError("write_session_id is being finished: it cannot be renewed any more")
-        self._opened.put(_Opened(session_id, renewed.deadline))
+        opened = self._opened.get(session_id)
+        self._opened.put(_Opened(session_id, renewed.deadline, opened.at if opened is not None else None))
         await self._move_deadlines(cache, renewed, renewed.keys)
         return renewed
 
@@ -250,9 +257,13 @@ class SessionEndings:
             raise InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")
         return session, document
 
-    async def _decide(self, document: bytes, decided: WriteSession) -> bool:
-        due = self._clock.now() + _CARRY_OUT_SECONDS
-        return await self._table.replace(decided.id, document, decided.encoded(), due)
+    async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bool:
+        now, opened = self._clock.now(), self._opened.get(decided.id)
+        is_ours = await self._table.replace(decided.id, document, decided.encoded(), now + _CARRY_OUT_SECONDS)
+        if is_ours:
+            at = opened.at if opened is not None else None
+            self.observer.write_ended(end, now - at if at is not None else None)
+        return is_ours
 
     async def _end_due(self, session_id: str) -> bool:
         document = await self._table.get(session_id)
@@ -264,7 +275,8 @@ class SessionEndings:
             if session.deadline > self._clock.now():
                 return False  # renewed
             session = replace(session, decision=(False,) * len(session.keys))
-            if not await self._decide(document, session):
+            # Who has nothing to write need not finish.
+            if not await self._decide(document, session, WriteEnd.EXPIRED if session.keys else WriteEnd.COMMITTED):
                 return False  # another manager was faster
         cache = await self._find_cache(session.uid)
         if cache is None:  # its instance is gone, and all its blocks with it

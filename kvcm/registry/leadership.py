@@ -54,6 +54,7 @@ class Leadership:
         self.campaign_delay_ms = 0
         self.last_tick = 0.0
         self.token = 0
+        self.terms = 0  # that this manager began
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._term_seconds = lease_seconds - min(margin_seconds, lease_seconds / 2)
@@ -77,6 +78,11 @@ class Leadership:
     def expires(self) -> float | None:
         """Unix seconds when this manager's term ends unless renewed, None when it does not lead."""
         return self._expires if self.is_leader else None
+
+    @property
+    def remaining_seconds(self) -> float:
+        """How long this manager's term lasts unless renewed, 0 when it does not lead."""
+        return max(0.0, self._expires - self._clock.now())
 
     @property
     def leader_node_id(self) -> str:
@@ -136,6 +142,7 @@ class Leadership:
         self._expires = begin + self._term_seconds if holds else 0.0
         self.token = state.token if holds else 0
         self._seen, self._seen_until = state, begin + self._lease_seconds
+        self.terms += self.is_leader and not was_leader
         if was_leader is not self.is_leader:
             _log.info("leads" if self.is_leader else "leads_no_more", leader=state.holder, token=state.token)
 

@@ -1,21 +1,26 @@
-"""What a call of the interface is, and how one is answered: the same on gRPC and HTTP."""
+"""What a call of the interface is, and how one is answered: the same on gRPC and HTTP.
+
+Every request passes `Caller.answer`: it is admitted or turned away (`Admission`), carried out, and whoever counts,
+logs or traces calls (`CallObserver`) is told how it began and ended.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 from google.protobuf.message import Message
 
 from kvcm.model.errors import ErrorCode, KvcmError, UnknownInstanceError
-from kvcm.telemetry.metrics import ApiMetrics
+from kvcm.service.turned_away import TurnedAwayError
 
-__all__ = ["Call", "Caller", "Plane", "Reply"]
+__all__ = ["LOCAL", "Admission", "Arrival", "Call", "CallObserver", "Caller", "Outcome", "Plane", "Reply"]
 
 _TRACER_SUFFIX = "__kvcm_need_span_tracer"
 
@@ -68,6 +73,7 @@ class Call:
         handler: answers it, or raises KvcmError.
         leader_only: whether a manager that must lead to serve refuses it while it does not.
         per_instance: whether its metrics carry the instance.
+        is_traced: whether its request has a `trace_id`, and the answer a request id made of it.
     """
 
     service: str
@@ -78,6 +84,7 @@ class Call:
     handler: Handler
     leader_only: bool = True
     per_instance: bool = False
+    is_traced: bool = True
 
     @property
     def path(self) -> str:
@@ -85,35 +92,132 @@ class Call:
         return f"/api/{self.name[0].lower()}{self.name[1:]}"
 
 
+class Arrival(NamedTuple):
+    """How a request came.
+
+    Attributes:
+        transport: "grpc", "http", or "" for a call from inside.
+        peer: address of the client without its port, "" when unknown. Nobody is authenticated: it stands for the
+            principal.
+        deadline: on `time.monotonic`'s clock, when the client gives up; None when it does not say.
+        trace_parent: W3C trace context that the client sent, "" for none.
+    """
+
+    transport: str = ""
+    peer: str = ""
+    deadline: float | None = None
+    trace_parent: str = ""
+
+
+LOCAL = Arrival()
+
+
+class Outcome(NamedTuple):
+    """How a request was answered.
+
+    Attributes:
+        code: of the answer's header; UNSPECIFIED where there is none, since the client went away.
+        text: the header's message, "" when there is none.
+        seconds: from the parsed request to the answer.
+        labels: `instance_group` and `instance_id` where the call named a registered instance, else empty.
+    """
+
+    code: ErrorCode
+    text: str
+    seconds: float
+    labels: Mapping[str, str]
+
+
+class CallObserver(Protocol):
+    """Is told of every request; on the path of each, so it does little and never waits or raises."""
+
+    def begin(self, call: Call, request: Any, arrival: Arrival) -> Any:
+        """A request was admitted; what is returned comes back with its end."""
+
+    def end(self, begun: Any, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
+        """It was answered, or its client went away."""
+
+    def turned_away(self, call: Call, arrival: Arrival, reason: str) -> None:
+        """A request was not admitted; `reason` is one of few words, fit for a label."""
+
+
+class Admission(Protocol):
+    """Decides whether a request is worked on now."""
+
+    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
+        """Return when the request's turn has come.
+
+        Raises:
+            TurnedAwayError: it is not served, and when to try again.
+        """
+
+    def leave(self, call: Call, request: Any) -> None:
+        """The request that entered was answered."""
+
+
+class _AllAtOnce:
+    """Admits everybody."""
+
+    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
+        pass
+
+    def leave(self, call: Call, request: Any) -> None:
+        pass
+
+
 async def _nothing_new() -> bool:
     return False
 
 
 class Caller:
-    """Runs calls: leader check, header, errors, metrics.
+    """Runs calls: admission, leader check, header, errors.
 
     Args:
-        metrics: counts every call.
+        observers: are told of every call.
         refuse: raises KvcmError while leader-only calls of a plane cannot be served.
         labels: from an instance id to the labels of its metrics; empty when it is not registered.
         refresh: brings in what other managers changed, and says whether there was anything.
+        admission: whom to serve.
     """
 
     def __init__(
         self,
-        metrics: ApiMetrics,
+        observers: Sequence[CallObserver],
         refuse: Callable[[Plane], None],
         labels: Callable[[str], Mapping[str, str]],
         refresh: Callable[[], Awaitable[bool]] = _nothing_new,
+        admission: Admission | None = None,
     ) -> None:
-        self._metrics = metrics
+        self._observers = tuple(observers)
         self._refuse = refuse
         self._labels = labels
         self._refresh = refresh
+        self._admission: Admission = admission if admission is not None else _AllAtOnce()
 
-    async def answer(self, call: Call, request: Any) -> Reply:
-        """Answer a request; any outcome is in the header (invariant 9)."""
+    async def answer(self, call: Call, request: Any, arrival: Arrival = LOCAL) -> Reply:
+        """Answer a request; any outcome is in the header (invariant 9).
+
+        Raises:
+            TurnedAwayError: the request was not admitted; the transport says so in its own way (design.md decision 9).
+        """
+        try:
+            await self._admission.enter(call, request, arrival)
+        except TurnedAwayError as error:
+            self.tell_turned_away(call, arrival, error)
+            raise
+        try:
+            return await self._admitted(call, request, arrival)
+        finally:
+            self._admission.leave(call, request)
+
+    def tell_turned_away(self, call: Call, arrival: Arrival, error: TurnedAwayError) -> None:
+        """Tell the observers of a request that is not served, where a transport finds that out itself."""
+        for observer in self._observers:
+            observer.turned_away(call, arrival, error.reason)
+
+    async def _admitted(self, call: Call, request: Any, arrival: Arrival) -> Reply:
         begin = time.perf_counter()
+        begun = [observer.begin(call, request, arrival) for observer in self._observers]
         labels = self._labels(request.instance_id) if call.per_instance else {}
         try:
             if call.leader_only:
@@ -127,12 +231,22 @@ class Caller:
             _log.exception("failed", api=call.name)
             reply, code = Reply(call.response_type()), ErrorCode.INTERNAL_ERROR
             text = "the manager failed to answer; its log has the reason"
-        duration_us = (time.perf_counter() - begin) * 1e6
-        _fill_header(reply.message, request, code, text)
-        if request.trace_id.endswith(_TRACER_SUFFIX):
-            _add_timing(reply.message.header, call, duration_us)
-        self._metrics.record(call.name, labels, code, code is ErrorCode.OK, duration_us)
+        except asyncio.CancelledError:
+            outcome = Outcome(ErrorCode.UNSPECIFIED, "the client went away", time.perf_counter() - begin, labels)
+            self._tell_end(begun, call, request, arrival, outcome)
+            raise
+        seconds = time.perf_counter() - begin
+        trace_id = request.trace_id if call.is_traced else None
+        _fill_header(reply.message, trace_id, code, text)
+        if trace_id is not None and trace_id.endswith(_TRACER_SUFFIX):
+            _add_timing(reply.message.header, call, seconds * 1e6)
+        outcome = Outcome(code, text, seconds, labels)
+        self._tell_end(begun, call, request, arrival, outcome)
         return reply
+
+    def _tell_end(self, begun: list[Any], call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
+        for observer, token in zip(self._observers, begun, strict=True):
+            observer.end(token, call, request, arrival, outcome)
 
     async def _run(self, call: Call, request: Any) -> Reply:
         """Run the handler; again when another manager registered the instance a moment ago."""
@@ -153,10 +267,10 @@ def _add_timing(header: Any, call: Call, duration_us: float) -> None:
         header.tracer_result = json.dumps({**span, f"{module}.py:{name}": [span]}, separators=(",", ":"))
 
 
-def _fill_header(message: Any, request: Any, code: ErrorCode, text: str) -> None:
+def _fill_header(message: Any, trace_id: str | None, code: ErrorCode, text: str) -> None:
     header = message.header
     header.status.code = code
     if text:  # a handler may have left a remark on a success
         header.status.message = text
-    if hasattr(header, "request_id"):
-        header.request_id = f"{request.trace_id}_{time.time_ns() // 1000}"
+    if trace_id is not None and hasattr(header, "request_id"):
+        header.request_id = f"{trace_id}_{time.time_ns() // 1000}"

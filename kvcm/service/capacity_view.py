@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
+from typing import Final
 
 from kvcm.cache.manager import CacheManager, IndexInCustody
 from kvcm.model.errors import KvcmError
@@ -13,6 +15,8 @@ from kvcm.service.usage_values import UsageReport
 
 __all__ = ["CapacityView"]
 
+_SLICE: Final = 50
+
 
 class CapacityView:
     """The truth about usage, as the indexes have it.
@@ -21,13 +25,16 @@ class CapacityView:
         cache: blocks and instances.
         registry: the limits.
         deletions: what waits for its deletion.
+
+    Attributes:
+        pinned: bytes that pins hold, by group, as last heard.
     """
 
     def __init__(self, cache: CacheManager, registry: Registry, deletions: DeletionExecutor) -> None:
         self._cache = cache
         self._registry = registry
         self._deletions = deletions
-        self._pinned: dict[str, int] = {}
+        self.pinned: dict[str, int] = {}
 
     async def look(self, group: str = "") -> UsageReport:
         """Return the usage of everything, or of one group and what it draws from.
@@ -38,12 +45,25 @@ class CapacityView:
         """
         if group:
             self._registry.groups.get(group)
-        for custody in list(self._cache.indexes()):
-            await custody.meta_index.refresh()
-        self._pinned = {
-            each.name: await self._cache.pins.pinned_bytes(each.name) for each in self._registry.groups.all()
-        }
+        await self.hear()
         return self._report(group)
+
+    async def hear(self) -> None:
+        """Hear from the store what the indexes hold and what pins take.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        for number, custody in enumerate(list(self._cache.indexes())):
+            await custody.meta_index.refresh()
+            if number % _SLICE == 0:  # a store of this process answers without giving way
+                await asyncio.sleep(0)
+        pinned: dict[str, int] = {}
+        for number, group in enumerate(self._registry.groups.all()):
+            pinned[group.name] = await self._cache.pins.pinned_bytes(group.name)
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+        self.pinned = pinned
 
     async def last_heard(self) -> UsageReport:
         """Return the usage of everything as the store has it now, or as last heard while it does not answer."""
@@ -57,7 +77,7 @@ class CapacityView:
             self._registry.storages.all(),
             self._registry.quotas.all(),
             [_usage_of(custody) for custody in self._cache.indexes()],
-            self._pinned,
+            self.pinned,
             self._cache.usage.refusals,
             self._deletions.backlogs(),
         )

@@ -20,7 +20,9 @@ from typing import Any, NoReturn, TypeVar
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-__all__ = ["MAX_DEPTH", "MalformedBody", "parse_request", "print_response"]
+from kvcm.service.json_integers import plain_integers
+
+__all__ = ["MAX_DEPTH", "MalformedBody", "parse_request", "print_response", "shaped"]
 
 MAX_DEPTH = 100
 """Objects and arrays that may be nested in a body; the contract itself needs fewer than 10."""
@@ -56,7 +58,7 @@ def parse_request(body: bytes, message_type: type[M]) -> M:
 
 def print_response(message: Message) -> bytes:
     """Prints a message as one line of JSON in UTF-8."""
-    return json.dumps(_shaped(message), ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(shaped(message), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class _WrongValueError(ValueError):
@@ -205,7 +207,12 @@ class _Field:
 
 def _extend_plain(container: Any, items: list[Any], plain: type) -> bool:
     """Takes a list whose values need no conversion in one step; False leaves the container empty."""
-    if not set(map(type, items)) <= {plain}:
+    kinds = set(map(type, items))
+    if kinds == {str} and plain is int:
+        items = plain_integers(items)
+        if not items:
+            return False
+    elif not kinds <= {plain}:
         return False
     try:
         container.extend(items)
@@ -251,7 +258,7 @@ def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | 
         case FieldDescriptor.TYPE_ENUM if source.enum_type is not None:
             return None, _enum_reader(source.enum_type), _enum_printer(source.enum_type)
         case FieldDescriptor.TYPE_MESSAGE:
-            return None, None, _shaped
+            return None, None, shaped
     raise TypeError(f"{source.full_name} has a type that the contract did not use so far")
 
 
@@ -361,18 +368,19 @@ def _enum_reader(enum: EnumDescriptor) -> Callable[[Any], int | None]:
 # ── Messages to plain values ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _shaped(message: Message) -> dict[str, Any]:
-    shaped: dict[str, Any] = {}
+def shaped(message: Message) -> dict[str, Any]:
+    """Returns the values that a message is printed as."""
+    values: dict[str, Any] = {}
     for field in _fields(message.DESCRIPTOR):
         name, show = field.name, field.show
         if field.has_presence and not message.HasField(name):
             continue
         value = getattr(message, name)
         if field.is_repeated:
-            shaped[name] = list(value) if show is None else [show(item) for item in value]
+            values[name] = list(value) if show is None else [show(item) for item in value]
         else:
-            shaped[name] = value if show is None else show(value)
-    return shaped
+            values[name] = value if show is None else show(value)
+    return values
 
 
 def _shown_double(value: float) -> float | str:

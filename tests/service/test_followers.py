@@ -19,6 +19,7 @@ from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.admin_api import AdminApi
+from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Call, Caller, Plane
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
@@ -67,8 +68,8 @@ class Follower:
             refuse_unless_leading(self.leadership, plane)
 
         if refresh is None:
-            return Caller(self._metrics, refuse, lambda _: {})
-        return Caller(self._metrics, lambda _: None, lambda _: {}, refresh)
+            return Caller([CallMetrics(self._metrics)], refuse, lambda _: {})
+        return Caller([CallMetrics(self._metrics)], lambda _: None, lambda _: {}, refresh)
 
 
 @pytest.fixture

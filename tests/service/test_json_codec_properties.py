@@ -1,11 +1,11 @@
 """Properties of the JSON form: the round trip, agreement with json_format, and that only MalformedBody escapes."""
 
 import json
-from typing import Any
 
 import pytest
+from any_message import messages
 from google.protobuf import json_format
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
@@ -24,39 +24,6 @@ from kvcm.service.json_codec import MalformedBody, parse_request, print_response
 
 MODULES = [meta, admin, debug, kv_meta, lease, group, pin, pool, storage]
 ALL_MESSAGES = [message for module in MODULES for message in module.DESCRIPTOR.message_types_by_name.values()]
-
-SCALARS: dict[int, st.SearchStrategy[Any]] = {
-    FieldDescriptor.TYPE_BOOL: st.booleans(),
-    FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
-    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
-    FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
-    FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
-    FieldDescriptor.TYPE_STRING: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
-}
-
-
-def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
-    if field.message_type:
-        single = messages(field.message_type)
-    elif field.enum_type:
-        single = st.sampled_from([*field.enum_type.values_by_number, 4242])
-    else:
-        single = SCALARS[field.type]
-    return st.lists(single, max_size=3) if field.is_repeated else single
-
-
-@st.composite
-def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
-    """Any message of that type: each field set or not, at most one member of a oneof."""
-    chosen: dict[str, Any] = {}
-    oneofs: set[str] = set()
-    for field in descriptor.fields:
-        oneof = field.containing_oneof
-        if draw(st.booleans()) and not (oneof and oneof.name in oneofs):
-            chosen[field.name] = draw(values(field))
-            oneofs |= {oneof.name} if oneof else set()
-    return GetMessageClass(descriptor)(**chosen)
-
 
 ROUND_TRIP = [
     meta.GetCacheLocationRequest,

@@ -1,0 +1,228 @@
+"""What the service benchmark runs: a manager over the memory store, the floor, a client process, each a process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+from match import free_ports, process
+from service_client import META, Exchange, key_of
+
+from kvcm.protocol import meta_service_pb2 as pb
+
+__all__ = ["Client", "Floor", "Manager", "Run", "Site", "hash_keys", "site"]
+
+HERE = Path(__file__).parent
+SPEC_BYTES = 4096
+_PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
+
+
+def hash_keys(first: int, count: int) -> list[int]:
+    """Return keys that look like hashes, the same for the same numbers."""
+    return [key_of(number) for number in range(first, first + count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A server process.
+
+    Attributes:
+        pid: of the process.
+        ports: by transport.
+    """
+
+    pid: int
+    ports: dict[str, int]
+
+    def cpu_seconds(self) -> float:
+        """Return what the process used so far, all threads, user and system: its CPU clock, as clock_getcpuclockid(3)
+        names it. The same figure as utime + stime, in ns instead of ticks of 10 ms."""
+        return time.clock_gettime((~self.pid << 3) | 2)
+
+
+class Manager(Process):
+    """The manager."""
+
+    def call(self, method: str, request: Any, response_type: Any) -> Any:
+        """Ask it once; refuse an answer that is no success."""
+        options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+        with grpc.insecure_channel(f"127.0.0.1:{self.ports['grpc']}", options=options) as channel:
+            send = channel.unary_unary(f"{META}{method}")
+            answer = response_type.FromString(send(request.SerializeToString(), wait_for_ready=True, timeout=600))
+        assert answer.header.status.code == pb.OK, answer.header
+        return answer
+
+    def register(self, instance: str, specs: int) -> None:
+        """Register an instance with so many specs of equal size."""
+        request = pb.RegisterInstanceRequest(instance_group="default", instance_id=instance, block_size=64)
+        request.model_deployment.model_name, request.model_deployment.dtype = "model", "float16"
+        for rank in range(specs):
+            request.location_spec_infos.add(name=f"tp{rank}", size=SPEC_BYTES)
+        self.call("RegisterInstance", request, pb.RegisterInstanceResponse)
+
+    def store(self, instance: str, keys: Sequence[int]) -> None:
+        """Write blocks."""
+        start = pb.StartWriteCacheRequest(instance_id=instance, block_keys=keys, write_timeout_seconds=60)
+        started = self.call("StartWriteCache", start, pb.StartWriteCacheResponse)
+        finish = pb.FinishWriteCacheRequest(instance_id=instance, write_session_id=started.write_session_id)
+        finish.success_blocks.offset = len(started.locations)
+        self.call("FinishWriteCache", finish, pb.CommonResponse)
+
+    def forget(self, instance: str) -> None:
+        """Drop what is known of all blocks."""
+        request = pb.TrimCacheRequest(instance_id=instance, strategy=pb.TS_REMOVE_ALL_META)
+        self.call("TrimCache", request, pb.CommonResponse)
+
+
+class Floor(Process):
+    """The bare server."""
+
+
+class Run(NamedTuple):
+    """What was measured of one run of units.
+
+    Attributes:
+        cpu_us: of the server, per unit.
+        times_us: of the units, as the client saw them.
+        answers: to the last unit.
+        sent: the last unit.
+        smallest: bytes of the smallest answers of a unit.
+    """
+
+    cpu_us: float
+    times_us: list[int]
+    answers: list[bytes]
+    sent: list[Exchange]
+    smallest: int
+
+
+@dataclass(slots=True)
+class Client:
+    """A client process."""
+
+    running: subprocess.Popen[str]
+    _next_number: int = field(default=1 << 40)
+
+    def send(
+        self, server: Process, transport: str, units: Sequence[Sequence[Exchange]], count: int, concurrency: int
+    ) -> Run:
+        """Send prepared units in turn until so many were answered."""
+        encoded = [[[each.target, base64.b64encode(each.body).decode()] for each in unit] for unit in units]
+        return self._run(server, transport, {"units": encoded}, count, concurrency)
+
+    def write(self, server: Process, transport: str, instance: str, blocks: int, count: int, concurrency: int) -> Run:
+        """Start and finish so many writes of fresh blocks."""
+        first, self._next_number = self._next_number, self._next_number + blocks * count
+        write = {"instance": instance, "blocks": blocks, "first": first}
+        return self._run(server, transport, {"write": write}, count, concurrency)
+
+    def fill(self, server: Process, instance: str, blocks: int, first: int, count: int) -> None:
+        """Write blocks `first` and following, so many to a request."""
+        write = {"instance": instance, "blocks": blocks, "first": first}
+        self._run(server, "grpc", {"write": write}, count, 2)
+
+    def _run(self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int) -> Run:
+        job = {"transport": transport, "port": server.ports[transport], "count": count, "concurrency": concurrency}
+        self._say(json.dumps(job | what))
+        assert self._hear() == "ready"
+        begin = server.cpu_seconds()
+        self._say("go")
+        told = json.loads(self._hear())
+        cpu_us = (server.cpu_seconds() - begin) / count * 1e6
+        answers = [base64.b64decode(answer) for answer in told["answers"]]
+        sent = [Exchange(target, base64.b64decode(body)) for target, body in told["sent"]]
+        return Run(cpu_us, told["times_us"], answers, sent, told["smallest"])
+
+    def _say(self, line: str) -> None:
+        assert self.running.stdin is not None
+        self.running.stdin.write(line + "\n")
+        self.running.stdin.flush()
+
+    def _hear(self) -> str:
+        assert self.running.stdout is not None
+        line = self.running.stdout.readline()
+        assert line, "the client ended"
+        return line.strip()
+
+
+class Site(NamedTuple):
+    """Everything that runs."""
+
+    manager: Manager
+    floor: Floor
+    client: Client
+
+
+@contextlib.contextmanager
+def site(settings: Sequence[str] = ()) -> Iterator[Site]:
+    """Run a manager whose group has room for everything, the floor, and a client.
+
+    Args:
+        settings: more of the manager, as key=value.
+    """
+    ports = dict(zip(_PORTS, free_ports(4), strict=True))
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        given = [
+            *(f"kvcm.service.{name}={port}" for name, port in ports.items()),
+            "kvcm.registry_storage.uri=memory://",
+            f"kvcm.startup_config={_startup_config(Path(directory))}",
+            *settings,
+        ]
+        options = [word for setting in given for word in ("-e", setting)]
+        quiet = {"stderr": None if "KVCM_BENCH_LOGS" in os.environ else subprocess.DEVNULL}
+        manager = stack.enter_context(process("-m", "kvcm", "serve", *options, **quiet))
+        floor = stack.enter_context(process(str(HERE / "floor_server.py"), stdout=subprocess.PIPE))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        client = stack.enter_context(process(str(HERE / "service_client.py"), **pipes))
+        assert floor.stdout is not None
+        floor_ports = {"grpc": int(floor.stdout.readline())}
+        yield Site(
+            Manager(manager.pid, {"grpc": ports["rpc_port"], "http": ports["http_port"]}),
+            Floor(floor.pid, floor_ports),
+            Client(client),
+        )
+
+
+def _startup_config(directory: Path) -> Path:
+    """Write the built-in storage and group with room for any number of blocks."""
+    storage = {"root_path": f"{directory}/nfs/", "key_count_per_file": 8}
+    document = {
+        "storage_config": {"type": "file", "global_unique_name": "nfs_01", "storage_spec": storage},
+        "instance_group": {
+            "name": "default",
+            "storage_candidates": ["nfs_01"],
+            "max_instance_count": 100,
+            "quota": {"capacity": 1 << 50, "quota_config": [{"storage_type": "file", "capacity": 1 << 50}]},
+            "cache_config": {
+                "reclaim_strategy": {
+                    "storage_unique_name": "nfs_01",
+                    "reclaim_policy": 1,
+                    "trigger_strategy": {"used_percentage": 0.8},
+                    "delay_before_delete_ms": 1000,
+                },
+                "meta_indexer_config": {"max_key_count": 1 << 30},
+            },
+        },
+    }
+    file = directory / "startup.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def quantile(times_us: Sequence[int], share: float) -> float:
+    """Return the time that so many of the units are done in."""
+    if len(times_us) < 2:
+        return float(statistics.fmean(times_us))
+    ordered = sorted(times_us)
+    return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])

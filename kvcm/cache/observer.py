@@ -1,0 +1,61 @@
+"""Who counts what is asked of the cache: lookups and write sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from kvcm.cache.match import Match, MatchQuery
+from kvcm.model.instances import Instance
+
+__all__ = ["UNOBSERVED", "CacheObserver", "WriteEnd"]
+
+
+class WriteEnd(Enum):
+    """How a write session ended: with all its blocks, some, none, or by its deadline."""
+
+    COMMITTED = "committed"
+    PARTIAL = "partial"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+
+    @classmethod
+    def of(cls, decision: Sequence[bool]) -> WriteEnd:
+        """Return how a session ended whose client told which blocks succeeded; one without blocks is committed."""
+        if all(decision):
+            return cls.COMMITTED
+        return cls.PARTIAL if any(decision) else cls.ABORTED
+
+
+class CacheObserver(Protocol):
+    """Is told what happens, on the path of every request: it does little and never waits or raises."""
+
+    def looked_up(self, instance: Instance, query: MatchQuery, found: Match) -> None:
+        """A lookup that counts as an access was answered."""
+
+    def lookup_failed(self, instance: Instance, query: MatchQuery) -> None:
+        """A lookup could not be answered."""
+
+    def write_started(self, masked_keys: int) -> None:
+        """A write session was opened; so many keys of the request need not be written."""
+
+    def write_ended(self, end: WriteEnd, seconds: float | None) -> None:
+        """A write session was ended by this manager, once; seconds since its start if it was started here."""
+
+
+class _Nobody:
+    def looked_up(self, instance: Instance, query: MatchQuery, found: Match) -> None:
+        pass
+
+    def lookup_failed(self, instance: Instance, query: MatchQuery) -> None:
+        pass
+
+    def write_started(self, masked_keys: int) -> None:
+        pass
+
+    def write_ended(self, end: WriteEnd, seconds: float | None) -> None:
+        pass
+
+
+UNOBSERVED: CacheObserver = _Nobody()
