@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DATA   ?= .data
+WORKERS ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer clean
+.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer clean
 
 setup: $(VENV)/.dev
 
@@ -64,7 +65,11 @@ figures: setup
 	$(BIN)/python benchmarks/readme.py --check
 
 unit: setup redis fuse mooncake
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+# The same with every history that the property tests know: four times as many.
+thorough: setup redis fuse mooncake
+	KVCM_TESTS=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --timeout 600
 
 demo: setup
 	$(BIN)/python docs/examples/demo/run.py $(DEMO_ARGS)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,8 +21,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
+
 import grpc
 import grpc.aio
+from ports import free_port
 from report import Row, arguments, publish
 
 from kvcm.app import Manager
@@ -167,16 +168,6 @@ class Server(NamedTuple):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody uses, below the range that the system gives to outgoing connections."""
-    free: list[int] = []
-    for port in random.sample(range(10240, 32768), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            free.append(port)
-    return free[:count]
-
-
 @contextlib.contextmanager
 def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run a Python process; it is gone after the block."""
@@ -192,8 +183,7 @@ def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 async def servers() -> Any:
     """Yield the manager and the floor."""
     unlimited = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-    names = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-    ports = dict(zip(names, free_ports(4), strict=True))
+    ports = {name: free_port() for name in ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")}
     settings = [option for name, port in ports.items() for option in ("-e", f"kvcm.service.{name}={port}")]
     floor_file = str(Path(__file__).with_name("floor_server.py"))
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 import uvloop
-from match import META, Server, free_ports, process
+from match import META, Server, process
+from ports import free_port
 from report import Row, arguments, publish
 
 from kvcm.app import Manager
@@ -284,8 +285,7 @@ class Load:
 @contextlib.asynccontextmanager
 async def manager() -> AsyncIterator[Server]:
     """Yield a manager process with its metadata in RocksDB."""
-    names = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
-    ports = dict(zip(names, free_ports(4), strict=True))
+    ports = {name: free_port() for name in ("rpc_port", "http_port", "admin_http_port")}
     ports["admin_rpc_port"] = ports["rpc_port"]
     settings = [option for name, port in ports.items() for option in ("-e", f"kvcm.service.{name}={port}")]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:

@@ -91,6 +91,98 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class _Ground:
+    """What rooms are built on, and how each one is built. Attributes are those of `Rooms`, and the time source."""
+
+    metadata: Metadata
+    registry: Registry
+    storages: StorageDirectory
+    leadership: Leadership
+    clock: Clock
+    settings: Settings
+
+    def cache(self, budget: CacheBudget, events: EventLog, on_pressure: Callable[[str], None]) -> CacheManager:
+        """Build the cache, whose writes tell when they leave their group above a mark."""
+        cache: CacheManager  # is what its writes are compared with
+        pressure = Pressure(
+            self.registry, lambda: cache.usage, lambda group_name: cache.open_caches.key_counts(group_name)
+        )
+        cache = CacheManager(
+            self.registry,
+            self.storages,
+            self.clock,
+            new_backend=self.metadata.new_backend,
+            store=self.metadata.store,
+            usage=self.metadata.usage,
+            budget=budget,
+            events=events,
+            crossed=pressure.is_above_a_mark,
+            on_pressure=on_pressure,
+        )
+        return cache
+
+    def deletions(self, cache: CacheManager, events: EventLog, turns: Turns) -> DeletionExecutor:
+        """Build what deletes the bytes and the metadata of the cache's blocks."""
+        workers, is_configured = self.settings.deletion_workers, self.registry.storages.is_configured
+        deletions = DeletionExecutor(self.storages, self.clock, workers, events, is_configured, turns)
+        deletions.serve(cache)
+        return deletions
+
+    def reclaimer(self, cache: CacheManager, on_evicted: Callable[[Evicted], None], turns: Turns) -> Reclaimer:
+        """Build what keeps usage below the marks."""
+        find_group, limits = self.registry.groups.find, partial(_limits, self.registry)
+        return Reclaimer(cache.indexes, find_group, limits, self.clock, on_evicted, turns=turns)
+
+    def wakes(self, reclaimer: Reclaimer) -> SharedWakes:
+        """Build what wakes the reclaimer of whoever leads: the only one there is, over a store of its own."""
+        store, leadership = self.metadata.store, self.leadership
+        return SharedWakes(store.table("wakes"), reclaimer.wake, lambda: leadership.is_leader or not store.is_shared)
+
+    def let_slots_be_reused(self) -> None:
+        """Say from when on, and in whose term, slots of packed files are handed out again."""
+        reuse, leadership = self.storages.slot_reuse, self.leadership
+        reuse.grace_seconds = self.settings.slot_reuse_grace_ms / 1000
+        reuse.now = self.clock.now
+        reuse.term = lambda: leadership.token if leadership.is_leader else None
+
+    def garbage(self, custody: GarbageCustody, told: ChangeEvents) -> GarbageCollector:
+        """Build what looks for blocks that nobody can read."""
+        rate = self.settings.garbage_blocks_per_second
+        return GarbageCollector(custody, self.storages, self.clock, blocks_per_second=rate, on_marked=told.removed)
+
+    def scrubber(self, custody: GarbageCustody) -> StorageScrubber:
+        """Build what looks for bytes that no metadata knows."""
+        return StorageScrubber(custody, self.storages, self.clock, self.storages.cluster_id)
+
+    def drains(self, cache: CacheManager, remover: Remover, turns: Turns) -> StorageDrains:
+        """Build what empties storages, and forgets what lay on removed ones."""
+        return StorageDrains(
+            self.registry,
+            cache.open_caches,
+            remover,
+            self.clock,
+            is_shared=self.metadata.store.is_shared,
+            forget_medium=self.storages.forget,
+            give_way=turns.give_way,
+        )
+
+    def purges(self, cache: CacheManager, remover: Remover, turns: Turns) -> PoolPurges:
+        """Build what forgets what lay in memory of pools that is gone."""
+        return PoolPurges(self.storages.pools, cache.open_caches, remover, self.clock, turns.give_way)
+
+    def leaks(self, cache: CacheManager, scrubber: StorageScrubber) -> PoolLeaks:
+        """Build what frees memory of pools that nobody owns."""
+        return PoolLeaks(
+            self.storages.pools, lambda name: sum(cache.usage.held_on(name).values()), scrubber, self.clock
+        )
+
+    def prober(self) -> Prober:
+        """Build what looks after the health of storages."""
+        interval_ms, timeout_ms = self.settings.probe_interval_ms, self.settings.probe_timeout_ms
+        return Prober(self.storages, self.clock, interval_ms / 1000, timeout_ms / 1000)
+
+
+@dataclass(frozen=True, slots=True)
 class Rooms:
     """What `app` wires.
 
@@ -141,69 +233,24 @@ class Rooms:
         settings: Settings,
     ) -> Rooms:
         """Build the rooms over an opened store and a loaded registry."""
+        ground = _Ground(metadata, registry, storages, leadership, clock, settings)
         events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
         told = ChangeEvents(events)
         budget = CacheBudget(settings.search_cache_bytes)
-        cache: CacheManager  # asks for what is built after it
-        wakes: SharedWakes
-        deletions: DeletionExecutor
-        pressure = Pressure(registry, lambda: cache.usage, lambda group_name: cache.open_caches.key_counts(group_name))
-        cache = CacheManager(
-            registry,
-            storages,
-            clock,
-            new_backend=metadata.new_backend,
-            store=metadata.store,
-            usage=metadata.usage,
-            budget=budget,
-            events=events,
-            crossed=pressure.is_above_a_mark,
-            on_pressure=lambda group_name: wakes.press(group_name),
-        )
         turns = Turns()  # eviction and deletion take theirs by turns, with room for requests between them
-        reclaimer = Reclaimer(
-            cache.indexes,
-            registry.groups.find,
-            partial(_limits, registry),
-            clock,
-            partial(_tell_evicted, told, lambda: deletions.wake()),
-            turns=turns,
-        )
-        table = metadata.store.table("wakes")
-        wakes = SharedWakes(table, reclaimer.wake, lambda: leadership.is_leader or not metadata.store.is_shared)
-        deletions = DeletionExecutor(
-            storages, clock, settings.deletion_workers, events, registry.storages.is_configured, turns
-        )
-        deletions.serve(cache)
-        storages.slot_reuse.grace_seconds = settings.slot_reuse_grace_ms / 1000
-        storages.slot_reuse.now = clock.now
-        storages.slot_reuse.term = lambda: leadership.token if leadership.is_leader else None
-        custody = GarbageCustody(cache, registry, metadata.store)
-        garbage = GarbageCollector(
-            custody,
-            storages,
-            clock,
-            blocks_per_second=settings.garbage_blocks_per_second,
-            on_marked=told.removed,
-        )
-        scrubber = StorageScrubber(custody, storages, clock, storages.cluster_id)
-        remover = Remover(clock, registry.groups.find, events)
-        purges = PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.give_way)
-        leaks = PoolLeaks(storages.pools, lambda name: sum(cache.usage.held_on(name).values()), scrubber, clock)
-        drains = StorageDrains(
-            registry,
-            cache.open_caches,
-            remover,
-            clock,
-            is_shared=metadata.store.is_shared,
-            forget_medium=storages.forget,
-            give_way=turns.give_way,
-        )
-        interval_seconds, timeout_seconds = settings.probe_interval_ms / 1000, settings.probe_timeout_ms / 1000
-        prober = Prober(storages, clock, interval_seconds, timeout_seconds)
+        wakes: SharedWakes  # of the reclaimer, which is built over the cache that wakes it
+        cache = ground.cache(budget, events, lambda group_name: wakes.press(group_name))
+        deletions = ground.deletions(cache, events, turns)
+        reclaimer = ground.reclaimer(cache, partial(_tell_evicted, told, deletions.wake), turns)
+        wakes = ground.wakes(reclaimer)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
             budget.is_coherent = lambda: sharing.invalidations.is_live and settings.search_cache_bytes > 0
+        ground.let_slots_be_reused()
+        custody, remover = GarbageCustody(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
+        garbage, scrubber = ground.garbage(custody, told), ground.scrubber(custody)
+        drains, purges = ground.drains(cache, remover, turns), ground.purges(cache, remover, turns)
+        leaks, prober = ground.leaks(cache, scrubber), ground.prober()
         return cls(
             *(settings, metadata, registry, storages, leadership, events),
             *(cache, reclaimer, deletions, garbage, scrubber, drains),

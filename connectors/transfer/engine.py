@@ -202,7 +202,7 @@ class TransferEngine:
         finally:  # also when a signal interrupts the wait: nothing may be begun for a caller that has gone
             results = self._end(transfer, visits, cancel)
             for lane, visit in visits:
-                outcomes = _outcomes(items, results, visit.positions)
+                outcomes = _outcomes(items, results, visit)
                 with self._gate.lock:
                     lane.settle(visit, outcomes, _is_set(cancel))
         return results
@@ -228,11 +228,9 @@ class TransferEngine:
                 results[position] = result
         return results
 
-    def _by_lane(self, transfer: Transfer, items: Sequence[TransferItem]) -> list[tuple[Lane, list[int]]]:
+    def _by_lane(self, transfer: Transfer, items: Sequence[TransferItem]) -> list[tuple[Lane, Sequence[int]]]:
         """Sort the positions of items by lane; those that have none are refused."""
-        by_address: dict[tuple[str, str], list[int]] = {}
-        for position, item in enumerate(items):
-            by_address.setdefault((item.uri.scheme, item.uri.storage), []).append(position)
+        by_address = _by_address(items)
         known = [(self._lanes[address], by_address.pop(address)) for address in self._lanes if address in by_address]
         for (scheme, storage), positions in by_address.items():
             names = sorted(f"{scheme}://{storage}" for scheme, storage in self._lanes)
@@ -251,13 +249,29 @@ def _is_set(cancel: CancelToken | None) -> bool:
     return cancel is not None and cancel.is_cancelled
 
 
+def _by_address(items: Sequence[TransferItem]) -> dict[tuple[str, str], Sequence[int]]:
+    """Return the positions of items by scheme and storage."""
+    addresses = [item.uri[:2] for item in items]
+    if addresses and addresses.count(addresses[0]) == len(addresses):  # as most calls are
+        return {addresses[0]: range(len(addresses))}
+    positions: dict[tuple[str, str], list[int]] = {}
+    for position, address in enumerate(addresses):
+        positions.setdefault(address, []).append(position)
+    return dict(positions)
+
+
 def _outcomes(
-    items: Sequence[TransferItem], results: Sequence[TransferResult], positions: Sequence[int]
+    items: Sequence[TransferItem], results: Sequence[TransferResult], visit: Visit
 ) -> dict[str, tuple[int, int]]:
-    """Return the number of items and their bytes by outcome."""
+    """Return the number of items of a visit and their bytes by outcome."""
     outcomes: dict[str, tuple[int, int]] = {}
-    for position in positions:
-        outcome = results[position].failure or OK
-        count, size_bytes = outcomes.get(outcome, (0, 0))
-        outcomes[outcome] = (count + 1, size_bytes + items[position].size_bytes)
-    return outcomes
+    left, left_bytes = len(visit.positions), visit.size_bytes
+    for position in visit.positions:
+        failure = results[position].failure
+        if failure is None:
+            continue
+        item_bytes = items[position].size_bytes
+        count, size_bytes = outcomes.get(failure, (0, 0))
+        outcomes[failure] = (count + 1, size_bytes + item_bytes)
+        left, left_bytes = left - 1, left_bytes - item_bytes
+    return outcomes | {OK: (left, left_bytes)} if left else outcomes

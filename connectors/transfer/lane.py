@@ -86,7 +86,7 @@ class Lane:
         self._idle = 0
         self._is_closed = False
 
-    def visit(self, transfer: Transfer, items: Sequence[TransferItem], positions: list[int]) -> Visit:
+    def visit(self, transfer: Transfer, items: Sequence[TransferItem], positions: Sequence[int]) -> Visit:
         """Cut a transfer's items for this storage into groups, without beginning them."""
         size_bytes = sum([items[position].size_bytes for position in positions])
         shares = 2 * self._limit if self._limit > 1 else 1  # one thread has nobody to share with
@@ -120,7 +120,7 @@ class Lane:
         for _ in range(min(max(queued, len(visit.groups)) - self._idle, self._limit - len(self._threads))):
             self._start_thread()
 
-    def withdraw(self, visit: Visit, why: str) -> list[tuple[list[int], TransferResult]]:
+    def withdraw(self, visit: Visit, why: str) -> list[tuple[Sequence[int], TransferResult]]:
         """Let nothing of a visit begin any more, and return positions and results of what has not ended.
 
         Threads move on meanwhile, so the caller copies the transfer's results afterwards: those of groups that have

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from connectors.node import NodeSettings
-from connectors.transfer.mover import Failure, TransferItem, TransferResult, moved, not_moved
+from connectors.transfer.mover import Direction, Failure, TransferItem, TransferResult, not_moved
 from connectors.transfer.pool_access import PoolAccess
+from connectors.transfer.pool_checks import PartChecks
 from connectors.transfer.pool_making import segment_path
-from connectors.transfer.pool_segment import Claim, PoolSegment, fence, stamps_of
-from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.memory_pool import PAGE_BYTES, chunk_bytes, extent_bytes, pool_bytes
+from connectors.transfer.pool_runs import Run, runs
+from connectors.transfer.pool_segment import Claim, PoolSegment, fence
+from kvcm.model.errors import StorageIOError
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
-from kvcm.model.uri import LocationUri
 
 __all__ = ["AttachedPool", "MemPoolMover"]
 
@@ -29,10 +28,7 @@ _GONE = not_moved(Failure.LOST, "the pool's memory is not there")
 _OTHER_BYTES = not_moved(Failure.LOST, "the pool holds other bytes by now")
 _LOCKED = not_moved(Failure.BUSY, "another writer has the memory locked")
 _NEWER = not_moved(Failure.REFUSED, "the memory belongs to a newer allocation")
-_IN_PIECES = not_moved(Failure.REFUSED, "start is given, parts are saved whole")
 _REPLACED = not_moved(Failure.ERROR, "the pool's memory was replaced meanwhile")
-_STAMPS_END = 1 << 64
-_BYTES_PER_STAMP_BYTE = PAGE_BYTES // len(stamps_of(0, PAGE_BYTES))
 _log = logging.getLogger(__name__)
 
 
@@ -51,15 +47,6 @@ class AttachedPool:
     node_id: str
     generation: int
     capacity_bytes: int
-
-
-class _Part(NamedTuple):
-    """One item to save, checked."""
-
-    position: int
-    offset: int  # bytes, in the pool
-    stamps: bytes
-    item: TransferItem
 
 
 class MemPoolMover:
@@ -83,8 +70,7 @@ class MemPoolMover:
     ) -> None:
         self._storage = storage
         self._node_id = node_id
-        self._capacity_bytes = pool_bytes(capacity_bytes)
-        self._chunk_bytes = chunk_bytes(capacity_bytes)
+        self._capacity_bytes = capacity_bytes
         self._access = access
         self._clock = clock
         self._trouble = ""  # why there is no memory, as it was logged
@@ -152,11 +138,14 @@ class MemPoolMover:
         if segment is None:
             return [_GONE] * len(items)
         results: list[TransferResult] = [_LATE] * len(items)
-        copied = self._copy_out(segment, items, results, deadline)
+        filled: list[Run] = []
+        for run in self._runs(items, Direction.LOAD, results):
+            if self._clock() >= deadline:
+                break
+            _fill(segment, run, filled, results)
         fence()
-        for position, offset, stamps in copied:
-            is_whole = segment.holds(offset, stamps)
-            results[position] = moved(items[position].size_bytes) if is_whole else _OTHER_BYTES
+        for run in filled:
+            _confirm(segment, run, results)
         return results
 
     def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
@@ -166,7 +155,7 @@ class MemPoolMover:
         try:
             segment = self._access.find_or_make()
             with segment.claim() as claim:
-                for run in _runs(self._parts(items, results)):
+                for run in self._runs(items, Direction.SAVE, results):
                     if self._clock() >= deadline:
                         break
                     _save_run(segment, claim, run, results)
@@ -181,137 +170,79 @@ class MemPoolMover:
         """Let go of the memory."""
         self._access.close()
 
-    def _copy_out(
-        self,
-        segment: PoolSegment,
-        items: Sequence[TransferItem],
-        results: list[TransferResult],
-        deadline: float,
-    ) -> list[tuple[int, int, bytes]]:
-        """Fill buffers; return position, offset and stamps of those that are filled, enter others' results."""
-        copied: list[tuple[int, int, bytes]] = []
-        stamps = _Stamps()
-        for position, item in enumerate(items):
-            if self._clock() >= deadline:
-                break
-            try:
-                offset, expected = self._checked_offset(item), stamps.of(item.uri)
-                if segment.holds(offset, expected):
-                    segment.copy_out(offset + (item.start or 0), item.buffers)
-                    copied.append((position, offset, expected))
-                else:
-                    results[position] = _OTHER_BYTES
-            except Exception as error:  # whatever an item is made of
-                results[position] = _refused(error)
-        return copied
+    def _runs(self, items: Sequence[TransferItem], direction: Direction, results: list[TransferResult]) -> list[Run]:
+        """Return the items that can be moved; enter the results of the others.
 
-    def _parts(self, items: Sequence[TransferItem], results: list[TransferResult]) -> Iterator[_Part]:
-        """Yield the items that can be saved; enter the results of the others."""
-        stamps = _Stamps()
-        for position, item in enumerate(items):
-            if item.start is not None:
-                results[position] = _IN_PIECES
-                continue
-            try:
-                part = _Part(position, self._checked_offset(item), stamps.of(item.uri), item)
-            except Exception as error:  # whatever an item is made of
-                results[position] = _refused(error)
-                continue
-            yield part
-
-    def _checked_offset(self, item: TransferItem) -> int:
-        """Return where the part of an item begins in the pool.
-
-        Raises:
-            InvalidArgumentError: no manager hands that out, or the memory is of another length.
+        All before anything is copied: a copy of some MiB leaves nothing of the interpreter in the processor's caches.
         """
-        uri, start, buffers = item.uri, item.start, item.buffers
-        length = buffers[0].nbytes if len(buffers) == 1 else sum([buffer.nbytes for buffer in buffers])
-        size = uri.size
-        if not length or (length != size if start is None else start < 0 or start + length > size):
-            raise InvalidArgumentError(
-                f"buffers hold {length} bytes from {start or 0} on, the uri's size is {size}; must be all of it, > 0"
-            )
-        if uri.node_id != self._node_id:
-            raise InvalidArgumentError(f"node_id is {uri.node_id!r}, this node is {self._node_id!r}")
-        if uri.range_id is None or not 0 < uri.range_id < _STAMPS_END:
-            raise InvalidArgumentError(f"range_id is {uri.range_id}, must be 1 to 2^64 - 1")
-        offset = uri.offset
-        if offset % PAGE_BYTES or offset + size > self._capacity_bytes:
-            raise InvalidArgumentError(
-                f"offset {offset} with {size} bytes must begin at a page of {PAGE_BYTES} and end within"
-                f" {self._capacity_bytes} bytes"
-            )
-        if offset % self._chunk_bytes + size > self._chunk_bytes:
-            raise InvalidArgumentError(
-                f"offset {offset} with {size} bytes goes over the border of two chunks of {self._chunk_bytes}"
-            )
-        return offset
 
+        def refuse(position: int, error: Exception) -> None:
+            results[position] = _refused(error)
 
-class _Stamps:
-    """The stamps that the pages of an item have; neighbours often have the same."""
-
-    __slots__ = ("_size", "_stamp", "_stamps")
-
-    def __init__(self) -> None:
-        self._stamp: int | None = None
-        self._size = 0
-        self._stamps = b""
-
-    def of(self, uri: LocationUri) -> bytes:
-        """Return them, one behind the other."""
-        if uri.range_id != self._stamp or uri.size != self._size:
-            self._stamp, self._size = uri.range_id, uri.size
-            self._stamps = stamps_of(uri.range_id or 0, extent_bytes(uri.size))
-        return self._stamps
+        return list(runs(items, PartChecks(self._node_id, self._capacity_bytes, direction), refuse))
 
 
 def _refused(error: Exception) -> TransferResult:
     return not_moved(Failure.REFUSED, str(error) or type(error).__name__)
 
 
-def _runs(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
-    """Yield parts together whose extents are neighbours."""
-    run: list[_Part] = []
-    end = -1
-    for part in parts:
-        if run and part.offset != end:
-            yield run
-            run = []
-        run.append(part)
-        end = part.offset + len(part.stamps) * _BYTES_PER_STAMP_BYTE
-    if run:
-        yield run
+def _fill(segment: PoolSegment, run: Run, filled: list[Run], results: list[TransferResult]) -> None:
+    """Copy parts that are there to their memory; where one of a run is not, or cannot be filled, each by itself."""
+    failure = _OTHER_BYTES
+    if segment.holds(run.offset, run.stamps):
+        try:
+            for piece in run.pieces:
+                segment.copy_out(piece.offset, piece.views)
+        except Exception as error:  # whatever its memory is
+            failure = _refused(error)
+        else:
+            filled.append(run)
+            return
+    for single in run.split():
+        _fill(segment, single, filled, results)
+    if run.is_single:
+        results[run.parts[0][0]] = failure
 
 
-def _save_run(segment: PoolSegment, claim: Claim, run: Sequence[_Part], results: list[TransferResult]) -> None:
+def _confirm(segment: PoolSegment, run: Run, results: list[TransferResult]) -> None:
+    """Enter the results of parts that were copied, after a fence."""
+    if segment.holds(run.offset, run.stamps):
+        for position, _, _, _, done in run.parts:
+            results[position] = done
+        return
+    for single in run.split():
+        _confirm(segment, single, results)
+    if run.is_single:
+        results[run.parts[0][0]] = _OTHER_BYTES
+
+
+def _save_run(segment: PoolSegment, claim: Claim, run: Run, results: list[TransferResult]) -> None:
     """Write parts that are neighbours under one lock, or, where one of them cannot be written, each under its own."""
-    start, stamps = run[0].offset, b"".join([part.stamps for part in run])
-    size_bytes = len(stamps) * _BYTES_PER_STAMP_BYTE
     failure = _LOCKED
-    if claim.lock(start, size_bytes):
-        if segment.newest_stamp(start, size_bytes) <= min([part.item.uri.range_id or 0 for part in run]):
-            _write(segment, run, stamps, results)
+    if claim.lock(run.offset, run.end - run.offset):
+        if segment.newest_stamp(run.offset, run.end - run.offset) <= run.oldest_stamp:
+            _write(segment, run, results)
             return
         failure = _NEWER
-    if len(run) == 1:
-        results[run[0].position] = failure
-        return
-    for part in run:
-        _save_run(segment, claim, [part], results)
+    for single in run.split():
+        _save_run(segment, claim, single, results)
+    if run.is_single:
+        results[run.parts[0][0]] = failure
 
 
-def _write(segment: PoolSegment, run: Sequence[_Part], stamps: bytes, results: list[TransferResult]) -> None:
-    segment.put_stamps(run[0].offset, stamps)
+def _write(segment: PoolSegment, run: Run, results: list[TransferResult]) -> None:
+    stamps = run.stamps
+    segment.put_stamps(run.offset, stamps)
     fence()
-    for position, offset, _, item in run:
+    for piece in run.pieces:
         try:
-            segment.copy_in(offset, item.buffers)
-            results[position] = moved(item.uri.size)
+            segment.copy_in(piece.offset, piece.views)
+            for position, _, _, _, done in piece.parts:
+                results[position] = done
         except Exception as error:  # whatever its memory is
-            results[position] = _refused(error)
+            for position, *_ in piece.parts:
+                results[position] = _refused(error)
     fence()
-    if not segment.holds(run[0].offset, stamps):
-        for part in run:
-            results[part.position] = _REPLACED
+    if not segment.holds(run.offset, stamps):
+        for position, *_ in run.parts:
+            results[position] = _REPLACED

@@ -264,10 +264,11 @@ class MooncakeMover:
 
         Over tcp every piece is a message of its own, and many small ones take longer than one copy of all.
         """
-        if not all(map(self._memory.holds, plan.spans)):
-            return False
+        if len(plan.spans) == 1:
+            return self._memory.holds(plan.spans[0])
         is_gathered_by_hardware = self._spec.protocol == "rdma"
-        return len(plan.spans) == 1 or is_gathered_by_hardware or plan.size_bytes > self._staging.slot_bytes
+        is_worth_it = is_gathered_by_hardware or plan.size_bytes > self._staging.slot_bytes
+        return is_worth_it and all(map(self._memory.holds, plan.spans))
 
     def _save(self, client: MooncakeClient, plans: Sequence[Plan], call: Call) -> dict[int, TransferResult]:
         again = self._begin_puts([plan.key for plan in plans])

@@ -106,8 +106,8 @@ def plan_of(position: int, item: TransferItem, direction: Direction) -> Plan:
     if uri.scheme != "mooncake" or not uri.key:
         raise InvalidArgumentError(f"uri {str(uri)!r} is not mooncake://<storage>/?key=<name>&size=<bytes>")
     views = writable_views(item, direction)
-    spans = [span_of(view) for view in views]
-    return Plan(position, uri.key, item.size_bytes, views, _joined(spans) if len(spans) > 1 else spans, item.start)
+    spans = [span_of(views[0])] if len(views) == 1 else _joined([span_of(view) for view in views])
+    return Plan(position, uri.key, item.size_bytes, views, spans, item.start)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

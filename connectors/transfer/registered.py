@@ -5,11 +5,11 @@ Numpy copies between them, since it lets other threads run meanwhile.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import addressof, c_char
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = ["RegisteredMemory", "Span", "StagingMemory", "fitting", "gather", "sc
 T = TypeVar("T")
 
 _SLOTS = 4
+_BEHIND_ALL = 1 << 64  # no span has so many bytes
 
 
 class Span(NamedTuple):
@@ -43,14 +44,13 @@ def span_of(memory: memoryview) -> Span:
     """
     if not memory.c_contiguous:
         raise InvalidArgumentError("memory is not contiguous")
-    return Span(_address(memory) if memory.nbytes else 0, memory.nbytes)
-
-
-def _address(memory: memoryview) -> int:
+    size_bytes = memory.nbytes
+    if not size_bytes:
+        return Span(0, 0)
     if not memory.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return Span(addressof(c_char.from_buffer(memory)), size_bytes)
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]  # slower, and for constants too
-    return address
+    return Span(address, size_bytes)
 
 
 def fitting(things: Sequence[T], size_of: Callable[[T], int], room_bytes: int) -> Iterator[list[T]]:
@@ -109,9 +109,10 @@ class RegisteredMemory:
 
     def holds(self, span: Span) -> bool:
         """Whether a span lies inside one of them."""
+        address, size_bytes = span
         spans = self.spans
-        index = bisect_right(spans, span.address, key=lambda other: other.address) - 1
-        return index >= 0 and span.end <= spans[index].end
+        index = bisect_right(spans, (address, _BEHIND_ALL)) - 1
+        return index >= 0 and address + size_bytes <= spans[index].end
 
 
 class StagingMemory:

@@ -69,22 +69,23 @@ class Group:
 
     __slots__ = ("has_ended", "items", "positions", "size_bytes")
 
-    def __init__(self, positions: list[int], items: list[TransferItem]) -> None:
+    def __init__(self, positions: Sequence[int], items: Sequence[TransferItem], size_bytes: int) -> None:
         self.positions = positions
         self.items = items
-        self.size_bytes = items[0].size_bytes if len(items) == 1 else sum([item.size_bytes for item in items])
+        self.size_bytes = size_bytes
         self.has_ended = False  # its results are where they belong
 
 
 class Visit:
     """The part of one transfer that belongs to one storage."""
 
-    __slots__ = ("batches", "groups", "has_checksums", "passage", "positions", "transfer")
+    __slots__ = ("batches", "groups", "has_checksums", "passage", "positions", "size_bytes", "transfer")
 
-    def __init__(self, transfer: Transfer, positions: list[int], groups: list[Group]) -> None:
+    def __init__(self, transfer: Transfer, positions: Sequence[int], groups: list[Group]) -> None:
         self.transfer = transfer
         self.positions = positions
         self.groups = groups
+        self.size_bytes = sum([group.size_bytes for group in groups])
         self.batches: list[Batch] = []
         self.has_checksums = False  # that its loads must have, or its saves have to tell
         self.passage: Passage | None = None  # None: the breaker did not let it through
@@ -131,11 +132,14 @@ def cut(items: Sequence[TransferItem], positions: Sequence[int], group_bytes: in
         objects.setdefault(uri.path if uri.range_id is None else "", []).append(position)  # a memory pool is one object
     for members in objects.values():
         if len(members) == 1:
-            yield Group(members, [items[members[0]]])
+            item = items[members[0]]
+            yield Group(members, [item], item.size_bytes)
             continue
-        members.sort(key=lambda position: items[position].offset)
-        for chunk in _chunks(items, members, group_bytes):
-            yield Group(chunk, [items[position] for position in chunk])
+        members = _by_offset(items, members)
+        sizes = [items[position].size_bytes for position in members]
+        for start, end, size_bytes in _chunks(sizes, group_bytes):
+            chunk = members[start:end]
+            yield Group(chunk, [items[position] for position in chunk], size_bytes)
 
 
 def batches(groups: Sequence[Group], most_bytes: int) -> Iterator[list[Group]]:
@@ -152,14 +156,18 @@ def batches(groups: Sequence[Group], most_bytes: int) -> Iterator[list[Group]]:
         yield batch
 
 
-def _chunks(items: Sequence[TransferItem], members: list[int], group_bytes: int) -> Iterator[list[int]]:
-    chunk: list[int] = []
-    size_bytes = 0
-    for position in members:
-        size = items[position].size_bytes
-        if chunk and (size_bytes + size > group_bytes or len(chunk) == _MOST_ITEMS):
-            yield chunk
-            chunk, size_bytes = [], 0
-        chunk.append(position)
+def _by_offset(items: Sequence[TransferItem], members: list[int]) -> list[int]:
+    offsets = [items[position].offset for position in members]
+    ordered = sorted(offsets)  # which most are, and comparing numbers is quick
+    return members if offsets == ordered else [position for _, position in sorted(zip(offsets, members, strict=True))]
+
+
+def _chunks(sizes: Sequence[int], group_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield where groups begin and end, and their bytes."""
+    start = size_bytes = 0
+    for index, size in enumerate(sizes):
+        if index > start and (size_bytes + size > group_bytes or index - start == _MOST_ITEMS):
+            yield start, index, size_bytes
+            start, size_bytes = index, 0
         size_bytes += size
-    yield chunk
+    yield start, len(sizes), size_bytes

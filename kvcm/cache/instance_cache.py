@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcm.index.answers import filter_specs
 from kvcm.index.chunk_memo import ChunkMemo
@@ -13,9 +14,22 @@ from kvcm.model.instances import Instance, LocationSpecInfo, Placement
 from kvcm.model.locations import SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 
-__all__ = ["InstanceCache"]
+__all__ = ["IndexInCustody", "InstanceCache"]
 
 _MOST_FILTERS = 16  # engines ask for their own rank's specs: a few distinct sets per instance
+
+
+class IndexInCustody(NamedTuple):
+    """An index and whose it is."""
+
+    instance: Instance
+    uid: int
+    meta_index: MetaIndex
+
+    @property
+    def instance_id(self) -> str:
+        """Id of the instance."""
+        return self.instance.instance_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,7 @@ class InstanceCache:
         instance: the registration.
         placement: where its blocks are kept in the store.
         index: records of its blocks, shared with nobody.
+        custody: the index as the background duties see it.
         placeholder: encoded answer for a miss in batch and window matches: every spec with an empty uri.
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
@@ -37,6 +52,7 @@ class InstanceCache:
     instance: Instance
     placement: Placement
     index: MetaIndex
+    custody: IndexInCustody = field(init=False)
     placeholder: bytes = field(init=False)
     specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)
     linear_specs: frozenset[str] = field(init=False)
@@ -52,6 +68,7 @@ class InstanceCache:
             for group in self.instance.location_spec_groups
         }
         linear = self.instance.linear_spec_names
+        object.__setattr__(self, "custody", IndexInCustody(self.instance, self.placement.uid, self.index))
         object.__setattr__(self, "placeholder", placeholder)
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvcm.cache.access import AccessRecorder
 from kvcm.cache.endings import SessionEndings
-from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.instance_cache import IndexInCustody, InstanceCache
 from kvcm.cache.leases import ReadLease, ReadLeases
 from kvcm.cache.limits import LimitBook
 from kvcm.cache.match import Match, MatchQuery, match
@@ -26,7 +26,6 @@ from kvcm.cache.usage import Ledger, UsageLedger
 from kvcm.cache.write_values import NO_HINT, Retention, Told
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.meta_index import MetaIndex
 from kvcm.index.search_cache import CacheBudget
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
@@ -49,19 +48,6 @@ _SESSION_SHARDS = 16
 def random_id(length: int) -> str:
     """Return an unguessable id of so many hex digits."""
     return secrets.token_hex(length // 2)
-
-
-class IndexInCustody(NamedTuple):
-    """An index and whose it is."""
-
-    instance: Instance
-    uid: int
-    meta_index: MetaIndex
-
-    @property
-    def instance_id(self) -> str:
-        """Id of the instance."""
-        return self.instance.instance_id
 
 
 class CacheManager:
@@ -374,8 +360,7 @@ class CacheManager:
 
     def indexes(self) -> Iterator[IndexInCustody]:
         """Return the index of every instance, also of those that are being removed."""
-        for cache in self._caches.all():
-            yield IndexInCustody(cache.instance, cache.placement.uid, cache.index)
+        return iter(self._caches.custodies())
 
     def delay_seconds(self, instance: Instance) -> float:
         """Return how long what served stays readable for those who were given it."""

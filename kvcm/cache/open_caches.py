@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
-from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.instance_cache import IndexInCustody, InstanceCache
 from kvcm.cache.limits import MOST_KEYS
 from kvcm.cache.pages import PAGE_KEYS
 from kvcm.cache.usage import Ledger
@@ -46,6 +46,9 @@ class OpenCaches:
         self._usage = usage
         self._budget = budget
         self._caches: dict[int, InstanceCache] = {}
+        self._current: Sequence[InstanceCache] = ()
+        self._custodies: Sequence[IndexInCustody] = ()
+        self._current_generation = -1  # of the registry
 
     def of(self, instance_id: str) -> InstanceCache:
         """Return what is kept for an instance.
@@ -74,13 +77,22 @@ class OpenCaches:
         cache = self._caches.get(placement.uid)
         return cache if cache is not None else self._open(instance, placement)
 
-    def all(self) -> Iterator[InstanceCache]:
+    def all(self) -> Sequence[InstanceCache]:
         """Return everything, opening what is not open yet; what is neither registered nor being removed is closed."""
-        instances = self._registry.instances
-        current = [self.of(instance.instance_id) for instance in instances.all()]
-        current += [self.of_removal(removal.instance, removal.placement) for removal in instances.removals()]
-        self._caches = {cache.placement.uid: cache for cache in current}
-        return iter(current)
+        generation = self._registry.generation
+        if self._current_generation != generation:
+            instances = self._registry.instances
+            current = [self.of(instance.instance_id) for instance in instances.all()]
+            current += [self.of_removal(removal.instance, removal.placement) for removal in instances.removals()]
+            self._caches = {cache.placement.uid: cache for cache in current}
+            self._current, self._current_generation = tuple(current), generation
+            self._custodies = tuple(cache.custody for cache in current)
+        return self._current
+
+    def custodies(self) -> Sequence[IndexInCustody]:
+        """Return the same as the background duties see it, which ask many times a second."""
+        self.all()
+        return self._custodies
 
     def invalidate(self, changed: Iterable[tuple[int, int]]) -> None:
         """Another manager changed blocks: (uid, key) each."""
@@ -97,6 +109,7 @@ class OpenCaches:
     def _open(self, instance: Instance, placement: Placement) -> InstanceCache:
         cache = InstanceCache(instance, placement, self._new_index(instance, placement))
         self._caches[placement.uid] = cache
+        self._current_generation = -1  # it may be one that is forgotten by now
         return cache
 
     def _new_index(self, instance: Instance, placement: Placement) -> MetaIndex:

@@ -40,7 +40,7 @@ class NodeStorages(Storages, Protocol):
         """The storages as operators see them: with the memory pools of all nodes."""
 
     def note_unwritable(self, name: str) -> None:
-        """Expect no room on an open storage until its next probe: somebody found none a moment ago."""
+        """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
 
 
 def candidates(group: InstanceGroup, storages: Storages) -> list[Place]:

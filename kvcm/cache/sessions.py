@@ -9,18 +9,21 @@ Invariants held here:
 A session is a document of the store, so any manager can finish what another one started. It is stored before its
 blocks (design.md decision 3): whatever happens in between, its end rolls the blocks back, and a block that came too
 late for that carries session and deadline itself, so it is found and repaired from its record alone.
+
+Addresses come before both, all or none, so nothing has to be undone when a storage refuses them: the write is planned
+anew without that storage, in the same call.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
-import structlog
-
+from kvcm.cache.addresses import Addresses, RefusedError, no_candidate_left
 from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.limits import Limits
@@ -31,11 +34,11 @@ from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_spec
 from kvcm.cache.write_values import FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
-from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, decode_chunk, encode_chunk
+from kvcm.model.locations import BlockRecord, Location, Place
 from kvcm.model.masks import BlockMask
-from kvcm.storage.backend import Allocation, Hints, Part, StorageBackend, is_full
+from kvcm.storage.backend import Hints, StorageBackend
 
 __all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession", "WriteSessions"]
 
@@ -43,11 +46,23 @@ _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
 _MOST_PLANS = 8
 _RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
-_MAKE_SECONDS = 5.0  # for one page; what a storage makes later than that is left to the scrub
-_DISCARD_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
 _STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
 
-_log = structlog.get_logger("kvcm.cache")
+
+class _Placed(NamedTuple):
+    """A plan whose blocks have addresses.
+
+    Attributes:
+        plan: the blocks.
+        reservation: of the room that they take; None when nothing has to be written.
+        opened: what was open of their storages before the first was asked for addresses.
+        locations: of each block by its key.
+    """
+
+    plan: WritePlan
+    reservation: Reservation | None
+    opened: Mapping[str, StorageBackend | None]
+    locations: Mapping[int, Location]
 
 
 class WriteSessions:
@@ -61,8 +76,8 @@ class WriteSessions:
         new_id: makes a random id of so many hex digits.
         limits_of: looks up the hard limits of a group.
         crossed: whether a group is above one of its soft marks.
-        on_pressure: told of a group whose write was refused for want of room, wholly or partly, or left it above a
-            soft mark.
+        on_pressure: told of a group whose write was refused for want of room, wholly or partly, or by a storage of
+            several, or left it above a soft mark.
     """
 
     def __init__(
@@ -78,6 +93,7 @@ class WriteSessions:
     ) -> None:
         self._endings = endings
         self._storages = storages
+        self._addresses = Addresses(storages, clock)
         self._usage = usage
         self._clock = clock
         self._new_id = new_id
@@ -92,31 +108,57 @@ class WriteSessions:
             InvalidArgumentError: the spec groups do not fit, or a block would follow itself.
             NotReadyError: blocks have to be written and no storage of the group is available, or other managers are
                 faster.
-            CapacityError: not even the first block that has to be written fits, or its storage has no room after all.
-            StorageIOError: the store failed; what was begun is rolled back now or at the session's deadline.
+            CapacityError: not even the first block that has to be written fits, or no storage has room after all.
+            StorageIOError: the store failed, or every storage; what was begun is rolled back now or at the session's
+                deadline.
         """
         if request.parent_key is not None and request.parent_key in request.keys:
             # Such a chain has no end: nothing of it could ever be evicted.
             raise InvalidArgumentError(f"parent_block_key is {request.parent_key}, must not be one of block_keys")
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
-        plan, reservation = await self._reserved_plan(cache, group, request)
-        if plan.refusal:
+        refusals: dict[str, KvcmError] = {}
+        while (started := await self._try(cache, group, request, refusals)) is None:
+            pass  # with the next candidate; there is one less each time
+        if started.refusal:
             self._refused(group)
+        return started
+
+    async def _try(
+        self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: dict[str, KvcmError]
+    ) -> StartedWrite | None:
+        """Start the write without the storages that refused it so far; None when one more of them does."""
+        plan, reservation = await self._reserved_plan(cache, group, request, refusals)
         session = self._new_session(cache, request, plan, reservation)
+        opened = self._opened(reservation)
         try:
-            return await self._begin(cache, session, request, plan, reservation, _hints(cache, group))
-        except BaseException as error:
-            # Nobody was told the session's id: not even the client could end it.
-            with suppress(KvcmError):
-                await uninterrupted(self._endings.abort(cache, session))
-            if isinstance(error, CapacityError):
-                self._refused(group)
-            raise
+            locations = await self._allocate(cache, group, session, plan, reservation)
+            return await self._begin(cache, session, request, _Placed(plan, reservation, opened, locations))
+        except RefusedError as refused:
+            refusals[refused.storage] = refused.reason
+            if isinstance(refused.reason, CapacityError):
+                self._on_pressure(group.name)  # room is to be made there, whoever takes these blocks
+            return None
         finally:
             if reservation is not None:
                 self._usage.settle(reservation, cache.index)
                 self.look_at_marks(group)
+
+    async def _allocate(
+        self,
+        cache: InstanceCache,
+        group: InstanceGroup,
+        session: WriteSession,
+        plan: WritePlan,
+        reservation: Reservation | None,
+    ) -> dict[int, Location]:
+        hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
+        try:
+            return await self._addresses.allocate(cache.instance, session, plan.blocks, hints)
+        except RefusedError:
+            if reservation is not None:
+                await self._usage.release(reservation, cache.index)  # the next candidate may need that room
+            raise
 
     def look_at_marks(self, group: InstanceGroup) -> None:
         """Tell whoever evicts if a group is above a mark, now that something was begun or can be evicted."""
@@ -128,15 +170,15 @@ class WriteSessions:
         self._on_pressure(group.name)
 
     async def _reserved_plan(
-        self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest
+        self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: Mapping[str, KvcmError]
     ) -> tuple[WritePlan, Reservation | None]:
         """Plan, and reserve what is planned; again where another manager took the room in between."""
         for _ in range(_MOST_PLANS):
             limits = self._limits_of(group)
-            plan = await self._plan(cache, limits, request)
+            plan = await self._plan(cache, limits, request, refusals)
             if plan.refusal and not plan.blocks:
                 self._refused(group)
-                raise CapacityError(plan.refusal)
+                raise CapacityError("; ".join([plan.refusal, *map(str, refusals.values())]))
             if not plan.blocks:
                 return plan, None
             wanted: Counter[Place] = Counter()
@@ -149,13 +191,15 @@ class WriteSessions:
         self._refused(group)
         raise NotReadyError(f"other managers keep taking the last room of group {group.name!r}: retry shortly")
 
-    async def _plan(self, cache: InstanceCache, limits: Limits, request: WriteRequest) -> WritePlan:
+    async def _plan(
+        self, cache: InstanceCache, limits: Limits, request: WriteRequest, refusals: Mapping[str, KvcmError]
+    ) -> WritePlan:
         keys, group = request.keys, limits.group
         wanted = cache.specs_per_key(request.spec_groups, len(keys))
         head = await self._head(cache, request.parent_key)
         records = await self._records(cache, keys)
         view = self._storages.for_node(request.node_id)
-        usable = candidates(group, view)
+        usable = [place for place in candidates(group, view) if place.storage not in refusals]
         # What is on a storage that is drained is written anew, where there is another one to write it to.
         is_leaving = (self._storages.is_draining,) if usable else ()
         missing = [
@@ -163,16 +207,21 @@ class WriteSessions:
             for record, specs in zip(records, wanted, strict=True)
         ]
         if not usable and any(missing):
-            raise NotReadyError(self._no_storage(group))
+            raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
         # While no other manager works on the store, nothing suspends from here until the room is reserved.
         room = await self._usage.room(limits, cache.placement.uid, cache.index) if any(missing) else None
         return plan_write(Planner(usable, room, cache.index.max_key_count), keys, missing, records, head)
 
-    def _no_storage(self, group: InstanceGroup) -> str:
+    def _no_candidate(self, group: InstanceGroup, refusals: Mapping[str, KvcmError]) -> KvcmError:
+        if refusals:
+            error = no_candidate_left(list(refusals.values()))
+            if isinstance(error, CapacityError):
+                self._refused(group)
+            return error
         message = f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}"
         draining = [name for name in group.storage_candidates if self._storages.is_draining(name)]
-        return f"{message}, of which {draining} are being drained" if draining else message
+        return NotReadyError(f"{message}, of which {draining} are being drained" if draining else message)
 
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Read the records, after ending writers whose time is up: their blocks can be written again."""
@@ -200,30 +249,46 @@ class WriteSessions:
         return WriteSession(session_id, cache.placement.uid, self._clock.now() + seconds, self._new_id(12), keys)
 
     async def _begin(
-        self,
-        cache: InstanceCache,
-        session: WriteSession,
-        request: WriteRequest,
-        plan: WritePlan,
-        reservation: Reservation | None,
-        hints: Hints,
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed
     ) -> StartedWrite:
-        opened = self._opened(reservation)
-        await self._endings.open(session)
-        locations: dict[int, Location] = {}
+        """Store the session and its blocks, or nothing of them."""
+        try:
+            lost = await self._store(cache, session, request, placed)
+            return await self._answer(cache, session, request, placed, lost)
+        except BaseException:
+            # Nobody was told the session's id: not even the client could end it.
+            with suppress(KvcmError):
+                await uninterrupted(self._endings.abort(cache, session))
+            raise
+
+    async def _store(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed
+    ) -> set[int]:
+        """Store the session, then its blocks; return those that another writer began in the meantime."""
         lost: set[int] = set()
-        for page in pages(plan.blocks):
-            if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
-                raise NotReadyError("the store took too long for the write to begin: start it again")
-            fresh = await self._allocate(cache, session, page, hints)
-            locations |= fresh
-            try:
-                lost |= await self._add(cache, session, request, page, locations)
-            except BaseException:
-                await uninterrupted(self._discard(list(fresh.values())))
-                raise
-            await asyncio.sleep(0)
-        session = await self._without(cache, session, locations, lost)
+        unstored = dict(placed.locations)
+        try:
+            await self._endings.open(session)
+            for page in pages(placed.plan.blocks):
+                self._check_in_time(placed.reservation)
+                lost |= await self._add(cache, session, request, page, placed.locations)
+                for block in page:
+                    del unstored[block.key]
+                await asyncio.sleep(0)
+        except BaseException:
+            await uninterrupted(self._addresses.discard(unstored.values()))
+            raise
+        return lost
+
+    def _check_in_time(self, reservation: Reservation | None) -> None:
+        if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
+            raise NotReadyError("the store took too long for the write to begin: start it again")
+
+    async def _answer(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed, lost: set[int]
+    ) -> StartedWrite:
+        plan, _, opened, locations = placed
+        session = await self._without(session, locations, lost)
         self._check_same(opened)
         if not await self._endings.is_open(session):
             # It expired while the store was busy: blocks that came later have no owner.
@@ -232,17 +297,15 @@ class WriteSessions:
         flags = [True] * len(request.keys)
         for block in won:
             flags[block.position] = False
-        await self._make_objects([locations[block.key] for block in won])
+        await self._addresses.make([locations[block.key] for block in won])
         chunks = [locations[block.key].chunk for block in won]
         return StartedWrite(session, BlockMask.of(flags), chunks, plan.refused, plan.refusal)
 
-    async def _without(
-        self, cache: InstanceCache, session: WriteSession, locations: dict[int, Location], lost: set[int]
-    ) -> WriteSession:
+    async def _without(self, session: WriteSession, locations: Mapping[int, Location], lost: set[int]) -> WriteSession:
         """Take the blocks that another writer began in the meantime out of the session."""
         if not lost:
             return session
-        await self._discard([locations[key] for key in lost])
+        await self._addresses.discard([locations[key] for key in lost])
         kept = replace(session, keys=tuple(key for key in session.keys if key not in lost))
         await self._endings.change(session, kept)
         return kept
@@ -260,86 +323,13 @@ class WriteSessions:
                     f"storage {storage!r} was removed or changed while the write was being started: start it again"
                 )
 
-    async def _discard(self, unused: Sequence[Location]) -> None:
-        """Free addresses that are not handed out, before the others are: whoever deletes a packed file has to know that
-        nobody will write these slots, also if this manager dies at once."""
-        by_storage: defaultdict[str, list[str]] = defaultdict(list)
-        for location in unused:
-            by_storage[location.storage] += [spec.uri for spec in decode_chunk(location.chunk).specs]
-        for storage, uris in by_storage.items():
-            await self._discard_on(storage, uris)
-
-    async def _discard_on(self, storage: str, uris: Sequence[str]) -> None:
-        backend = self._storages.backend(storage)
-        try:
-            async with asyncio.timeout(_DISCARD_SECONDS):
-                reasons = await backend.discard(uris) if backend is not None else ()
-        except TimeoutError:
-            reasons = ["no answer"]
-        for reason in filter(None, reasons):
-            _log.warning("addresses_not_discarded", storage=storage, reason=reason)
-
-    async def _make_objects(self, fresh: Sequence[Location]) -> None:
-        """Let storages make the objects of fresh addresses that want to do that themselves."""
-        for storage in {location.storage for location in fresh}:
-            backend = self._storages.backend(storage)
-            if backend is None or not backend.makes_objects:
-                continue
-            chunks = [location.chunk for location in fresh if location.storage == storage]
-            for page in pages([spec.uri for chunk in chunks for spec in decode_chunk(chunk).specs]):
-                try:
-                    async with asyncio.timeout(_MAKE_SECONDS):
-                        await backend.make_objects(page)
-                except TimeoutError:
-                    raise StorageIOError(f"storage {storage!r} does not answer: start the write again") from None
-
-    async def _allocate(
-        self, cache: InstanceCache, session: WriteSession, blocks: Sequence[PlannedBlock], hints: Hints
-    ) -> dict[int, Location]:
-        """Return a writing location with addresses for every planned block, allocated in one batch per storage."""
-        by_storage: defaultdict[str, list[PlannedBlock]] = defaultdict(list)
-        for block in blocks:
-            by_storage[block.place.storage].append(block)
-        uris: dict[str, dict[tuple[str, int], str]] = {}
-        try:
-            for storage, part in by_storage.items():
-                uris[storage] = await self._uris(cache, session, storage, part, hints)
-        except BaseException:
-            for storage, unused in uris.items():
-                await uninterrupted(self._discard_on(storage, list(unused.values())))
-            raise
-        now = self._clock.now()
-        return {block.key: _location(session, block, uris[block.place.storage], now) for block in blocks}
-
-    async def _uris(
-        self, cache: InstanceCache, session: WriteSession, storage: str, blocks: Sequence[PlannedBlock], hints: Hints
-    ) -> dict[tuple[str, int], str]:
-        instance = cache.instance
-        # Ordered by spec, then by key: a chunk of a packed file holds one spec of neighbouring blocks.
-        by_spec: defaultdict[str, list[Part]] = defaultdict(list)
-        for block in blocks:
-            for info in block.specs:
-                by_spec[info.name].append(Part(info.name, block.key, info.size, block.depth))
-        parts = [part for name in instance.spec_names for part in by_spec[name]]
-        backend = self._storages.backend(storage)
-        if backend is None:
-            raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start it again")
-        try:
-            uris = await backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
-        except StorageIOError as error:
-            self._storages.note_unwritable(storage)  # the next write goes elsewhere, where there is another one
-            if not is_full(error):
-                raise
-            raise CapacityError(f"{error}: retry shortly, room is being made") from error
-        return {(part.spec_name, part.key): uri for part, uri in zip(parts, uris, strict=True)}
-
     async def _add(
         self,
         cache: InstanceCache,
         session: WriteSession,
         request: WriteRequest,
         blocks: Sequence[PlannedBlock],
-        locations: dict[int, Location],
+        locations: Mapping[int, Location],
     ) -> set[int]:
         """Add the locations to the records; return the blocks that another writer began in the meantime."""
         planned = {block.key: block for block in blocks}
@@ -359,25 +349,5 @@ class WriteSessions:
         return {change.key for change in changes if not _holds(change.new, session)}
 
 
-def _hints(cache: InstanceCache, group: InstanceGroup) -> Hints:
-    return Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
-
-
 def _holds(record: BlockRecord | None, session: WriteSession) -> bool:
     return record is not None and any(location.id == session.location_id for location in record.locations)
-
-
-def _location(session: WriteSession, block: PlannedBlock, uris: dict[tuple[str, int], str], now: float) -> Location:
-    specs = [SpecUri(info.name, uris[info.name, block.key]) for info in block.specs]
-    return Location(
-        id=session.location_id,
-        storage=block.place.storage,
-        storage_type=block.place.storage_type,
-        status=LocationStatus.WRITING,
-        spec_names=tuple(spec.name for spec in specs),
-        chunk=encode_chunk(block.place.storage_type, len(specs), specs),
-        size_bytes=block.size_bytes,
-        written_at=now,
-        session_id=session.id,
-        deadline=session.deadline,
-    )

@@ -159,6 +159,11 @@ class SharedLedger:
             raise
         return True
 
+    async def release(self, reservation: Reservation, index: MetaIndex) -> None:
+        """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
+        made = bookings(reservation, index.max_key_count)
+        await asyncio.gather(*(self._counters.release(account, reservation.owner) for account, _, _ in made))
+
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
         """End a reservation, together with the report of what was stored under it."""
         self._end(reservation.owner, (account for account, _, _ in bookings(reservation, index.max_key_count)))

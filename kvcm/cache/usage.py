@@ -71,6 +71,9 @@ class Ledger(Protocol):
     async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
         """Take what was planned. False: it does not fit any more; nothing is taken then."""
 
+    async def release(self, reservation: Reservation, index: MetaIndex) -> None:
+        """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
+
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
         """End a reservation: what was stored under it is counted by the index from now on."""
 
@@ -142,6 +145,9 @@ class UsageLedger:
         self._taken.add(reservation.limits.group.name, reservation.wanted_bytes)
         index.reserve_keys(reservation.new_keys)
         return True
+
+    async def release(self, reservation: Reservation, index: MetaIndex) -> None:
+        """Settling does that at once."""
 
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
         self._taken.add(reservation.limits.group.name, reservation.wanted_bytes, -1)

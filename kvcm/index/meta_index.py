@@ -94,6 +94,17 @@ class MetaIndex:
         self._on_usage = on_usage
         self._incoming = 0
         self._reserved = 0
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change made through this object; of a shared store others change the blocks, too."""
+        return self._generation
+
+    @property
+    def due_from(self) -> float:
+        """Unix seconds before which `due` finds nothing; 0 where only the store knows."""
+        return self._backend.due_from
 
     @property
     def is_shared(self) -> bool:
@@ -284,6 +295,7 @@ class MetaIndex:
             raise
         finally:
             self._incoming -= incoming
+            self._generation += bool(written)
         lost = set(outcome.lost)
         if lost:
             changes = [change for change in changes if change.key not in lost]
@@ -368,6 +380,7 @@ class MetaIndex:
         """Forget everything: the instance is gone."""
         self.invalidate_all()
         await self._backend.drop()
+        self._generation += 1
 
 
 def _tell_usage(usage: Mapping[Place, int], written: Sequence[Change], note: UsageNote) -> None:

@@ -150,9 +150,11 @@ class DeletionExecutor:
         return await self._look_at(list(self._behind.values()))
 
     async def _look_at(self, custodies: Iterable[IndexInCustody]) -> int:
-        seen = 0
+        seen, now = 0, self._clock.now()
         self._behind.clear()
         for custody in custodies:
+            if custody.meta_index.due_from > now:  # nearly always
+                continue
             try:
                 seen += await self._look_through(custody)
             except KvcmError as error:  # a damaged record, or a store that is away: the other indexes get their turn

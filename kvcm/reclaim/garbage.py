@@ -155,7 +155,8 @@ class GarbageCollector:
             KvcmError: the store failed.
         """
         for custody in self._current():
-            await self._judge(custody, _SLICE, dry_run=False)
+            if self._suspects.get(custody.uid):  # of most there are none
+                await self._judge(custody, _SLICE, dry_run=False)
         now = self._clock.now()
         if self._lap is None:
             if now < self._next_lap:

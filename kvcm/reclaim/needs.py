@@ -7,16 +7,17 @@ what goes there counts for the group's total, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
 from kvcm.model.groups import GlobalQuota, InstanceGroup
-from kvcm.model.instances import Instance
 from kvcm.model.locations import Location, Place
 from kvcm.model.storages import StorageConfig, StorageType
+from kvcm.reclaim.holdings import GroupHoldings, Holding, Wanted
 from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, key_mark, size_mark, storage_mark, type_mark
 
 __all__ = ["Holding", "Label", "Limits", "Need", "Reason", "needs"]
@@ -34,50 +35,12 @@ class Reason(Enum):
     TTL = "ttl"
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """What one instance holds, without what is already being deleted.
-
-    Attributes:
-        uid: number of its registration.
-        instance: the registration.
-        group: its group.
-        remaining: bytes by place.
-        keys: blocks.
-        max_keys: most blocks that it may have.
-    """
-
-    uid: int
-    instance: Instance
-    group: InstanceGroup
-    remaining: Mapping[Place, int]
-    keys: int
-    max_keys: int
-
-    def bytes(self, wanted: Wanted) -> int:
-        """Return the bytes at wanted places."""
-        return sum(size for place, size in self.remaining.items() if wanted(place))
-
-
-Wanted = Callable[[Place], bool]
-"""Whether what lies at a place helps."""
-
-
 class Limits(NamedTuple):
     """The limits above the groups, and all groups."""
 
     storages: Sequence[StorageConfig]
     quotas: Sequence[GlobalQuota]
     groups: Sequence[InstanceGroup] = ()
-
-    def kept_on(self, storage: StorageConfig, used: Mapping[str, int]) -> int:
-        """Return the bytes on a storage that groups are guaranteed and do not use: nobody else may.
-
-        Args:
-            storage: as configured.
-            used: bytes on it by group.
-        """
-        return sum(max(0, group.guaranteed_on(storage) - used.get(group.name, 0)) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,98 +91,108 @@ def needs(holdings: Sequence[Holding], limits: Limits, active: Collection[Label]
 
 
 class _Look:
-    """Holdings against limits, once."""
+    """Holdings against limits, once. Every sum is made once, however many storages and quotas ask for it."""
 
     def __init__(self, holdings: Sequence[Holding], limits: Limits, active: Collection[Label]) -> None:
-        self._groups: dict[str, list[Holding]] = {}
+        members: dict[str, list[Holding]] = {}
         for holding in holdings:
-            self._groups.setdefault(holding.group.name, []).append(holding)
+            members.setdefault(holding.group.name, []).append(holding)
+        self._groups = [GroupHoldings.of(each) for each in members.values()]
         self._limits = limits
         self._active = active
+        self._on_storage: defaultdict[str, list[GroupHoldings]] = defaultdict(list)
+        self._allowed_on: defaultdict[str, int] = defaultdict(int)
+        self._under_quota: defaultdict[str, list[GroupHoldings]] = defaultdict(list)
+        for group in self._groups:
+            self._sort(group)
+        self._guarantors: defaultdict[str, dict[str, InstanceGroup]] = defaultdict(dict)
+        for configured in limits.groups:
+            for guarantee in configured.storage_guarantees:
+                self._guarantors[guarantee.storage_unique_name][configured.name] = configured
+
+    def _sort(self, held: GroupHoldings) -> None:
+        """Note where a group holds something, and where its blocks need room, whether there are any or not."""
+        for name in held.by_storage:
+            self._on_storage[name].append(held)
+        for name in held.group.storage_candidates:
+            self._allowed_on[name] = max(self._allowed_on[name], held.largest_block)
+        self._under_quota[held.group.global_quota_group_name].append(held)
 
     def needs(self) -> Iterator[Need]:
-        for members in self._groups.values():
-            yield from self._of_types(members)
+        for held in self._groups:
+            yield from self._of_types(held)
         for storage in self._limits.storages:
             if storage.limit_bytes:
                 yield from self._of_storage(storage)
-        for members in self._groups.values():
-            yield from self._of_keys(members)
-            yield from self._of_group(members)
+        for held in self._groups:
+            yield from self._of_keys(held)
+            yield from self._of_group(held)
         for quota in self._limits.quotas:
             yield from self._of_quota(quota)
 
-    def _of_types(self, members: Sequence[Holding]) -> Iterator[Need]:
-        group, block = members[0].group, _largest_block(members)
-        for quota in group.quota.quota_config:
+    def _of_types(self, held: GroupHoldings) -> Iterator[Need]:
+        for quota in held.group.quota.quota_config:
             kind = quota.storage_type
-            mark = type_mark(group, kind, block)
-            yield from self._need(Reason.TYPE, mark, members, partial(_is_of_type, kind), f"{group.name}/{kind.kind}")
+            mark, used = type_mark(held.group, kind, held.largest_block), held.by_type.get(kind, 0)
+            name = f"{held.group.name}/{kind.kind}"
+            yield from self._need(Reason.TYPE, mark, used, held, partial(_is_of_type, kind), name)
 
-    def _of_group(self, members: Sequence[Holding]) -> Iterator[Need]:
-        group = members[0].group
-        yield from self._need(Reason.SIZE, size_mark(group), members, _anywhere, group.name)
-        mark = group_mark(group, _largest_block(members))
-        yield from self._need(Reason.GROUP, mark, members, _anywhere, group.name)
+    def _of_group(self, held: GroupHoldings) -> Iterator[Need]:
+        group, used = held.group, held.total
+        yield from self._need(Reason.SIZE, size_mark(group), used, held, _anywhere, group.name)
+        mark = group_mark(group, held.largest_block)
+        yield from self._need(Reason.GROUP, mark, used, held, _anywhere, group.name)
 
-    def _of_keys(self, members: Sequence[Holding]) -> Iterator[Need]:
-        for holding in members:
+    def _of_keys(self, held: GroupHoldings) -> Iterator[Need]:
+        for holding in held.members:
             name = holding.instance.instance_id
-            excess = self._excess((Reason.KEYS, name), key_mark(holding.group, holding.max_keys), holding.keys)
+            excess = self._excess((Reason.KEYS, name), key_mark(held.group, holding.max_keys), holding.keys)
             if excess:
                 yield Need(Reason.KEYS, excess, _anywhere, [holding], name, counts_blocks=True)
 
     def _of_storage(self, storage: StorageConfig) -> Iterator[Need]:
         name = storage.global_unique_name
+        users = [(held, used) for held in self._on_storage.get(name, ()) if (used := held.by_storage[name])]
+        mark = storage_mark(storage, self._allowed_on.get(name, 0))
+        guarantees = {each.name: each.guaranteed_on(storage) for each in self._guarantors.get(name, {}).values()}
         wanted = partial(_is_on, name)
-        users = {group: members for group, members in self._groups.items() if _sum(members, wanted)}
-        mark = storage_mark(storage, self._largest_block_of(lambda group: name in group.storage_candidates))
-        used = {group: _sum(members, wanted) for group, members in users.items()}
-        kept = self._limits.kept_on(storage, used)
-        guarantees = {group.name: group.guaranteed_on(storage) for group in self._limits.groups}
-        yield from self._fair_needs(_Contest(Reason.STORAGE, name, mark, users, wanted, guarantees, kept))
+        yield from self._fair_needs(_Contest(Reason.STORAGE, name, mark, users, wanted, guarantees))
 
     def _of_quota(self, quota: GlobalQuota) -> Iterator[Need]:
-        drawing = {
-            group: members
-            for group, members in self._groups.items()
-            if members[0].group.global_quota_group_name == quota.name and _sum(members, _anywhere)
-        }
-        mark = global_mark(quota, self._largest_block_of(lambda group: group.global_quota_group_name == quota.name))
-        yield from self._fair_needs(_Contest(Reason.GLOBAL, quota.name, mark, drawing, _anywhere, {}))
-
-    def _largest_block_of(self, may_use: Callable[[InstanceGroup], bool]) -> int:
-        """Return the largest block of all groups that may use something, whether they do or not."""
-        return _largest_block([each for members in self._groups.values() for each in members if may_use(each.group)])
+        drawing = self._under_quota.get(quota.name, ())
+        mark = global_mark(quota, max((held.largest_block for held in drawing), default=0))
+        users = [(held, held.total) for held in drawing if held.total]
+        yield from self._fair_needs(_Contest(Reason.GLOBAL, quota.name, mark, users, _anywhere, {}))
 
     def _excess(self, label: Label, mark: Mark | None, used: int) -> int:
         return mark.excess(used, is_active=label in self._active) if mark is not None else 0
 
     def _need(
-        self, reason: Reason, mark: Mark | None, members: Sequence[Holding], wanted: Wanted, name: str
+        self, reason: Reason, mark: Mark | None, used: int, held: GroupHoldings, wanted: Wanted, name: str
     ) -> Iterator[Need]:
-        excess = self._excess((reason, name), mark, _sum(members, wanted)) if mark is not None else 0
+        excess = self._excess((reason, name), mark, used)
         if excess:
-            yield Need(reason, excess, wanted, members, name)
+            yield Need(reason, excess, wanted, held.members, name)
 
     def _fair_needs(self, contest: _Contest) -> Iterator[Need]:
         """Take from the groups that use most above what they are entitled to: their guarantee, and an equal share of
         what nobody is guaranteed. Each gives what is above that; the group that is furthest above gives first, and
         the next one where that has nothing to give."""
-        reason, name, mark, users, wanted, guarantees, kept = contest
-        used = {group: _sum(members, wanted) for group, members in users.items()}
-        total = sum(used.values())
-        excess = self._excess((reason, name), mark, total + kept)
+        reason, name, mark, users, wanted, guarantees = contest
+        total = sum(used for _, used in users)
+        excess = self._excess((reason, name), mark, total + contest.kept_bytes)
         if not excess or mark is None or not users:
             return
         share = max(0, mark.low - sum(guarantees.values())) // len(users)
-        above = {group: used[group] - guarantees.get(group, 0) - share for group in users}
-        payers = sorted((group for group in users if above[group] > 0), key=lambda group: (-above[group], group))
-        for group in payers:
-            yield Need(reason, min(excess, above[group]), wanted, users[group], name, group)
-        rest = min(excess - sum(above[group] for group in payers), total - mark.low)
+        above = [(used - guarantees.get(held.group.name, 0) - share, held) for held, used in users]
+        payers = sorted(
+            ((most, held) for most, held in above if most > 0), key=lambda payer: (-payer[0], payer[1].group.name)
+        )
+        for most, held in payers:
+            yield Need(reason, min(excess, most), wanted, held.members, name, held.group.name)
+        rest = min(excess - sum(most for most, _ in payers), total - mark.low)
         if rest > 0:  # guarantees that together exceed the mark, and are used
-            yield Need(reason, rest, wanted, [holding for members in users.values() for holding in members], name)
+            yield Need(reason, rest, wanted, [each for held, _ in users for each in held.members], name)
 
 
 class _Contest(NamedTuple):
@@ -229,19 +202,23 @@ class _Contest(NamedTuple):
         reason: whose mark it is.
         name: of the thing.
         mark: of all groups together.
-        users: holdings by group.
+        users: those that use some of it, with how many bytes.
         wanted: places that belong to it.
         guarantees: bytes by group that it can always have, also of groups that use nothing.
-        kept: bytes that are guaranteed and not used.
     """
 
     reason: Reason
     name: str
     mark: Mark | None
-    users: Mapping[str, Sequence[Holding]]
+    users: Sequence[tuple[GroupHoldings, int]]
     wanted: Wanted
     guarantees: Mapping[str, int]
-    kept: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are guaranteed and not used: nobody else may use them."""
+        used = {held.group.name: size for held, size in self.users}
+        return sum(max(0, size - used.get(name, 0)) for name, size in self.guarantees.items())
 
 
 def _anywhere(_place: Place) -> bool:
@@ -254,11 +231,3 @@ def _is_of_type(kind: StorageType, place: Place) -> bool:
 
 def _is_on(name: str, place: Place) -> bool:
     return place.storage == name
-
-
-def _largest_block(holdings: Sequence[Holding]) -> int:
-    return max((holding.instance.block_bytes for holding in holdings), default=0)
-
-
-def _sum(holdings: Sequence[Holding], wanted: Wanted) -> int:
-    return sum(holding.bytes(wanted) for holding in holdings)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -28,10 +28,11 @@ from kvcm.reclaim.batch import Batch
 from kvcm.reclaim.chains import Chains
 from kvcm.reclaim.custody import IndexInCustody
 from kvcm.reclaim.evicted import Evicted, ReclaimStats
+from kvcm.reclaim.holdings import Holding, Holdings
 from kvcm.reclaim.lanes import OrderPlan
-from kvcm.reclaim.live_order import LiveOrder
 from kvcm.reclaim.marking import Eviction, marked
-from kvcm.reclaim.needs import Holding, Label, Limits, Need, Reason, needs
+from kvcm.reclaim.needs import Label, Limits, Need, Reason, needs
+from kvcm.reclaim.orders import TRIGGER_SECONDS, Order, Orders
 from kvcm.reclaim.servings import Payment, Serving, Servings, payment_of
 from kvcm.reclaim.shares import Shares
 from kvcm.reclaim.turns import Turns
@@ -41,8 +42,6 @@ from kvcm.reclaim.windows import WindowWalk
 
 __all__ = ["Reclaimer"]
 
-_TRIGGER_SECONDS = 1.0
-_SHARED_SECONDS = 0.5  # other managers' writes are only seen by looking
 _STEP_SECONDS = 0.1  # between looks of a group that a step limit holds back
 _BETWEEN_LOOKS_SECONDS = 0.01  # many writes that cross a mark are one reason to look
 _MOST_WINDOWS = 16  # of 1,024 blocks; the next look goes on behind them
@@ -83,7 +82,11 @@ class Reclaimer:
         self._on_evicted = on_evicted
         self._random = random if random is not None else Random()  # noqa: S311 - a sample, no secret
         self._turns = turns if turns is not None else Turns()
-        self._orders: dict[int, LiveOrder | WindowOrder] = {}
+        self._following = Orders(find_group, partial(_window_order, clock, self._random))
+        self._orders: Mapping[int, Order] = {}
+        self._held = Holdings()
+        self._asked: tuple[Sequence[Holding], Limits, Collection[Label]] | None = None
+        self._found: Sequence[Need] = ()
         self._wake = asyncio.Event()
         self._generation = -1
         self._expiry_windows: dict[int, int] = {}
@@ -115,7 +118,7 @@ class Reclaimer:
             if is_leader():
                 is_hasty = loop.time() < thorough_at
                 if not is_hasty:
-                    thorough_at = loop.time() + _TRIGGER_SECONDS
+                    thorough_at = loop.time() + TRIGGER_SECONDS
                 try:
                     await self.look(is_hasty=is_hasty)
                 except KvcmError as error:  # the store cannot be asked: the next look tries again
@@ -128,47 +131,14 @@ class Reclaimer:
             self._wake.clear()
 
     def _pause_seconds(self) -> float:
-        if self.is_held_back:
-            return _STEP_SECONDS
-        periods = []
-        for custody in self._indexes():
-            group = self._find_group(custody.instance.instance_group_name)
-            if group is not None:
-                seconds = group.cache_config.reclaim_strategy.trigger_period_seconds or _TRIGGER_SECONDS
-                order = self._orders.get(custody.uid)
-                if order is not None and order.plan.expires:  # no write tells of an age that was reached
-                    seconds = min(seconds, _TRIGGER_SECONDS)
-                periods.append(min(seconds, _SHARED_SECONDS) if custody.meta_index.is_shared else seconds)
-        return min(periods, default=_TRIGGER_SECONDS)
+        if not self._is_leader():  # then it may lead at any moment
+            return TRIGGER_SECONDS
+        return _STEP_SECONDS if self.is_held_back else self._following.seconds_between_looks
 
     def follow(self) -> None:
         """Keep an order of what can be evicted, as the groups say now. A new policy reads the whole index once."""
-        current: dict[int, LiveOrder | WindowOrder] = {}
-        for custody in self._indexes():
-            group = self._find_group(custody.instance.instance_group_name)
-            plan = OrderPlan.of(group, custody.instance.instance_id) if group is not None else None
-            if group is not None and plan is not None and (plan.expires or self._has_marks(group)):
-                current[custody.uid] = self._order(custody, plan)
-            elif custody.uid in self._orders:
-                custody.meta_index.follow(None)
-        self._orders = current
-
-    def _order(self, custody: IndexInCustody, plan: OrderPlan) -> LiveOrder | WindowOrder:
-        known = self._orders.get(custody.uid)
-        if known is not None and known.plan == plan:
-            return known
-        live = LiveOrder.over(custody.meta_index, plan)
-        return live if live is not None else WindowOrder(custody.meta_index, plan, self._clock, self._random)
-
-    def _has_marks(self, group: InstanceGroup) -> bool:
-        limits = self._limits()
-        trigger = group.cache_config.reclaim_strategy.trigger_strategy
-        return bool(
-            0 < trigger.used_percentage <= 1
-            or trigger.used_size
-            or any(storage.limit_bytes for storage in limits.storages)
-            or any(quota.name == group.global_quota_group_name for quota in limits.quotas)
-        )
+        self._following.follow(self._indexes(), self._limits())
+        self._orders = self._following.by_uid
 
     async def look(self, *, is_hasty: bool = False) -> int:
         """Bring everything below its mark; return the number of blocks that were marked.
@@ -205,8 +175,7 @@ class Reclaimer:
             if self._clock.now() >= until:
                 self._wake.set()
                 break
-            found = list(needs(self._holdings(), self._limits(), self._active))
-            self._active = {need.label for need in found}
+            found = self._needs()
             need = servings.next(found)
             if need is None:
                 self._note_unmet(found)
@@ -230,18 +199,16 @@ class Reclaimer:
             self.stats.unmet[reason.value] += amount
 
     def _holdings(self) -> list[Holding]:
-        holdings = []
-        for custody in self._indexes():
-            group = self._find_group(custody.instance.instance_group_name)
-            if group is None or custody.uid not in self._orders:
-                continue
-            index = custody.meta_index
-            deleting = index.deleting_bytes
-            remaining = {place: size - deleting.get(place, 0) for place, size in index.usage_bytes.items()}
-            keys = index.key_count - index.deleting_keys
-            max_keys = group.cache_config.meta_indexer_config.max_key_count  # the index hears of it at the next write
-            holdings.append(Holding(custody.uid, custody.instance, group, remaining, keys, max_keys))
-        return holdings
+        groups = ((each, self._find_group(each.instance.instance_group_name)) for each in self._indexes())
+        return self._held.of((each, group) for each, group in groups if group is not None and each.uid in self._orders)
+
+    def _needs(self) -> Sequence[Need]:
+        """Return what has to go; found out anew only when something it depends on has changed."""
+        asked = (self._holdings(), self._limits(), self._active)
+        if asked != self._asked:
+            self._asked, self._found = asked, list(needs(*asked))
+        self._active = {need.label for need in self._found}
+        return self._found
 
     def indexes(self) -> dict[int, MetaIndex]:
         """Return the indexes by uid."""
@@ -307,9 +274,9 @@ class Reclaimer:
 
     async def _expire(self) -> int:
         """Mark what has reached the age that its policy allows."""
-        total = 0
-        for holding in self._holdings():
-            if self._orders[holding.uid].plan.expires:
+        total, expiring = 0, self._following.expiring
+        for holding in self._holdings() if expiring else ():
+            if holding.uid in expiring:
                 while blocks := await self._expire_some(holding):
                     total += blocks
                     await self._turns.give_way()
@@ -374,6 +341,10 @@ class Reclaimer:
             self.stats.note(evicted)
             self._on_evicted(evicted)
         return len(marked_blocks)
+
+
+def _window_order(clock: Clock, random: Random, index: MetaIndex, plan: OrderPlan) -> WindowOrder:
+    return WindowOrder(index, plan, clock, random)
 
 
 def _delay_seconds(group: InstanceGroup) -> float:

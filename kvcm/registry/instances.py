@@ -122,9 +122,12 @@ class InstanceRegistry:
 
     def removals(self) -> list[Removal]:
         """Return the removals whose instance is forgotten and whose blocks may not all be deleted, the oldest first."""
+        removals = self._removals.all()
+        if not removals:  # nearly always, and duties ask all the time
+            return []
         registered = {registration.placement.uid for registration in self._shelf.all()}
-        removals = (removal for removal in self._removals.all() if removal.placement.uid not in registered)
-        return sorted(removals, key=lambda removal: removal.placement.uid)
+        going = (removal for removal in removals if removal.placement.uid not in registered)
+        return sorted(going, key=lambda removal: removal.placement.uid)
 
     async def forget_removal(self, uid: int) -> None:
         """Forget a removal whose blocks are all deleted; forgetting it twice is fine.

@@ -45,6 +45,7 @@ class Shelf(Generic[Value]):
         self._kind = kind
         self._values: dict[str, Value] = {}
         self._documents: dict[str, bytes] = {}
+        self._order: list[str] | None = None  # of the names, until one comes or goes: duties ask for it all the time
         self._unreadable: dict[str, bytes] = {}  # said once each
         self._watchers: list[set[str]] = []
         self.generation = 0
@@ -60,7 +61,9 @@ class Shelf(Generic[Value]):
 
     def names(self) -> list[str]:
         """Return all names in order."""
-        return sorted(self._values)
+        if self._order is None:
+            self._order = sorted(self._values)
+        return list(self._order)
 
     def all(self) -> list[Value]:
         """Return all values, ordered by name."""
@@ -145,6 +148,8 @@ class Shelf(Generic[Value]):
         if document == self._documents.get(name):
             self._unreadable.pop(name, None)  # it was mended
             return
+        if document is None or name not in self._values:
+            self._order = None
         if document is None:
             del self._documents[name], self._values[name]
         else:

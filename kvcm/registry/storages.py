@@ -12,7 +12,7 @@ forgotten is not given to another medium (`drains`; carried out by `kvcm.cache.d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -95,6 +95,7 @@ class StorageRegistry:
         self._opening: dict[StorageConfig, asyncio.Task[None]] = {}
         self._failures: dict[StorageConfig, _Failure] = {}
         self._round = 0
+        self._drains: tuple[int, Sequence[StorageDrain]] = (-1, ())  # as of a generation of the shelf
 
     async def add(self, config: StorageConfig) -> None:
         """Add and open a storage, before the manager serves: opening its medium blocks.
@@ -240,7 +241,10 @@ class StorageRegistry:
 
     def drains(self) -> list[StorageDrain]:
         """Return the storages that are to be emptied or forgotten, ordered by name."""
-        return [drain for config in self._shelf.all() if (drain := _drain_of(config)) is not None]
+        if self._drains[0] != self._shelf.generation:
+            drains = (_drain_of(config) for config in self._shelf.all())
+            self._drains = self._shelf.generation, tuple(drain for drain in drains if drain is not None)
+        return list(self._drains[1])
 
     def being_left(self, drain: StorageDrain) -> StorageConfig | None:
         """Return the storage of a drain that this manager has not heard the end of, None of one that is over."""
@@ -295,6 +299,8 @@ class StorageRegistry:
             if is_open is not None:
                 del self._open[name]
                 self._opener.close(name)
+            return True
+        if is_open is wanted:  # nearly always
             return True
         if is_open is None or _medium(is_open) != _medium(wanted):
             return False

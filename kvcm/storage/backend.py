@@ -100,7 +100,8 @@ class StorageBackend(Protocol):
         """Return one uri per part, in order. Moves no bytes; at most the metadata store is asked.
 
         Raises:
-            StorageIOError: there is no room, or the store cannot be asked; nothing is allocated then.
+            StorageIOError: there is no room, or the store cannot be asked.
+            NotReadyError: the storage cannot be used now. Nothing is allocated in either case.
         """
 
     @property

@@ -179,7 +179,7 @@ class StorageDirectory:
             self._rank_anew(name)
 
     def note_unwritable(self, name: str) -> None:
-        """Expect no room on an open storage until its next probe: somebody found none a moment ago."""
+        """Expect no room on an open storage until a probe is answered: somebody was refused a moment ago."""
         if name in self._health:
             self._health[name] = replace(self._health[name], is_unwritable=True)
 

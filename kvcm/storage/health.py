@@ -11,6 +11,7 @@ Rules:
 * Whatever is not good makes an UP storage DEGRADED at once: somebody should look, and nothing is hidden.
 * Only `down_after` failures in a row (late ones count) make it DOWN. Nothing makes it DOWN at once: one lost answer, a
   remount or a second of a busy network would hide every block on it, and asking twice more takes two seconds.
+* Whether it takes bytes only an answer tells: what was known of that, also from a write, holds until the next one.
 * A full medium is never DOWN for that: its blocks can be read, and while they were hidden nobody would miss them enough
   to make room. Writes go elsewhere while there is another storage for them.
 * Only `up_after` answers in a row bring it back from DOWN, as UP when all of them were good, else as DEGRADED; and as
@@ -95,7 +96,7 @@ class StorageHealth:
         probe_seconds: what the last probe took.
         failed_probes: those that were not answered, since the storage was opened.
         space: of the medium at the last answer, None before that.
-        is_unwritable: the medium answered last, and took no bytes.
+        is_unwritable: the medium took no bytes when it answered last, or refused a write since.
         failures: in a row.
         answers: in a row.
         good_answers: in a row.
@@ -137,7 +138,7 @@ class StorageHealth:
             probe_seconds=probe.seconds,
             failed_probes=self.failed_probes + (probe.end is not ProbeEnd.ANSWERED),
             space=probe.space or self.space,
-            is_unwritable=probe.end is ProbeEnd.UNWRITABLE,
+            is_unwritable=self.is_unwritable if failed else probe.end is ProbeEnd.UNWRITABLE,
             failures=self.failures + 1 if failed else 0,
             answers=0 if failed else self.answers + 1,
             good_answers=self.good_answers + 1 if good else 0,

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
 
 from kvcm.model.clock import Clock
-from kvcm.model.errors import InvalidArgumentError, StorageIOError, UnsupportedError
+from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
 from kvcm.model.memory_pool import extent_bytes
 from kvcm.model.names import path_component
 from kvcm.model.storages import StorageConfig, StorageType, TairMemPoolStorageSpec
@@ -73,9 +73,8 @@ class MempoolStorage:
         """As last seen by this manager, with every probe at the latest."""
 
     async def allocate(self, allocation: Allocation) -> list[str]:
-        state = await self.refresh()
-        if reason := state.why_not_usable(self.spec.node_id, self._clock.now()):
-            raise StorageIOError(f"storage {self._name}: {reason}")
+        if reason := await self._why_not_usable():
+            raise NotReadyError(reason)
         taken = await self._extents.take(Counter(extent_bytes(part.size_bytes) for part in allocation.parts))
         places = {size: iter(extents) for size, extents in taken.items()}
         return [self._uri(next(places[extent_bytes(part.size_bytes)]), part.size_bytes) for part in allocation.parts]
@@ -107,11 +106,14 @@ class MempoolStorage:
 
     async def probe(self) -> None:
         """Ask the store whether the pool is there; only its host can look at the memory itself."""
-        state = await self.refresh()
-        if reason := state.why_not_usable(self.spec.node_id, self._clock.now()):
-            raise StorageIOError(f"storage {self._name}: {reason}")
+        if reason := await self._why_not_usable():
+            raise StorageIOError(reason)
         if not (await self.space()).free_bytes:
             raise no_space(f"storage {self._name}: the pool is full")
+
+    async def _why_not_usable(self) -> str:
+        reason = (await self.refresh()).why_not_usable(self.spec.node_id, self._clock.now())
+        return f"storage {self._name}: {reason}" if reason else ""
 
     async def space(self) -> StorageSpace:
         """Return the space of the pool. Of a pool of more than 4 GiB that other managers fill, too, it is what was seen

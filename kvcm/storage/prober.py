@@ -11,7 +11,7 @@ A look decides, for every storage, whether a probe is due or late. Looks never w
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -19,7 +19,7 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.storage.backend import StorageBackend, is_full
 from kvcm.storage.directory import StorageDirectory
-from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd, StorageHealth
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd
 
 __all__ = ["Prober"]
 
@@ -37,7 +37,6 @@ class _Watch:
         backend: the storage.
         next_at: when the next probe is due, or the one under way counts as late.
         began_at: when the last probe began.
-        health: as of the last probe.
         probe: under way.
         is_late: whether that one was counted already.
     """
@@ -45,7 +44,6 @@ class _Watch:
     backend: StorageBackend
     next_at: float
     began_at: float = 0.0
-    health: StorageHealth = field(default_factory=StorageHealth)
     probe: asyncio.Task[None] | None = None
     is_late: bool = False
 
@@ -132,12 +130,13 @@ class Prober:
             self._note(name, watch, probe)
 
     def _note(self, name: str, watch: _Watch, probe: Probe) -> None:
-        now, before = self._clock.now(), watch.health
-        watch.health = health = before.after(probe, now, self._rules)
+        before = self._storages.health(name)  # with what writes found out since the last probe
+        if before is None or self._storages.backend(name) is not watch.backend:
+            return  # it was closed or replaced a moment ago, and is not watched any more with the next look
+        now = self._clock.now()
+        health = before.after(probe, now, self._rules)
         is_up = health.state is HealthState.SH_UP
         watch.next_at = now + (self._interval_seconds if is_up else min(self._interval_seconds, _RETRY_SECONDS))
-        if self._storages.backend(name) is not watch.backend:
-            return  # it was replaced a moment ago
         self._storages.set_health(name, health)
         if health.state is not before.state:
             log = _log.info if is_up else _log.warning

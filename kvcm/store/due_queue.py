@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Generic, TypeVar
 
 __all__ = ["DueQueue"]
@@ -30,6 +31,11 @@ class DueQueue(Generic[Key]):
 
     def __len__(self) -> int:
         return len(self._deadlines)
+
+    @property
+    def earliest(self) -> float:
+        """Unix seconds before which nothing is due, infinity when nothing ever is. It may be early, never late."""
+        return self._heap[0][0] if self._heap else inf
 
     def put(self, key: Key, deadline: float) -> None:
         """Set or move a deadline, unix seconds."""

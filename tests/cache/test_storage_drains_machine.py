@@ -17,6 +17,7 @@ from drain_world import BLOCK_BYTES, DrainWorld, file_of, files_below, storage_o
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from thoroughness import examples
 
 from kvcm.cache.drains import TAKE_BACK_SECONDS
 from kvcm.cache.pins import PinRequest
@@ -208,7 +209,7 @@ class Drains(RuleBasedStateMachine):
 
 class TestDrains(Drains.TestCase):
     settings = settings(
-        max_examples=120,
+        max_examples=examples(120),
         stateful_step_count=20,
         deadline=None,
         derandomize=True,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
-from manager_process import ManagerProcess, free_port, start_manager
+from manager_process import ManagerProcess, start_manager
+from ports import free_port
 
 from connectors.client import ManagerClient
 from connectors.results import MatchMode

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,23 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from ports import free_port
 
 from kvcm.protocol import admin_service_pb2, admin_service_pb2_grpc
 
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
 _START_SECONDS = 30.0
-
-
-def free_port() -> int:
-    """Return a port that nobody uses.
-
-    Below the range that the system gives to outgoing connections: one of those could take it before it is bound.
-    """
-    for port in random.sample(range(10240, 32768), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
-    raise AssertionError("no free port")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A process that saves to a memory pool and loads from it: as it is told, or on its own as fast as it can.
 
     pool_worker.py told DIRECTORY CAPACITY   lines of stdin: save|load OFFSET SIZE STAMP; one result each
-    pool_worker.py hammer DIRECTORY ME       saves and loads until stdin ends, then prints what came of it
+    pool_worker.py hammer DIRECTORY ME       saves and loads until stdin ends, then prints what came of it as JSON
 
 Allocations of the hammer are those that a manager could make: each with a larger stamp than all before, over whatever
 was there. They are published to all in the file `published`, one record per slot.
@@ -9,6 +9,7 @@ was there. They are published to all in the file `published`, one record per slo
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
@@ -83,7 +84,7 @@ def hammer(directory: Path, me: int) -> None:
                 (result,) = mover.load([item], DEADLINE)
                 is_right = result.failure or bytes_of(item) == content(found[2], found[0], found[1])
                 seen[f"load {result.failure or ('ok' if is_right else 'WRONG')}"] += 1
-    print(dict(seen), flush=True)
+    print(json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":

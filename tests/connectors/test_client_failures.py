@@ -88,8 +88,8 @@ def test_a_dead_manager_is_soon_not_asked_any_more(black_hole: int) -> None:
 
 def test_the_log_names_the_reason_once(closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     with ManagerClient(f"127.0.0.1:{closed_port}", "i", PATIENT) as client, caplog.at_level(logging.WARNING):
-        for _ in range(5):
-            client.match([1], timeout_seconds=0.05)
+        for _ in range(3):
+            client.match([1])
     assert len(caplog.records) == 1
     assert "match failed, treated as a miss" in caplog.text
     assert "UNAVAILABLE" in caplog.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import random
 import select
 import signal
@@ -212,7 +212,7 @@ def test_many_processes_that_write_over_each_other_never_read_wrong_bytes(
             workers[victim].send(signal.SIGCONT)
     seen = Counter[str]()
     for worker in workers:
-        seen.update(ast.literal_eval(worker.end()))
+        seen.update(json.loads(worker.end()))
     assert not seen["load WRONG"], seen
     assert seen["load ok"] > 20, seen
     assert seen["load lost"] > 20, seen

@@ -11,16 +11,27 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
+import kvcm.storage.file_reuse
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.file import FileStorage
 from kvcm.storage.slots import SlotReuse
 
+if TYPE_CHECKING:  # benchmarks do without
+    import pytest
+
 GRACE_SECONDS = 600.0
 MOST_PENDING_SECONDS = 30.0
 
 Slot = tuple[str, int]
+
+
+def wait_for_slots(patch: "pytest.MonkeyPatch", seconds: float = 60.0) -> None:
+    """Have writers wait so long for free slots. The default says that a busy machine is no medium that hangs."""
+    patch.setattr(kvcm.storage.file_reuse, "_WORK_SECONDS", seconds)
+    patch.setattr(kvcm.storage.file_reuse, "_WAIT_SECONDS", seconds)
 
 
 class HandClock:

@@ -122,6 +122,18 @@ async def test_a_due_time_moves_and_goes_with_its_location(backend: IndexBackend
     assert await backend.due(20.0, 10) == [2, 3, 4, 1]
 
 
+async def test_nothing_is_due_before_a_backend_says_so(backend: IndexBackend) -> None:
+    """Who looks for what is due goes by that."""
+    for key, due in {1: 30.0, 2: 10.0, 3: 20.0}.items():
+        await write(backend, {key: record(due=due)})
+        assert backend.due_from <= min(30.0, due)
+        assert await backend.due(backend.due_from - 0.001, 10) == []
+    await write(backend, {2: None})
+    assert backend.due_from <= 20.0
+    await write(backend, {1: record(due=15.0)})
+    assert backend.due_from <= 15.0
+
+
 async def test_reads_are_counted_per_block(backend: IndexBackend) -> None:
     await write(backend, {1: SERVING, 2: SERVING, 3: SERVING})
     assert await backend.accesses([3, 1, 8]) == [Access(1234, 0), Access(1234, 0), None]

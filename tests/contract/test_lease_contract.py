@@ -19,6 +19,7 @@ from kvcm.store.store import Lease, LeaseState
 
 LEASES = ["memory", "file", "redis_standalone", "redis_cluster", "redis_sentinel"]
 SHORT_SECONDS, LONG_SECONDS = 0.05, 600.0
+MODERATE_SECONDS = 1.0  # for what has to be done before they are over
 
 
 class HandClock:
@@ -30,17 +31,16 @@ class HandClock:
     def now(self) -> float:
         return self.time
 
-    async def run_out(self) -> None:
-        """Let more than SHORT_SECONDS pass."""
-        self.time += 2 * SHORT_SECONDS
+    async def pass_more_than(self, seconds: float) -> None:
+        self.time += 2 * seconds
 
 
 class Rig(NamedTuple):
-    """One lease as two managers see it, and a way to let a short lease run out."""
+    """One lease as two managers see it, and a way to let more than so many seconds pass."""
 
     lease: Lease
     other: Lease
-    run_out: Callable[[], Awaitable[None]]
+    pass_more_than: Callable[[float], Awaitable[None]]
 
 
 @pytest.fixture(params=LEASES)
@@ -48,14 +48,14 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
     clock = HandClock()
     if request.param == "memory":
         lease = MemoryLease(clock)
-        yield Rig(lease, lease, clock.run_out)
+        yield Rig(lease, lease, clock.pass_more_than)
     elif request.param == "file":
-        yield Rig(FileLease(tmp_path, clock), FileLease(tmp_path, clock), clock.run_out)
+        yield Rig(FileLease(tmp_path, clock), FileLease(tmp_path, clock), clock.pass_more_than)
     else:
         settings = parse_redis_uri(request.getfixturevalue(request.param).uri(uuid4().hex))
         clients = [RedisClient.of(settings) for _ in range(2)]
         # The server's clock decides, and nobody can move it.
-        yield Rig(RedisLease(clients[0]), RedisLease(clients[1]), lambda: asyncio.sleep(2 * SHORT_SECONDS))
+        yield Rig(RedisLease(clients[0]), RedisLease(clients[1]), lambda seconds: asyncio.sleep(1.1 * seconds))
         for client in clients:
             await client.close()
 
@@ -68,30 +68,30 @@ async def test_the_first_takes_it_and_the_others_hear_who_holds_it(rig: Rig) -> 
 
 async def test_looking_takes_nothing(rig: Rig) -> None:
     assert (await rig.other.look()).holder == ""
-    taken = await rig.lease.hold("a", SHORT_SECONDS)
+    taken = await rig.lease.hold("a", MODERATE_SECONDS)
     assert await rig.other.look() == taken
-    await rig.run_out()
+    await rig.pass_more_than(MODERATE_SECONDS)
     assert (await rig.other.look()).holder == ""
     assert (await rig.other.hold("b", LONG_SECONDS)).holder == "b"
 
 
 async def test_renewing_keeps_it_and_its_token(rig: Rig) -> None:
-    taken = await rig.lease.hold("a", SHORT_SECONDS)
+    taken = await rig.lease.hold("a", MODERATE_SECONDS)
     assert await rig.lease.hold("a", LONG_SECONDS) == taken
-    await rig.run_out()
+    await rig.pass_more_than(MODERATE_SECONDS)
     assert await rig.other.hold("b", LONG_SECONDS) == taken
 
 
 async def test_asking_in_vain_does_not_prolong_it(rig: Rig) -> None:
     await rig.lease.hold("a", SHORT_SECONDS)
     await rig.other.hold("b", LONG_SECONDS)
-    await rig.run_out()
+    await rig.pass_more_than(SHORT_SECONDS)
     assert (await rig.other.hold("b", LONG_SECONDS)).holder == "b"
 
 
 async def test_after_it_ran_out_another_takes_it_with_a_greater_token(rig: Rig) -> None:
     first = await rig.lease.hold("a", SHORT_SECONDS)
-    await rig.run_out()
+    await rig.pass_more_than(SHORT_SECONDS)
     second = await rig.other.hold("b", LONG_SECONDS)
     assert second.holder == "b"
     assert second.token > first.token

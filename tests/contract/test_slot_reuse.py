@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from slot_world import GRACE_SECONDS, SlotWorld, live_through, stored
+from slot_world import GRACE_SECONDS, SlotWorld, live_through, stored, wait_for_slots
 from storage_rig import can_punch_holes, files_below
 
 import kvcm.storage.file_slots
@@ -19,6 +19,12 @@ from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.slot_notes import beside, noted_slots, slot_owners
 
 KIB = 1 << 10
+HELD_SECONDS = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_slots(monkeypatch)
 
 
 @pytest.fixture
@@ -254,12 +260,14 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
         return note_owner(path, numbers, location_id)
 
     monkeypatch.setattr(kvcm.storage.file_slots, "note_owner", hang)
+    wait_for_slots(monkeypatch, HELD_SECONDS)
     began = time.monotonic()
     assert not {*slots(await world.create(2))} & {*slots(uris)}
-    held = time.monotonic() - began
+    assert HELD_SECONDS - 0.01 <= time.monotonic() - began < HELD_SECONDS + 4.0
     began = time.monotonic()
     assert not {*slots(await world.create(2))} & {*slots(uris)}
-    assert time.monotonic() - began < max(0.3, held / 2)
+    assert time.monotonic() - began < HELD_SECONDS
+    wait_for_slots(monkeypatch)
     answers.set()
     path, notes, until = str(path_of(uris[0])), notes_of(uris[0]), time.monotonic() + 60
     while noted_slots(path) != {0, 1, 2, 3} or b"+" not in notes.read_bytes():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from redis_servers import free_port
+from ports import free_port
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb

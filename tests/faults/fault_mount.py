@@ -44,7 +44,7 @@ def may_mount() -> bool:
     return bool(int(capabilities, 16) & _CAP_SYS_ADMIN)
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
     """Return when a condition holds.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from slot_world import GRACE_SECONDS, SlotWorld, content
+from slot_world import GRACE_SECONDS, SlotWorld, content, wait_for_slots
 
 from connectors.transfer import Failure, TransferEngine, TransferItem
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
@@ -59,6 +59,11 @@ class Engine:
 
     def failures(self, uris: Sequence[str]) -> list[Failure | None]:
         return [failure for failure, _ in self.load(uris)]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_slots(monkeypatch)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from index_rig import location, record
+from thoroughness import examples
 
 from kvcm.index.backends.backend import Access
 from kvcm.index.backends.columns import BlockColumns
@@ -141,7 +142,7 @@ class ColumnsMachine(RuleBasedStateMachine):
 
 
 TestColumns = ColumnsMachine.TestCase
-TestColumns.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestColumns.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def test_times_and_counts_beyond_their_columns_are_the_most_that_fits() -> None:

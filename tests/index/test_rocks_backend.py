@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.index.backends.backend import Access, Change
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
@@ -116,7 +117,7 @@ def opened(directory: Path) -> tuple[RocksStore, RocksIndex]:
         raise
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(steps=st.lists(st.tuples(st.sampled_from(UIDS), STEPS), min_size=4, max_size=40))
 async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
     steps: list[tuple[int, tuple[str, dict[int, int]]]],

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from index_rig import TableView, location, record
+from thoroughness import examples
 
 from kvcm.index.answers import compose_answer
 from kvcm.index.backends.memory import MemoryBackend
@@ -125,7 +126,7 @@ def test_a_failed_read_leaves_nothing_behind() -> None:
     assert rig.cache._reading == {}
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(
     capacity=st.integers(1, 40),
     accesses=st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=300),
@@ -259,7 +260,7 @@ class SearchCacheMachine(RuleBasedStateMachine):
 
 
 class TestAReadNeverPutsAnOldRecordBack(SearchCacheMachine.TestCase):
-    settings = settings(max_examples=400, stateful_step_count=40, deadline=None, derandomize=True)
+    settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None, derandomize=True)
 
 
 async def test_hits_and_misses_are_counted() -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-for folder in ("faults", "connectors", "contract"):
+for folder in ("store", "faults", "connectors", "contract"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 from corruption_media import Medium  # noqa: E402

@@ -13,13 +13,16 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from ports import free_port
 
 FOLDER = Path(__file__).parent
 LEASE_SECONDS = 0.3
@@ -112,7 +115,7 @@ class Site:
         assert self._holder.popen.stdout is not None
         if self._holder.popen.stdout.readline():
             self._network = os.open(f"/proc/{self._holder.popen.pid}/ns/net", os.O_RDONLY)
-        self._ports = (50051, 50052) if self._network is not None else _free_ports()
+        self._ports = (50051, 50052) if self._network is not None else (free_port(), free_port())
         self._clients: list[Process] = []
         self.master: subprocess.Popen[bytes] | None = None
         self.start_master()
@@ -195,13 +198,6 @@ class Site:
 
 def _die_with_parent() -> None:
     _libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
 
 
 def eventually(condition: Callable[[], bool], within_seconds: float = 30.0) -> None:

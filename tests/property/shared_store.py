@@ -177,6 +177,10 @@ class SharedBackend:
     def deleting_keys(self) -> int:
         return self._inner.deleting_keys
 
+    @property
+    def due_from(self) -> float:
+        return 0.0
+
     async def refresh(self) -> None:
         await self._pause()
 

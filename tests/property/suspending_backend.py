@@ -75,6 +75,10 @@ class SuspendingBackend:
     def deleting_keys(self) -> int:
         return self.inner.deleting_keys
 
+    @property
+    def due_from(self) -> float:
+        return self.inner.due_from
+
     async def refresh(self) -> None:
         await self._suspend()
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import rule
 from machine_core import CHAINS, MASKS, OWNERS, PICKS
 from machine_writers import WriterRules
 from model_parts import DELETING
+from thoroughness import examples
 
 from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.model.masks import NO_MASK, BlockMask
@@ -224,7 +225,7 @@ class FileMachine(CacheMachine):
 
 class TestInvariants1To5WithAddresses(AddressMachine.TestCase):
     settings = settings(
-        max_examples=200,
+        max_examples=examples(200),
         stateful_step_count=45,
         deadline=None,
         derandomize=True,
@@ -235,7 +236,7 @@ class TestInvariants1To5WithAddresses(AddressMachine.TestCase):
 
 class TestInvariants1To6WithFiles(FileMachine.TestCase):
     settings = settings(
-        max_examples=120,
+        max_examples=examples(120),
         stateful_step_count=45,
         deadline=None,
         derandomize=True,

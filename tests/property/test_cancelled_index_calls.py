@@ -8,6 +8,7 @@ from cache_world import dummy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from suspending_backend import SuspendingBackend, check_lock_order, spy_on_locks
+from thoroughness import examples
 
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
@@ -16,7 +17,7 @@ from kvcm.storage.directory import StorageDirectory
 
 SHARDS = 4
 KEYS = list(range(12))
-FIXED = settings(max_examples=150, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(150), deadline=None, derandomize=True)
 CALLS = st.lists(
     st.tuples(st.booleans(), st.lists(st.sampled_from(KEYS), min_size=1, max_size=8), st.integers(0, 12)),
     min_size=1,

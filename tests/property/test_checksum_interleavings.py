@@ -16,6 +16,7 @@ from cache_world import CountingIds, FakeClock, dummy, group_of, instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_store import Node, SharedStore
+from thoroughness import examples
 
 from kvcm.cache.checksums import ToldLocation
 from kvcm.cache.match import MatchMode, MatchQuery
@@ -149,7 +150,7 @@ def expected(telling: int, key: int) -> dict[str, int]:
     return {name: told(telling, key).get(name, 0) for name in parts_of(key)}
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1 << 32), ops=st.lists(OPS, max_size=4).map(CONTEST.__add__), crash=CRASHES)
 async def test_invariants_1_and_3_hold_for_checksums(
     seed: int, ops: Sequence[Op], crash: tuple[int, int] | None

@@ -11,6 +11,7 @@ import pytest
 from cache_world import dummy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
@@ -21,7 +22,7 @@ from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, S
 from kvcm.model.storages import StorageType
 from kvcm.storage.directory import StorageDirectory
 
-FIXED = settings(max_examples=200, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(200), deadline=None, derandomize=True)
 KEYS = st.lists(st.integers(0, 20), min_size=1, max_size=15, unique=True)
 ATTEMPTS = 32
 DUMMY = StorageType.ST_DUMMY

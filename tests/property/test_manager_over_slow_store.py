@@ -10,6 +10,7 @@ from cache_world import World, decoded, dummy, group_of, instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from suspending_backend import SuspendingBackend, spy_on_locks
+from thoroughness import examples
 
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import FinishedWrite, WriteRequest
@@ -146,7 +147,7 @@ def serving_uris(record: BlockRecord | None) -> dict[str, str]:
     return uris or {"tp0": "", "tp1": ""}
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=examples(250), deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1 << 32), rounds=ROUNDS)
 async def test_invariants_1_2_3_4_8_with_many_clients_at_once(seed: int, rounds: list[list[Client]]) -> None:
     world = SlowWorld(seed)

@@ -16,6 +16,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from suspending_backend import SpiedShardLocks, Steps, SuspendingBackend, check_lock_order, spy_on_locks
+from thoroughness import examples
 
 from kvcm.index.meta_index import Change, MetaIndex
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
@@ -213,7 +214,11 @@ def readable(record: BlockRecord | None, view: dict[str, int | None]) -> bytes |
 
 class TestInvariants1And4And8OfTheIndex(MetaIndexMachine.TestCase):
     settings = settings(
-        max_examples=200, stateful_step_count=12, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink]
+        max_examples=examples(200),
+        stateful_step_count=12,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate, Phase.shrink],
     )
 
 

@@ -11,6 +11,7 @@ from cache_world import CountingIds, FakeClock, dummy, group_of, instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_store import Node, SharedStore
+from thoroughness import examples
 
 from kvcm.cache.pins import Pin, PinRequest
 from kvcm.cache.sessions import WriteRequest
@@ -209,7 +210,7 @@ async def _run(seed: int, rounds: Sequence[tuple[Sequence[Op], tuple[int, int] |
         await run.close()
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=examples(250), deadline=None, derandomize=True)
 @given(st.integers(0, 1 << 32), ROUNDS)
 def test_pins_keep_to_budget_and_deadline(
     seed: int, rounds: list[tuple[list[Op], tuple[int, int] | None, float]]

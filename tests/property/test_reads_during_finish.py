@@ -12,6 +12,7 @@ from random import Random
 import pytest
 from cache_world import World, dummy, group_of, instance
 from suspending_backend import SuspendingBackend
+from thoroughness import examples
 
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import WriteRequest
@@ -19,7 +20,7 @@ from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.masks import BlockMask
 
-ROUNDS, KEYS_PER_ROUND = 300, 256
+ROUNDS, KEYS_PER_ROUND = examples(300), 256
 BACKENDS: dict[str, Callable[[], IndexBackend]] = {
     "memory": MemoryBackend,
     "suspending": lambda: SuspendingBackend(Random(5), most=1),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from slot_world import GRACE_SECONDS, SlotWorld
 from storage_rig import files_below
+from thoroughness import examples
 
 T = TypeVar("T")
 
@@ -127,5 +128,5 @@ class SlotReuseMachine(RuleBasedStateMachine):
 
 TestSlotReuse = SlotReuseMachine.TestCase
 TestSlotReuse.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -21,6 +21,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from shared_store import Node, SharedStore
+from thoroughness import examples
 
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession
@@ -383,5 +384,9 @@ class TwoManagers(RuleBasedStateMachine):
 
 class TestInvariants1To4And6OnASharedStore(TwoManagers.TestCase):
     settings = settings(
-        max_examples=150, stateful_step_count=15, deadline=None, derandomize=True, phases=[Phase.generate, Phase.shrink]
+        max_examples=examples(150),
+        stateful_step_count=15,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate, Phase.shrink],
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reclaim_rig import Rig
+from thoroughness import examples
 
 from kvcm.model.locations import LocationStatus
 
@@ -118,7 +119,7 @@ async def play(steps: list[tuple[str, ...]]) -> None:
         await asyncio.gather(world.running, return_exceptions=True)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_invariants_4_and_6_nothing_is_left_nothing_goes_early_and_nothing_twice_at_once(
     steps: list[tuple[str, ...]],

@@ -109,6 +109,24 @@ async def test_a_storage_that_is_limited_later() -> None:
         assert await rig.reclaim() == 11
 
 
+@pytest.mark.parametrize("level", ["storage", "global"])
+async def test_a_limit_above_the_groups_is_lowered_while_nothing_is_written(level: str) -> None:
+    async def allow(blocks: int) -> None:
+        if level == "storage":
+            await rig.limit_storage("a", blocks * BLOCK, 0.8)
+        else:
+            await rig.registry.quotas.set(GlobalQuota("q", blocks * BLOCK, 0.8))
+
+    with levels(group(blocks=100, quota="q")) as rig:
+        await allow(100)
+        await rig.write_each(range(50))
+        assert await rig.reclaim() == 0
+        await allow(50)
+        assert await rig.reclaim() == 11
+        await allow(100)
+        assert await rig.reclaim() == 0
+
+
 # Instances come and go.
 
 

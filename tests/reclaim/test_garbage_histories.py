@@ -6,6 +6,7 @@ import pytest
 from garbage_rig import Deployment, Disk, FakeClock, deployed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.reclaim.garbage import GRACE_SECONDS
 
@@ -34,7 +35,7 @@ class Model:
         self.since = {key: self.since.get(key, time) for key in cut}
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(steps=st.lists(STEPS, max_size=25))
 def test_what_has_its_prefix_stays_and_everything_else_goes_after_its_grace(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int]]]

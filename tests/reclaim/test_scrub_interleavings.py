@@ -10,6 +10,7 @@ import pytest
 from garbage_rig import DAY_SECONDS, NFS, Deployment, Disk, deployed, files_below
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.cache.garbage_custody import GarbageCustody
 from kvcm.model.errors import StorageIOError
@@ -106,7 +107,12 @@ async def test_files_that_vanish_meanwhile_count_as_deleted(site: Deployment) ->
     assert (report.deleted, report.failed) == (report.orphans, 0)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     keys_per_file=st.sampled_from([1, 2, 4]),
     sessions=st.lists(st.tuples(st.sampled_from("ij"), st.integers(1, 6), st.booleans()), max_size=6),

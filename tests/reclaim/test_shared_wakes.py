@@ -134,7 +134,7 @@ async def test_a_store_that_fails_loses_no_wake() -> None:
     assert leader.woken == 1
 
 
-async def turns(enough: Callable[[], bool], seconds: float = 2.0) -> bool:
+async def turns(enough: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Let the loop run until something holds; return whether it did."""
     async with asyncio.timeout(seconds):
         while not enough():  # noqa: ASYNC110 - what is waited for says nothing

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable
+from thoroughness import examples
 
 from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError, StorageIOError, UnknownInstanceError
 from kvcm.model.instances import Instance
@@ -92,7 +93,7 @@ async def run(registry: Registry, calls: Sequence[tuple[bool, str]]) -> None:
             return
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(limit=st.integers(1, 3), managers=MANAGERS)
 def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
     limit: int, managers: list[tuple[list[tuple[bool, str]], list[int], int]]

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_rig import GROUP, INSTANCE, Opener, SuspendingTable
+from thoroughness import examples
 
 from kvcm.model.errors import KvcmError
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
@@ -153,7 +154,7 @@ def explained(before: Model, together: list[Step], found: list[str], seen: Model
     return False
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(rounds=STEPS, pauses=st.lists(st.integers(0, 4), min_size=1, max_size=12), refreshes=st.booleans())
 def test_concurrent_changes_are_as_one_after_the_other(
     rounds: list[list[Step]], pauses: list[int], refreshes: bool

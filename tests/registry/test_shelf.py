@@ -1,6 +1,7 @@
 """The local view of one kind of documents never goes back in time, however answers of the store overtake each other."""
 
 import asyncio
+from random import Random
 
 import pytest
 from registry_rig import SuspendingTable
@@ -115,4 +116,25 @@ async def test_what_does_not_change_is_not_written(site: Site) -> None:
 async def test_other_kinds_of_documents_are_not_touched(site: Site) -> None:
     await put(site.shelf, 1)
     site.shelf.take({"n/x": b'{"version":1,"value":1}', "m/x": b"?", "n": b"?", "": b"?"}, set())
+    assert site.shelf.names() == ["x"]
+
+
+async def test_values_stand_in_the_order_of_their_names_whoever_brings_or_takes_them() -> None:
+    """After every single step, since the order is kept between them."""
+    table, generator = MemoryTable(), Random(1)
+    shelf, other = Shelf(table, "n/", int), Shelf(table, "n/", int)
+    known: dict[str, int] = {}
+    for _ in range(300):
+        name, value = generator.choice("abcdef"), generator.choice([None, 1, 2])
+        await generator.choice([shelf, other]).change(name, lambda _, new=value: new)
+        shelf.take(await table.all(), ())
+        known[name] = value or 0
+        known = {name: value for name, value in known.items() if value}
+        assert shelf.names() == sorted(known)
+        assert shelf.all() == [known[name] for name in sorted(known)]
+
+
+async def test_who_asked_for_the_names_may_keep_what_he_was_given(site: Site) -> None:
+    await put(site.shelf, 1)
+    site.shelf.names().append("y")
     assert site.shelf.names() == ["x"]

@@ -120,9 +120,9 @@ def _health(api: Api) -> Any:
 
 @pytest.fixture
 def delayed(api: Api) -> Iterator[Api]:
-    """A leading manager that stays out for 600 ms once it gave up leadership."""
+    """A leading manager that stays out for two seconds once it gave up leadership."""
     eventually(lambda: _health(api).is_leader)
-    api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=600)
+    api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
     yield api
     api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=0)
     eventually(lambda: _health(api).is_leader)
@@ -154,7 +154,7 @@ def test_after_a_demotion_nobody_leads_until_the_campaign_delay_is_over(delayed:
     node = delayed.ok("GetClusterInfo")
     assert (node.leader_node_id, node.HasField("leader_endpoint"), node.self_node_id != "") == ("", False, True)
     eventually(lambda: _health(delayed).is_leader)
-    assert time.monotonic() - before > 0.5
+    assert time.monotonic() - before >= 2.0 - 0.01
 
 
 def test_a_node_that_does_not_lead_cannot_be_demoted(delayed: Api) -> None:
@@ -207,7 +207,7 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         assert api.ok("AdminService.GetMetrics").metrics
     with manager(tmp_path / "leads", "kvcm.service.require_leader=true") as process, process.api(transport) as api:
         api.ok("RegisterInstance", **instance_fields("i", "default"))
-        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=300)
+        api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
         api.ok("AdminService.LeaderDemote")
         assert api.refused("GetInstanceInfo", instance_id="i").code == "SERVER_NOT_LEADER"
         eventually(lambda: api.call("GetInstanceInfo", instance_id="i").header.status.code == 1)

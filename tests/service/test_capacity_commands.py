@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_transport_process import ManagerProcess, free_port, run_kvcm
+from ports import free_port
+from test_transport_process import ManagerProcess, run_kvcm
 from test_transport_sites import Site, unique
 
 pytestmark = pytest.mark.e2e

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from test_transport_drivers import eventually
-from test_transport_process import free_port, manager, run_kvcm
+from test_transport_process import manager, run_kvcm
 from test_transport_sites import Site, group_spec
 
 from kvcm import __version__
@@ -181,12 +182,12 @@ def test_a_daemon_prints_its_process_id_and_lets_go_of_the_output(tmp_path: Path
         assert starter.stdout is not None
         pid = int(starter.stdout.readline())
         try:
-            assert starter.wait(10) == 0
-            eventually(lambda: '"serving"' in log.read_text(), 20)
+            assert starter.wait(30) == 0
+            eventually(lambda: '"serving"' in log.read_text())
             # `pid=$(kvcm serve -d)` waits for the end of the output, not only for the starter.
             os.set_blocking(starter.stdout.fileno(), False)
             rest = starter.stdout.read()
         finally:
             os.kill(pid, signal.SIGTERM)
-            eventually(lambda: '"stopped"' in log.read_text(), 15)
+            eventually(lambda: '"stopped"' in log.read_text())
     assert rest == b"", "the daemon holds the output of its starter"

@@ -79,7 +79,7 @@ async def test_no_call_blocks_the_loop(tmp_path: Path, watch: Watch) -> None:
         ):
             await administer(AdminServiceStub(admin_channel), tmp_path)
             await write_and_drop(MetaServiceStub(channel))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while "os.remove" not in watch.elsewhere:
                     await asyncio.to_thread(int)  # one turn of the threads that delete
     assert watch.on_loop == []

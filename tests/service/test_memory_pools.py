@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -117,6 +118,20 @@ def test_a_pool_that_is_full_is_no_error_of_a_storage(site: Site) -> None:
     assert "no room" in refusal.message
     site.api.ok("RemoveCache", instance_id=pools.instance, block_keys=keys[:10])
     assert eventually(lambda: site.api.call("StartWriteCache", **fields).locations or None)
+
+
+def test_a_pool_that_is_full_makes_way_for_the_next_candidate_in_the_same_call(site: Site) -> None:
+    shared = site.storage()
+    pools = PoolSite(site, shared)
+    node = pools.nodes[0]
+    keys = list(range(1, 1 + MIB // 4096))
+    assert set(pools.storages(site.write(pools.instance, keys, node_id=node))) == {pools.pools[0]}
+    assert pools.storages(site.write(pools.instance, [10_000, 10_001], node_id=node)) == [shared] * 2
+    site.api.ok("RemoveCache", instance_id=pools.instance, block_keys=keys[:10])
+    numbers = count(20_000)
+    assert eventually(
+        lambda: pools.storages(site.write(pools.instance, [next(numbers)], node_id=node)) == [pools.pools[0]] or None
+    ), "it is not passed over for good"
 
 
 def test_a_pool_is_listed_and_told_to_engines_with_its_node_and_size(site: Site) -> None:

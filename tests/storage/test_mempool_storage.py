@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from pool_rig import MIB, NODE, FakeClock, SlowTable, allocation, open_pool, pool_config, report, stamp_of, taken_bytes
 
-from kvcm.model.errors import InvalidArgumentError, StorageIOError, UnsupportedError
+from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
 from kvcm.model.memory_pool import PAGE_BYTES, pool_bytes
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
@@ -40,8 +40,8 @@ async def told(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> 
 
 async def test_a_pool_that_nobody_told_of_hands_nothing_out_and_says_why(table: MemoryTable, clock: FakeClock) -> None:
     pool = open_pool(table, clock)
-    for call in (pool.probe(), pool.allocate(allocation([1]))):
-        with pytest.raises(StorageIOError, match=r"storage p: no host agent has told of the pool on node 'node-1' yet"):
+    for kind, call in ((StorageIOError, pool.probe()), (NotReadyError, pool.allocate(allocation([1])))):
+        with pytest.raises(kind, match=r"storage p: no host agent has told of the pool on node 'node-1' yet"):
             await call
 
 
@@ -54,7 +54,7 @@ async def test_a_report_is_in_force_as_long_as_it_says_for_every_manager(table: 
     for pool in (first, second):
         with pytest.raises(StorageIOError, match="no host agent has told of the pool on node 'node-1' for 4 s"):
             await pool.probe()
-        with pytest.raises(StorageIOError, match="for 4 s"):
+        with pytest.raises(NotReadyError, match="for 4 s"):
             await pool.allocate(allocation([1]))
     await told(second, valid_ms=3000)
     await first.probe()

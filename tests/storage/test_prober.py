@@ -24,7 +24,7 @@ from kvcm.storage.threads import StorageThreads
 
 UP, DEGRADED, DOWN = HealthState.SH_UP, HealthState.SH_DEGRADED, HealthState.SH_DOWN
 INTERVAL, TIMEOUT = 5.0, 5.0
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 @dataclass
@@ -209,6 +209,20 @@ async def test_a_full_medium_is_degraded_and_goes_on_being_read(site: Site) -> N
         health = await site.probed(after_seconds=INTERVAL)
     assert (health.state, health.reason) == (DEGRADED, "storage s: no room for a probe")
     assert site.storages.rank("s") is not None
+
+
+async def test_what_a_write_found_out_holds_until_a_probe_is_answered(site: Site) -> None:
+    """A probe that fails tells nothing of writes."""
+    storage = site.open_faulty()
+    await site.probed()
+    site.storages.note_unwritable("s")
+    storage.error = StorageIOError("it is gone")
+    for _ in range(2):
+        await site.probed(after_seconds=INTERVAL)
+        assert not site.storages.takes_writes("s")
+    storage.error = None
+    await site.probed(after_seconds=INTERVAL)
+    assert site.storages.takes_writes("s")
 
 
 async def test_whatever_a_storage_raises_is_a_failure_of_that_storage(site: Site) -> None:

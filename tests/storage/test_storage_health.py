@@ -94,6 +94,12 @@ def test_since_when_and_why_go_with_the_state(history: str, rules: HealthRules) 
     assert healths[-1].space == (spaces[-1] if spaces else None)
 
 
+@given(HISTORIES, RULES)
+def test_whether_it_takes_bytes_is_what_the_last_answer_said(history: str, rules: HealthRules) -> None:
+    answers = [letter for letter in history if letter in "gsu"]
+    assert states(history, rules)[-1].is_unwritable is (answers[-1:] == ["u"])
+
+
 def test_the_reason_is_the_last_thing_that_was_wrong() -> None:
     reasons = [health.reason for health in states("fflggsgg", HealthRules())]
     slow = "slow: it took 3.0 s to answer"

@@ -6,10 +6,8 @@ Tests share the servers of the fixtures: each uses a deployment name of its own 
 from __future__ import annotations
 
 import contextlib
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +16,12 @@ from typing import NamedTuple
 
 import pytest
 import redis
+from ports import BUS_OFFSET, free_port
 
-__all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "free_port", "sentinel", "standalone", "until"]
+__all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone", "until"]
 
-_START_SECONDS = 20.0
-_BUS_OFFSET = 10_000  # a cluster node listens there too
+_START_SECONDS = 60.0
 _SERVICE = "mymaster"
-
-
-def free_port(bus_offset: int = 0) -> int:
-    """Return a port that nobody uses, nor the one `bus_offset` above it.
-
-    Below the range that the system gives to outgoing connections: one of those could take it before it is bound.
-    """
-    for port in random.sample(range(10240, 32768 - bus_offset), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe, socket.socket() as bus:
-            probe.bind(("127.0.0.1", port))
-            bus.bind(("127.0.0.1", port + bus_offset if bus_offset else 0))
-            return port
-    raise AssertionError("no free port")
 
 
 def until(condition: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
@@ -87,7 +72,7 @@ class RedisServer:
     def admin(self) -> Iterator[redis.Redis]:
         """A plain, blocking client for the test's own questions."""
         client = redis.Redis(
-            port=self.port, password=self._password, protocol=2, socket_timeout=10, retry=None, decode_responses=False
+            port=self.port, password=self._password, protocol=2, socket_timeout=30, retry=None, decode_responses=False
         )
         try:
             yield client
@@ -214,11 +199,16 @@ def standalone(
 
 @contextlib.contextmanager
 def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Cluster]:
-    """Run a cluster inside the block: `nodes` masters with so many replicas each."""
+    """Run a cluster inside the block: `nodes` masters with so many replicas each.
+
+    A node is given up after a second of silence where a replica can take over; where none can, only after as long as
+    no busy machine keeps it silent.
+    """
+    silence_ms = 1000 if replicas else 10_000
     with _running() as servers:
         for _ in range(nodes * (1 + replicas)):
-            port = free_port(_BUS_OFFSET)
-            places = ["--cluster-port", str(port + _BUS_OFFSET), "--cluster-node-timeout", "1000"]
+            port = free_port(with_bus=True)
+            places = ["--cluster-port", str(port + BUS_OFFSET), "--cluster-node-timeout", str(silence_ms)]
             options = _options(port, "--cluster-enabled", "yes", *places, "--repl-diskless-sync-delay", "0")
             servers.append(RedisServer(directory / str(port), options, port))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]

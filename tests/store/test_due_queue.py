@@ -1,5 +1,7 @@
 """Deadlines that move: the queue stays exact, and no longer than what it holds."""
 
+from math import inf
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +23,11 @@ def test_any_moves_leave_what_sorting_would_find(moves: list[tuple[int, float | 
             queue.put(key, deadline)
             expected[key] = deadline
         assert len(queue) == len(expected)
+        assert queue.earliest <= min(expected.values(), default=inf)
     due = [key for deadline, key in sorted((deadline, key) for key, deadline in expected.items()) if deadline <= now]
     assert queue.until(now, most) == due[:most]
     assert queue.until(now, most) == due[:most]
+    assert due or not most or queue.earliest > now, "who asked once knows that there is nothing"
 
 
 def test_deadlines_that_move_leave_nothing_behind() -> None:

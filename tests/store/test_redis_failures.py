@@ -19,7 +19,10 @@ from kvcm.store.redis.uri import Address, parse_redis_uri
 
 INCREMENT = Script("return redis.call('INCR', KEYS[1])")
 TIMEOUT_SECONDS = 1.0  # the default of uris
-RECOVERY_SECONDS = 15.0
+SPARE_SECONDS = 2.0  # that a busy machine may take beyond what a call may
+LONG_MS = 20_000  # of a client whose calls are over long before: they wait for no timeout
+SOON_SECONDS = 10.0
+RECOVERY_SECONDS = 40.0
 
 
 @asynccontextmanager
@@ -63,7 +66,7 @@ async def recovered(call: Callable[[], Awaitable[object]]) -> None:
         began = time.monotonic()
         if await is_done(call()):
             return
-        assert time.monotonic() - began < 2 * TIMEOUT_SECONDS + 0.5
+        assert time.monotonic() - began < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
         await asyncio.sleep(0.02)
     raise AssertionError(f"not recovered after {RECOVERY_SECONDS} s")
 
@@ -77,7 +80,7 @@ async def is_done(call: Awaitable[object]) -> bool:
 
 
 async def test_a_server_that_hangs_is_given_up_in_time(lone: Standalone) -> None:
-    async with connected(lone, timeout_ms=300) as client:
+    async with connected(lone, timeout_ms=2500) as client:
         assert await increment(client) == 1
         lone.server.pause()
         seconds = await asyncio.gather(
@@ -86,28 +89,29 @@ async def test_a_server_that_hangs_is_given_up_in_time(lone: Standalone) -> None
             refused_after(client.execute([(b"GET", key_of(client))])),
             refused_after(client.ping()),
         )
-        assert max(seconds) < 0.3 * 2 + 0.3
+        assert min(seconds) >= 2.5 - 0.01  # by default they would be over
+        assert max(seconds) < 2 * 2.5 + SPARE_SECONDS
         lone.server.resume()
         await recovered(client.ping)
         assert await client.mget([[key_of(client)]]) == [[b"2"]]  # the refused write ran once the server went on
 
 
-async def test_by_default_a_hanging_server_costs_at_most_two_and_a_half_seconds(lone: Standalone) -> None:
+async def test_by_default_a_hanging_server_costs_two_seconds_at_most(lone: Standalone) -> None:
     async with connected(lone) as client:
         await client.ping()
         lone.server.pause()
-        assert await refused_after(client.mget([[key_of(client)]])) < 2.5
+        assert await refused_after(client.mget([[key_of(client)]])) < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
         lone.server.resume()
         await recovered(client.ping)
 
 
 async def test_a_dry_pool_waits_and_then_refuses(lone: Standalone) -> None:
     """A pause of all clients fills the pool; nothing crashes, and what waited briefly is served."""
-    async with connected(lone, timeout_ms=400, pool_size=4) as client:
+    async with connected(lone, pool_size=4) as client:
         with lone.server.admin() as admin:
-            admin.execute_command("CLIENT", "PAUSE", 1500, "ALL")
+            admin.execute_command("CLIENT", "PAUSE", 6000, "ALL")
         seconds = await asyncio.gather(*(refused_after(increment(client)) for _ in range(100)))
-        assert max(seconds) < 2 * 0.4 + 0.4
+        assert max(seconds) < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
         with lone.server.admin() as admin:
             assert int(admin.info("clients")["connected_clients"]) <= 4 + 1
         await recovered(client.ping)
@@ -115,11 +119,11 @@ async def test_a_dry_pool_waits_and_then_refuses(lone: Standalone) -> None:
 
 
 async def test_a_killed_server_is_refused_at_once_and_found_again(lone: Standalone) -> None:
-    async with connected(lone) as client:
+    async with connected(lone, timeout_ms=LONG_MS) as client:
         await asyncio.gather(*(increment(client) for _ in range(10)))
         lone.server.kill()
-        assert await refused_after(increment(client)) < 0.5
-        assert await refused_after(client.mget([[key_of(client)]])) < 0.5
+        assert await refused_after(increment(client)) < SOON_SECONDS
+        assert await refused_after(client.mget([[key_of(client)]])) < SOON_SECONDS
         lone.server.restart()
         assert await client.mget([[key_of(client)]]) == [[b"10"]]  # the very next call, with nothing left broken
         assert await asyncio.gather(*(increment(client) for _ in range(10))) == list(range(11, 21))
@@ -184,7 +188,7 @@ def replicate(server: RedisServer, key: bytes) -> None:
     """Return when the replica has everything that the master was told so far."""
     with server.admin() as admin:
         admin.set(key + b"-last", b"")
-        assert admin.wait(1, 5000) == 1
+        assert admin.wait(1, 20_000) == 1
 
 
 async def changed(client: RedisClient, old: list[Address]) -> list[Address]:
@@ -193,6 +197,13 @@ async def changed(client: RedisClient, old: list[Address]) -> list[Address]:
     while (new := await client.masters()) == old:
         assert time.monotonic() < deadline
     return new
+
+
+async def forgotten(client: RedisClient, port: int) -> None:
+    """Wait until a port is no master's: other nodes may not have heard of the promotion yet."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while port in {address.port for address in await client.masters()}:
+        assert time.monotonic() < deadline
 
 
 async def test_a_sentinel_that_missed_a_failover_is_not_believed(tmp_path: Path) -> None:
@@ -210,13 +221,13 @@ async def test_a_sentinel_that_missed_a_failover_is_not_believed(tmp_path: Path)
 
 
 async def test_one_sentinel_is_enough(redis_sentinel: Sentinels) -> None:
-    async with connected(redis_sentinel) as client:
+    async with connected(redis_sentinel, timeout_ms=LONG_MS) as client:
         for paused in redis_sentinel.sentinels[:2]:
             paused.pause()
         try:
             began = time.monotonic()
             await increment(client)
-            assert time.monotonic() - began < 0.8
+            assert time.monotonic() - began < SOON_SECONDS
         finally:
             for paused in redis_sentinel.sentinels[:2]:
                 paused.resume()
@@ -244,7 +255,7 @@ async def test_the_replica_of_a_dead_cluster_node_takes_over(tmp_path: Path) -> 
             dead.kill()
             await recovered(lambda: increment(client))
             assert await increment(client) >= 3, "nothing was forgotten"
-            assert dead.port not in {address.port for address in await client.masters()}
+            await forgotten(client, dead.port)
 
 
 async def test_keys_are_found_while_and_after_their_slot_moves(redis_cluster: Cluster) -> None:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from redis_servers import Standalone, free_port, standalone
+from ports import free_port
+from redis_servers import Standalone, standalone
 
 from kvcm.model.errors import StorageIOError
 from kvcm.store.redis.client import RedisClient

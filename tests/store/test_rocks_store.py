@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.index.backends.rocks_audit import drop_rows, look_at_rows
 from kvcm.model.clock import SystemClock
@@ -26,7 +27,7 @@ def opened(directory: Path) -> RocksStore:
     return RocksStore(directory, "never", SystemClock())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(replacements=st.lists(REPLACEMENTS, max_size=30))
 async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
     replacements: list[tuple[str, str, bytes | None, bytes | None, float, int]],

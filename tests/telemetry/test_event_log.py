@@ -226,7 +226,7 @@ async def test_a_file_that_cannot_be_written_costs_events_and_nothing_else(tmp_p
     async with running(log):
         tell(log, 1)
         assert numbers(await anext(listener)) == [1]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not log.unwritten:
                 await asyncio.to_thread(int)
         (tmp_path / "gone").mkdir()

@@ -76,6 +76,10 @@ class IndexBackend(Protocol):
     def deleting_keys(self) -> int:
         """Number of records all of whose locations are being deleted; as last heard."""
 
+    @property
+    def due_from(self) -> float:
+        """Unix seconds before which `due` finds nothing; 0 where only the store knows."""
+
     async def refresh(self) -> None:
         """Hear from the store how many records there are and what they use."""
 

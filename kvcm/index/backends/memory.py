@@ -45,6 +45,10 @@ class MemoryBackend:
     def deleting_keys(self) -> int:
         return self._tally.deleting_blocks
 
+    @property
+    def due_from(self) -> float:
+        return self._due.earliest
+
     async def refresh(self) -> None:
         """Nobody else changes the records: what is known here is the truth."""
 

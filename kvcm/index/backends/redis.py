@@ -84,6 +84,10 @@ class RedisBackend:
     def deleting_keys(self) -> int:
         return self._sums.deleting_keys
 
+    @property
+    def due_from(self) -> float:
+        return 0.0
+
     async def refresh(self) -> None:
         await self._sums.refresh(self._client.run)
 

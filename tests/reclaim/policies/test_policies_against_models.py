@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from policy_models import MODELS, Walk
+from thoroughness import examples
 
 from kvcm.reclaim.policies import Fifo, LeafLru, Lfu, Lru, S3Fifo, Sieve
 from kvcm.reclaim.policies.policy import IsLeaf, Policy
@@ -169,4 +170,6 @@ class PolicyMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", MAKE)
 def test_a_policy_does_what_its_model_does(name: str) -> None:
     machine = type("Machine", (PolicyMachine,), {"name": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
+    )

@@ -1,0 +1,54 @@
+"""Ports that tests give to servers: never two of them the same, in no worker of a parallel run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+import pytest
+from ports import BUS_OFFSET, free_port, ports_of
+
+WORKERS = [f"gw{number}" for number in range(40)]
+
+
+def with_buses(ports: range) -> set[int]:
+    return {*ports, *(port + BUS_OFFSET for port in ports)}
+
+
+def test_no_two_workers_share_a_port_or_that_of_a_bus() -> None:
+    for one, two in itertools.combinations(WORKERS, 2):
+        assert not with_buses(ports_of(one)) & with_buses(ports_of(two))
+
+
+def test_every_port_is_somebodys() -> None:
+    everything = ports_of("")
+    assert everything == range(10240, 32768)
+    assert sorted(itertools.chain.from_iterable(map(ports_of, WORKERS))) == list(everything)
+
+
+def test_more_workers_than_there_are_ports_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="40 workers"):
+        ports_of("gw40")
+
+
+def test_a_port_is_given_once_whether_or_not_it_is_bound_yet() -> None:
+    given = [free_port(with_bus) for _ in range(100) for with_bus in (False, True)]
+    assert len(set(given)) == len(given)
+
+
+def test_ports_are_those_of_this_worker() -> None:
+    own = ports_of(os.environ.get("PYTEST_XDIST_WORKER", ""))
+    assert free_port() in own
+    node = free_port(with_bus=True)
+    assert node in own
+    assert node + BUS_OFFSET in own
+
+
+def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, bus, free = free_port(), free_port(with_bus=True), free_port(with_bus=True)
+    monkeypatch.setattr("ports._next_ports", itertools.cycle([port, bus, free]))
+    with socket.socket() as taken, socket.socket() as taken_bus:
+        taken.bind(("127.0.0.1", port))
+        taken_bus.bind(("127.0.0.1", bus + BUS_OFFSET))
+        assert free_port(with_bus=True) == free

@@ -1,0 +1,15 @@
+"""How many histories the long property tests try: some in every run, all with `make thorough`."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["examples"]
+
+_FRACTION = 4
+_LEAST = 15
+
+
+def examples(thorough: int) -> int:
+    """Return how many examples to try now, of so many in a thorough run."""
+    return thorough if os.environ.get("KVCM_TESTS") == "thorough" else max(_LEAST, thorough // _FRACTION)
