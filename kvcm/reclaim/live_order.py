@@ -106,10 +106,15 @@ class LiveOrder:
         return len(self._lanes)
 
     def added(self, row: int) -> None:
-        facts = self._facts(row)
-        lane = self._lanes.lane_of(facts)
-        lane.policy.insert(row, facts.key)
-        self._enter(row, lane.number, facts.size_bytes)
+        if self.plan.classes:
+            facts = self._facts(row)
+            lane = self._lanes.lane_of(facts)
+            lane.policy.insert(row, facts.key)
+            self._enter(row, lane.number, facts.size_bytes)
+        else:  # every block that is written passes here
+            lane = self._lanes.lane_of_priority(self._rows.priority(row))
+            lane.policy.insert(row, self._rows.key(row))
+            self._put(row, lane.number, 0)
 
     def removed(self, row: int) -> None:
         if row in self._taken:

@@ -55,6 +55,9 @@ class Rows(Protocol):
     def locations(self, row: int) -> Sequence[Location]:
         """Return the locations of the block."""
 
+    def priority(self, row: int) -> int:
+        """Return the highest priority of the block's serving locations, 0 where none serves."""
+
     def access(self, row: int) -> Access:
         """Return when the block was last read and how often."""
 
