@@ -1,6 +1,7 @@
 """Blocks written many at a time are as if they had been written one after the other."""
 
 from array import array
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +50,11 @@ class Told(RowObserver):
     def added(self, row: int) -> None:
         assert self.columns.is_resident(row)
         self.events.append(("added", self.columns.key(row)))
+
+    def added_together(self, rows: Sequence[int], priority: int) -> None:
+        for row in rows:
+            assert self.columns.priority(row) == priority
+            self.added(row)
 
     def removed(self, row: int) -> None:
         self.events.append(("removed", self.columns.key(row)))

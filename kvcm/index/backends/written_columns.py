@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import groupby
 
 from kvcm.index.backends.access import whole_seconds
 from kvcm.index.backends.columns import NO_ROW, BlockColumns
@@ -101,9 +102,17 @@ class WrittenColumns(BlockColumns):
             if self._depths[row] != (~old[1] if old[0] is None else old[1]) or self._parents[row] != (old[0] or 0):
                 return False
             served.append((row, last, after[5]))
-        for row, header, chunk in served:
-            all_headers[row], all_chunks[row] = header, chunk
-            self._read_at[row], self._reads[row] = whole_seconds(header[6]), 0
-            if self._observer is not None:
-                self._observer.added(row)
+        self._put_served(served)
         return True
+
+    def _put_served(self, served: Sequence[tuple[int, Header, bytes]]) -> None:
+        for row, header, chunk in served:
+            self._headers[row], self._chunks[row] = header, chunk
+            self._read_at[row], self._reads[row] = whole_seconds(header[6]), 0
+        if self._observer is not None:
+            for priority, alike in groupby(served, key=_priority):
+                self._observer.added_together([row for row, _, _ in alike], priority)
+
+
+def _priority(served: tuple[int, Header, bytes]) -> int:
+    return served[1][9]
