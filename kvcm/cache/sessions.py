@@ -29,7 +29,7 @@ from kvcm.cache.limits import Limits
 from kvcm.cache.pages import pages
 from kvcm.cache.selection import NodeStorages, candidates
 from kvcm.cache.usage import Ledger, Reservation
-from kvcm.cache.write_plan import PlannedBlock, Planner, WritePlan, missing_specs, plan_write
+from kvcm.cache.write_plan import PlannedBlock, Planner, Specs, WritePlan, missing_specs, plan_write
 from kvcm.cache.write_values import FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
@@ -202,10 +202,14 @@ class WriteSessions:
         usable = [place for place in candidates(group, view) if place.storage not in refusals]
         # What is on a storage that is drained is written anew, where there is another one to write it to.
         is_leaving = (self._storages.is_draining,) if usable else ()
-        missing = [
-            specs if record is None else missing_specs(record, specs, view, request.replicas, *is_leaving)
-            for record, specs in zip(records, wanted, strict=True)
-        ]
+        missing: list[Specs] = []
+        for page in pages(list(zip(records, wanted, strict=True))):
+            missing += [
+                specs if record is None else missing_specs(record, specs, view, request.replicas, *is_leaving)
+                for record, specs in page
+            ]
+            if len(page) < len(keys):
+                await asyncio.sleep(0)
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
@@ -225,12 +229,22 @@ class WriteSessions:
 
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Read the records, after ending writers whose time is up: their blocks can be written again."""
-        records = await cache.index.get(keys)
+        records = await self._get(cache, keys)
         overdue = self._endings.overdue(zip(keys, records, strict=True))
         if not overdue:
             return records
         await self._endings.end_writers(cache, overdue)
-        return await cache.index.get(keys)
+        return await self._get(cache, keys)
+
+    async def _get(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
+        if cache.index.is_shared:  # its store suspends by itself, and is asked in few calls
+            return await cache.index.get(keys)
+        records: list[BlockRecord | None] = []
+        for page in pages(keys):
+            records += await cache.index.get(page)
+            if len(page) < len(keys):
+                await asyncio.sleep(0)
+        return records
 
     async def _head(self, cache: InstanceCache, parent_key: int | None) -> tuple[int | None, int]:
         if parent_key is None:

@@ -18,9 +18,10 @@ from kvcm.index.answers import StorageView
 from kvcm.model.instances import LocationSpecInfo
 from kvcm.model.locations import BlockRecord, LocationStatus, Place
 
-__all__ = ["PlannedBlock", "WritePlan", "missing_specs", "plan_write"]
+__all__ = ["PlannedBlock", "Planner", "Specs", "WritePlan", "missing_specs", "plan_write"]
 
 Specs = tuple[LocationSpecInfo, ...]
+"""Parts of a block."""
 
 
 class PlannedBlock(NamedTuple):
