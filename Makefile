@@ -43,6 +43,15 @@ mooncake:
 	ldconfig -p | grep -q libibverbs.so.1 || { apt-get update -qq && apt-get install -y -qq --no-install-recommends libibverbs1; } \
 	  || echo "libibverbs1 is missing: tests on a Mooncake store are skipped" >&2
 
+# Prometheus' checker of rules. Only that is taken from the package, which would also start a server. Without it the
+# checks of deploy/prometheus are skipped, and say so.
+.PHONY: promtool
+unit: promtool
+promtool:
+	command -v promtool > /dev/null || { apt-get update -qq && mkdir -p build/prometheus && cd build/prometheus \
+	    && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && install usr/bin/promtool /usr/local/bin; } \
+	  || echo "promtool is missing: checks of alert rules are skipped" >&2
+
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
 

@@ -11,12 +11,15 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import structlog
 
 from kvcm.config import ConfigError, Settings
+from kvcm.draining import drain
+from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.errors import DuplicateEntityError, KvcmError, NotReadyError, StorageIOError
@@ -27,31 +30,18 @@ from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageTyp
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
-from kvcm.rooms import Rooms
-from kvcm.service.admin_api import AdminApi
-from kvcm.service.call_metrics import CallMetrics
-from kvcm.service.calls import Call, Caller
-from kvcm.service.capacity_api import CapacityApi
-from kvcm.service.capacity_series import CapacitySeries
-from kvcm.service.capacity_view import CapacityView
-from kvcm.service.drain_view import DrainView
-from kvcm.service.grpc_server import GrpcServer
-from kvcm.service.http_app import HttpApp, LineStream
-from kvcm.service.http_server import HttpServer
-from kvcm.service.limits import RequestLimits
-from kvcm.service.meta_api import MetaApi
-from kvcm.service.pin_api import PinApi
-from kvcm.service.pool_api import PoolApi
-from kvcm.service.storage_api import StorageApi
+from kvcm.reload import BackgroundReload, Reloader
+from kvcm.rooms import Duty, Rooms
+from kvcm.service.gate import Gate, Phase
+from kvcm.serving import Listeners
 from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.mempool import PoolOpener
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks.progress import LoadProgress
-from kvcm.telemetry.metrics import ApiMetrics
 
 __all__ = ["Manager"]
 
-_DRAIN_SECONDS = 10.0
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _PAUSE_SECONDS = 0.5
 _POOL_SHARDS = 16
 
@@ -65,6 +55,7 @@ class Manager:
         settings: how it is configured.
         clock: time source.
         progress: shows rows read and rows there are, inside its block, while metadata is loaded.
+        reread: reads the settings anew, when somebody asks for that; raises ConfigError.
     """
 
     def __init__(
@@ -72,29 +63,38 @@ class Manager:
         settings: Settings,
         clock: Clock | None = None,
         progress: Callable[[], AbstractContextManager[LoadProgress]] = lambda: nullcontext(_unseen),
+        reread: Callable[[], Settings] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock if clock is not None else SystemClock()
         self._progress = progress
+        self._reloader = Reloader(settings, reread if reread is not None else lambda: settings)
+        self._gate = Gate()
+        self._tell_rows: LoadProgress = _unseen
         self._stopping = asyncio.Event()
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain and return; a second signal ends the process at once.
+        """Serve until SIGTERM or SIGINT, then drain and return; a second signal ends the process at once. SIGHUP reads
+        the settings anew.
 
         Raises:
             KvcmError: the store or a storage of the startup document cannot be opened, or an address not be bound.
             ConfigError: a file or directory that the settings name cannot be used.
         """
-        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as signals:
+            self._handle_signals(signals)
+            try:
+                await self._live()
+            except asyncio.CancelledError:
+                if not self._stopping.is_set():  # else it was told to stop before it served
+                    raise
+        if self._failure:
+            raise StorageIOError(self._failure)
+        _log.info("stopped")
 
-        def stop(number: signal.Signals) -> None:
-            self._stopping.set()
-            loop.remove_signal_handler(number)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop, number)
+    async def _live(self) -> None:
         async with self.running() as endpoint:
             # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a
             # write.
@@ -102,27 +102,60 @@ class Manager:
             gc.set_threshold(200_000, 20, 100)
             _log.info("serving", **_addresses(endpoint))
             await self._stopping.wait()
-        if self._failure:
-            raise StorageIOError(self._failure)
-        _log.info("stopped")
+
+    def _handle_signals(self, until: contextlib.ExitStack) -> None:
+        loop, life = asyncio.get_running_loop(), asyncio.current_task()
+        assert life is not None
+
+        def stop() -> None:
+            self._stopping.set()
+            for number in _ENDING:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)  # the next one ends the process at once
+            if self._gate.phase is Phase.STARTING:
+                life.cancel()
+
+        for number in _ENDING:
+            loop.add_signal_handler(number, stop)
+        reloads = BackgroundReload(self._reloader, lambda: self._gate.phase is Phase.SERVING)
+        loop.add_signal_handler(signal.SIGHUP, reloads.begin)
+        until.callback(loop.remove_signal_handler, signal.SIGHUP)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Endpoint]:
         """Serve inside the block. Yields the endpoint with the ports that are really bound."""
         async with contextlib.AsyncExitStack() as stack:
+            listeners = Listeners(self._settings, self._gate)
+            stack.push_async_callback(listeners.stop)
+            await listeners.start()
+            self._tell_rows = listeners.probes.note_rows
+            _log.info("listening", **_addresses(listeners.endpoint("", self._settings.bind_address)))
             rooms = await stack.enter_async_context(self.opened())
             stack.push_async_callback(rooms.settle)
-            servers = _Servers(self._settings)
-            stack.push_async_callback(servers.stop)
-            endpoint = servers.endpoint(rooms.leadership.node_id, self._settings.bind_address)
-            stack.push_async_callback(rooms.leadership.withdraw)
+            stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
+            endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
+            duties: list[asyncio.Task[None]] = []
+            stack.push_async_callback(_cancel, duties)
+            stack.push_async_callback(self._drain, rooms, listeners)
             await rooms.leadership.publish(endpoint)
             await rooms.leadership.tick()
             rooms.reclaimer.follow()  # reads every block once: nobody waits for that yet
-            stack.push_async_callback(_cancel, [asyncio.create_task(_keep_running(*duty)) for duty in rooms.duties()])
-            await self._start(servers, rooms)
+            ask = rooms.metadata.store.table("registry").version
+            watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
+            duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch)]
+            await listeners.serve(Interface.of(rooms, self._settings, self._reloader))
+            await self._gate.enter_phase(Phase.SERVING)
             yield endpoint
-            _log.info("draining", open_write_sessions=rooms.cache.endings.open_count)
+
+    async def _drain(self, rooms: Rooms, listeners: Listeners) -> None:
+        settings = self._reloader.settings
+        if self._gate.phase is Phase.SERVING:
+            sessions = rooms.cache.endings.open_count
+            _log.info("draining", open_write_sessions=sessions, in_flight=self._gate.in_flight)
+        # Who never served is in nobody's list, and memory that is ahead of the disk is not to be served from.
+        is_quick = self._failure or self._gate.phase is Phase.STARTING
+        delay_seconds = 0.0 if is_quick else settings.drain_delay_ms / 1000
+        await drain(self._gate, rooms.leadership, listeners, delay_seconds, settings.drain_timeout_ms / 1000)
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[Rooms]:
@@ -132,7 +165,7 @@ class Manager:
         node_id = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}_{secrets.token_hex(8)}"
         async with contextlib.AsyncExitStack() as stack:
             with self._progress() as progress:
-                metadata = await open_metadata(settings, self._clock, node_id, progress, self._fail)
+                metadata = await open_metadata(settings, self._clock, node_id, self._told(progress), self._fail)
             stack.push_async_callback(metadata.close)
             store, table = metadata.store, metadata.store.table("registry")
             cluster_id = settings.cluster_id or await kept_cluster_id(table, _new_cluster_id(settings), store.flush)
@@ -159,30 +192,16 @@ class Manager:
             stack.push_async_callback(rooms.events.close)
             yield rooms
 
-    async def _start(self, servers: _Servers, rooms: Rooms) -> None:
-        settings = self._settings
-        limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
-        metrics = ApiMetrics()
-        meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits, rooms.events)
-        pins = PinApi(rooms.cache, limits)
-        pools = PoolApi(rooms.registry, rooms.storages)
-        view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
-        series = CapacitySeries(
-            *(view, rooms.registry, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber, rooms.storages)
-        )
-        admin = AdminApi(
-            *(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, rooms.drains, series, rooms.storages)
-        )
-        drains = DrainView(rooms.drains, rooms.storages, rooms.deletions, rooms.leadership)
-        storages = StorageApi(rooms.drains, drains)
-        capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
-        refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
-        caller = Caller([CallMetrics(metrics)], rooms.refuse_unless_leading, rooms.labels, refresh)
-        data_calls = [*meta.calls(), *pins.calls(), *pools.calls()]
-        admin_calls = [*admin.calls(), *capacity.calls(), *storages.calls()]
-        for call in (*data_calls, *admin_calls):
-            metrics.declare(call.name)
-        await servers.start(data_calls, admin_calls, caller, rooms.events.subscribe)
+    def _told(self, progress: LoadProgress) -> LoadProgress:
+        """Also tell the probes, and end the loading when the manager is told to stop. Called on a thread."""
+
+        def tell(done: int, estimated: int) -> None:
+            if self._stopping.is_set():
+                raise StorageIOError("the manager was told to stop while it loaded metadata")
+            self._tell_rows(done, estimated)
+            progress(done, estimated)
+
+        return tell
 
     def _fail(self, reason: str) -> None:
         """Memory is ahead of the disk: only a restart makes them agree. Called on a thread of the store."""
@@ -190,42 +209,6 @@ class Manager:
         self._failure = reason
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._stopping.set)
-
-
-class _Servers:
-    """The listeners of a manager. The admin plane shares the data plane's gRPC port unless it has its own."""
-
-    def __init__(self, settings: Settings) -> None:
-        host, body = settings.bind_address, settings.max_body_bytes
-        self._max_body_bytes = body
-        self._rpc = GrpcServer(host, settings.rpc_port, body)
-        shared = settings.admin_rpc_port in {0, settings.rpc_port}
-        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, body)
-        self._http = HttpServer(host, settings.http_port)
-        self._admin_http = HttpServer(host, settings.admin_http_port)
-
-    def endpoint(self, node_id: str, host: str) -> Endpoint:
-        admin_rpc = self._admin_rpc if self._admin_rpc is not None else self._rpc
-        if host in {"0.0.0.0", "::"}:  # noqa: S104 - every address is served: other hosts need a name
-            host = socket.gethostname()
-        return Endpoint(node_id, host, self._rpc.port, self._http.port, admin_rpc.port, self._admin_http.port)
-
-    async def start(
-        self, data: list[Call], admin: list[Call], caller: Caller, events: Callable[[], LineStream]
-    ) -> None:
-        if self._admin_rpc is None:
-            await self._rpc.start([*data, *admin], caller)
-        else:
-            await self._rpc.start(data, caller)
-            await self._admin_rpc.start(admin, caller)
-        await self._http.start(HttpApp(data, caller, self._max_body_bytes))
-        await self._admin_http.start(HttpApp(admin, caller, self._max_body_bytes, {"/api/events": events}))
-
-    async def stop(self) -> None:
-        servers: list[GrpcServer | HttpServer] = [self._rpc, self._http, self._admin_http]
-        if self._admin_rpc is not None:
-            servers.append(self._admin_rpc)
-        await asyncio.gather(*(server.stop(_DRAIN_SECONDS) for server in servers))
 
 
 async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:
@@ -265,10 +248,6 @@ async def _add_missing(registry: Registry, document: StartupDocument) -> None:
     with contextlib.suppress(DuplicateEntityError):
         await registry.groups.create(document.group)
     _log.info("configured", storage=document.storage.global_unique_name, group=document.group.name)
-
-
-async def _nothing_new() -> bool:
-    return False
 
 
 def _unseen(_done: int, _estimated: int) -> None:

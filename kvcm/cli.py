@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -80,7 +82,7 @@ def serve(
         bool, typer.Option("--daemon", "-d", help="Run in the background; prints the process id.")
     ] = False,
 ) -> None:
-    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0.
+    """Run the manager until SIGTERM or Ctrl-C, which end it with exit code 0; SIGHUP reads the settings anew.
 
     Settings take effect in this order, later ones win: defaults, the config file, -e, environment variables of the same
     dotted name. Ports: kvcm.service.rpc_port (6381), http_port (6382), admin_rpc_port (6491), admin_http_port (6492).
@@ -92,26 +94,30 @@ def serve(
     log = structlog.get_logger("kvcm")
     if log_config_file is not None:
         log.warning("ignored", option="--log_config_file", reason="logs go to stderr; set kvcm.logger.log_level")
+
+    def read() -> Settings:
+        overrides = [*options, *(env or ())]
+        return load_settings(config_file, overrides, os.environ, lambda text: log.warning("settings", reason=text))
+
     try:
-        settings = load_settings(
-            config_file, [*options, *(env or ())], os.environ, lambda text: log.warning("settings", reason=text)
-        )
+        settings = read()
         if daemon:
             _detach()
         else:
-            _run(settings)
+            _run(settings, read)
     except (ConfigError, KvcmError) as error:
         typer.echo(f"kvcm: {error}", err=True)
         raise typer.Exit(1) from None
 
 
-def _run(settings: Settings) -> None:
-    configure_logs(LEVELS[settings.log_level_name])
+def _run(settings: Settings, reread: Callable[[], Settings]) -> None:
+    configure_logs(LEVELS[settings.log_level_name], settings.log_format)
     log = structlog.get_logger("kvcm")
     log.info("settings", **_changed(settings))
     for key in settings.without_effect():
         log.warning("settings", reason=f"{key} has no effect in this release")
-    uvloop.run(Manager(settings, progress=lambda: shown_progress("loading metadata")).serve())
+    progress = partial(shown_progress, "loading metadata")
+    uvloop.run(Manager(settings, progress=progress, reread=reread).serve())
 
 
 def _changed(settings: Settings) -> dict[str, str]:

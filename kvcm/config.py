@@ -18,7 +18,10 @@ from typing import Any
 
 from kvcm.model.hosts import HostRule
 
-__all__ = ["ConfigError", "Settings", "load_settings"]
+__all__ = ["DEBUG_PORT_OFFSET", "ConfigError", "Settings", "load_settings"]
+
+DEBUG_PORT_OFFSET = 3000
+"""How far the port of the debug service lies above that of the HTTP service (wire.md 2.1)."""
 
 _OWN_SECTIONS = (
     "kvcm.auth.",
@@ -31,7 +34,6 @@ _OWN_SECTIONS = (
 )
 _WITHOUT_EFFECT = {
     "io_thread_num",
-    "enable_debug_service",
     "deletion_threads",
     "reporter_type",
     "reporter_config",
@@ -101,14 +103,22 @@ def _file(value: str) -> str:
     return value
 
 
-def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text) -> Any:
-    return field(default=default, metadata={"key": key, "parse": parse})
+def _ratio(value: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", value) or not 0 <= float(value) <= 1:
+        raise ValueError("a number from 0 to 1")
+    return float(value)
+
+
+def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text, *, hot: bool = False) -> Any:
+    """A setting; `hot` ones are taken over by a running manager that is told to reload."""
+    return field(default=default, metadata={"key": key, "parse": parse, "hot": hot})
 
 
 _REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel")
 _STORES = ("memory", "local", *_REDIS)
 _LOCKS = ("memory", "file", *_REDIS)
-_PORT = _number(0, 65535)
+_MOST_PORT = 65535
+_PORT = _number(0, _MOST_PORT)
 _COUNT = _number(0, 1 << 31)
 
 
@@ -130,7 +140,13 @@ class Settings:
     host: str = _setting("kvcm.service.host", "")
     insecure: bool = _setting("kvcm.service.insecure", False, _flag)
     require_leader: bool = _setting("kvcm.service.require_leader", False, _flag)
-    log_level: int = _setting("kvcm.logger.log_level", 0, _log_level)
+    drain_delay_ms: int = _setting("kvcm.service.drain_delay_ms", 0, _number(0, 3_600_000), hot=True)
+    drain_timeout_ms: int = _setting("kvcm.service.drain_timeout_ms", 10_000, _number(0, 3_600_000), hot=True)
+    reflection: bool = _setting("kvcm.service.reflection", True, _flag)
+    log_level: int = _setting("kvcm.logger.log_level", 0, _log_level, hot=True)
+    log_format: str = _setting("kvcm.logger.format", "auto", _one_of("auto", "json", "console"), hot=True)
+    access_log_sample: float = _setting("kvcm.logger.access_log_sample", 0.0, _ratio, hot=True)
+    slow_request_ms: int = _setting("kvcm.logger.slow_request_ms", 1000, _number(0, 3_600_000), hot=True)
     startup_config: str = _setting("kvcm.startup_config", "")
     deletion_threads: int = _setting("kvcm.schedule_plan_executor_thread_count", 0, _COUNT)
     reporter_type: str = _setting("kvcm.metrics.reporter_type", "")
@@ -149,10 +165,10 @@ class Settings:
     allowed_roots: tuple[Path, ...] | None = _setting("kvcm.storage.allowed_roots", None, _paths)
     allowed_hosts: tuple[HostRule, ...] | None = _setting("kvcm.storage.allowed_hosts", None, _hosts)
     slot_reuse_grace_ms: int = _setting("kvcm.storage.slot_reuse_grace_ms", 600_000, _number(0, 86_400_000))
-    probe_interval_ms: int = _setting("kvcm.storage.probe_interval_ms", 5000, _number(0, 3_600_000))
-    probe_timeout_ms: int = _setting("kvcm.storage.probe_timeout_ms", 5000, _number(1, 600_000))
-    max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24))
-    max_tokens_per_request: int = _setting("kvcm.limits.max_tokens_per_request", 1 << 20, _number(1, 1 << 28))
+    probe_interval_ms: int = _setting("kvcm.storage.probe_interval_ms", 5000, _number(0, 3_600_000), hot=True)
+    probe_timeout_ms: int = _setting("kvcm.storage.probe_timeout_ms", 5000, _number(1, 600_000), hot=True)
+    max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24), hot=True)
+    max_tokens_per_request: int = _setting("kvcm.limits.max_tokens_per_request", 1 << 20, _number(1, 1 << 28), hot=True)
     max_body_bytes: int = _setting("kvcm.limits.max_body_bytes", 64 << 20, _number(1 << 10, 1 << 30))
 
     @property
@@ -179,6 +195,10 @@ class Settings:
         """Return every setting by its key, with passwords in uris left out."""
         values = ((f.metadata["key"], getattr(self, f.name)) for f in dataclasses.fields(self))
         return {key: _redacted(_shown(value)) for key, value in values}
+
+    def changed_fields(self, new: Settings) -> list[dataclasses.Field[Any]]:
+        """Return the fields that `new` has other values for; their metadata has `key` and `hot`."""
+        return [f for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(new, f.name)]
 
 
 _FIELDS = {f.metadata["key"]: f for f in dataclasses.fields(Settings)}
@@ -259,10 +279,20 @@ def _checked(settings: Settings) -> Settings:
         loopback = settings.is_loopback
     except ValueError:
         raise ConfigError(f"kvcm.service.host is {settings.host!r}, must be an ip address or localhost") from None
+    if settings.enable_debug_service and not loopback and not settings.insecure:
+        raise ConfigError(
+            "kvcm.service.enable_debug_service lets whoever reaches this server make its calls fail: "
+            f"give --insecure to allow that on {settings.host!r}, or leave the host at 127.0.0.1"
+        )
     if not loopback and not settings.insecure:
         raise ConfigError(
             f"kvcm.service.host is {settings.host!r} and nobody is authenticated: "
             "give --insecure to serve other hosts, or leave the host at 127.0.0.1"
+        )
+    if settings.enable_debug_service and settings.http_port > _MOST_PORT - DEBUG_PORT_OFFSET:
+        raise ConfigError(
+            f"kvcm.service.http_port is {settings.http_port}, must be at most {_MOST_PORT - DEBUG_PORT_OFFSET} with "
+            f"kvcm.service.enable_debug_service, which takes the port {DEBUG_PORT_OFFSET} above"
         )
     _check_uri("kvcm.registry_storage.uri", settings.registry_storage_uri, _STORES)
     _check_uri("kvcm.distributed_lock.uri", settings.distributed_lock_uri, _LOCKS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvcm.cache.drains import StorageDrains
@@ -40,6 +40,7 @@ from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.calls import Plane
 from kvcm.service.node import refuse_unless_leading
+from kvcm.service.prometheus_counts import Counts
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.prober import Prober
 from kvcm.store.redis.tracking import Invalidations
@@ -203,6 +204,7 @@ class Rooms:
         leaks: frees memory of pools that nobody owns.
         prober: looks after the health of storages.
         sharing: what there is to do while other managers work on the store; None while there are none.
+        counts: what is counted all the time.
     """
 
     settings: Settings
@@ -221,6 +223,7 @@ class Rooms:
     leaks: PoolLeaks
     prober: Prober
     sharing: Sharing | None
+    counts: Counts = field(default_factory=Counts)
 
     @classmethod
     def build(
@@ -277,6 +280,7 @@ class Rooms:
             ("deletions", partial(self.deletions.run, duty_seconds, lambda: self.leadership.is_leader)),
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
             ("events", self.events.run),
+            ("loop_lag", self.counts.lag.run),
         ]
         if self.settings.probe_interval_ms:
             duties.append(("probes", self.prober.run))

@@ -16,8 +16,8 @@ MOST_LINES = 400
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_CALLS = re.compile(r"\b(pickle|marshal|shelve)\b\.|\beval\(|\bexec\(|\bos\.system\(|shell=True")
 TOP_LEVEL = {
-    ".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "connectors", "docs", "kvcm",
-    "proto", "pyproject.toml", "tests",
+    ".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "connectors", "deploy",
+    "docs", "kvcm", "proto", "pyproject.toml", "tests",
 }  # fmt: skip
 
 

@@ -71,6 +71,8 @@ class SessionEndings:
             was asked about.
         clock: time source.
         events: told of what expired.
+
+    Attributes:
         observer: counts how sessions end.
     """
 
@@ -80,13 +82,12 @@ class SessionEndings:
         find: Callable[[int], Awaitable[InstanceCache | None]],
         clock: Clock,
         events: EventLog | None = None,
-        observer: CacheObserver = UNOBSERVED,
     ) -> None:
         self._table = table
         self._find_cache = find
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
-        self._observer = observer
+        self.observer: CacheObserver = UNOBSERVED
         self._opened: DeadlineTable[_Opened] = DeadlineTable()
 
     @property
@@ -266,7 +267,7 @@ class SessionEndings:
         is_ours = await self._table.replace(decided.id, document, decided.encoded(), now + _CARRY_OUT_SECONDS)
         if is_ours:
             at = opened.at if opened is not None else None
-            self._observer.write_ended(end, now - at if at is not None else None)
+            self.observer.write_ended(end, now - at if at is not None else None)
         return is_ours
 
     async def _end_due(self, session_id: str) -> bool:
@@ -310,9 +311,8 @@ class SessionEndings:
             if old is not None and len(old[2]) == 1 and key in succeeded:  # nearly every block
                 location = old[2][0]
                 if location[8] == session.id and location[3] is LocationStatus.WRITING:
-                    return _new_record(
-                        BlockRecord, (old[0], old[1], (_serving(location, session, checksums.get(key)),))
-                    )
+                    served_now = _serving(location, session, checksums.get(key))
+                    return _new_record(BlockRecord, (old[0], old[1], (served_now,)))
             return _settled(old, session, now, checksums.get(key), to_serving=key in succeeded)
 
         served = 0

@@ -14,6 +14,7 @@ from kvcm.cache.limits import LimitBook
 from kvcm.cache.match import Match, MatchQuery, match
 from kvcm.cache.meta import BlockMeta, block_metas
 from kvcm.cache.missing import MissingPart, MissingParts, MissingReport
+from kvcm.cache.observer import UNOBSERVED, CacheObserver
 from kvcm.cache.open_caches import OpenCaches
 from kvcm.cache.pin_budget import PinBudgets
 from kvcm.cache.pins import Pin, PinRequest, Pins
@@ -30,7 +31,7 @@ from kvcm.index.search_cache import CacheBudget
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
 from kvcm.model.deletion import DeletionItem
-from kvcm.model.errors import InvalidArgumentError, NotReadyError, UnknownInstanceError
+from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.locations import Place
@@ -63,8 +64,7 @@ class CacheManager:
         usage: keeps count of groups; for this process alone by default.
         budget: bytes of the search caches.
         events: told of what becomes of blocks.
-        crossed: as of `WriteSessions`.
-        on_pressure: as of `WriteSessions`.
+        crossed, on_pressure: as of `WriteSessions`.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class CacheManager:
         crossed: Callable[[InstanceGroup], bool] = lambda _group: False,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
+        self._observer = UNOBSERVED
         self._registry = registry
         self._storages = storages
         self._store = store if store is not None else MemoryStore()
@@ -107,6 +108,10 @@ class CacheManager:
         self._removals = InstanceRemovals(
             registry, self._caches, self._remover, self.pins, self.read_modes, clock, is_shared=is_shared
         )
+
+    def observe(self, observer: CacheObserver) -> None:
+        """Tell somebody of lookups and write sessions from now on."""
+        self._observer = self.endings.observer = observer
 
     async def load(self) -> None:
         """Open every index and hear of the open read leases, before the manager serves."""
@@ -169,16 +174,25 @@ class CacheManager:
             InvalidArgumentError: the query does not make sense.
         """
         cache = self.cache(instance_id)
+        try:
+            found = await self._match(cache, query)
+        except KvcmError:
+            if not peek:
+                self._observer.lookup_failed(cache.instance, query)
+            raise
+        if not peek:
+            self.accesses.record(cache, found.keys)
+            self._observer.looked_up(cache.instance, query, found)
+        return found
+
+    async def _match(self, cache: InstanceCache, query: MatchQuery) -> Match:
         group = self._registry.groups.find(cache.instance.instance_group_name)
         view = self._storages.for_node(query.node_id)
         if group is not None and all(view.rank(name) is None for name in group.storage_candidates):
             raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
         if self.read_modes.is_new(cache.placement.uid, query.mode):
             await self.read_modes.note(cache.placement.uid)
-        found = await match(cache, query, view)
-        if not peek:
-            self.accesses.record(cache, found.keys)
-        return found
+        return await match(cache, query, view)
 
     async def lease(self, instance_id: str, found: Match, lease_ms: int) -> ReadLease:
         """Pin what a match found, for a bounded time.
@@ -227,6 +241,7 @@ class CacheManager:
         group = self._group_of(cache)
         await self._expire_if_alone()
         started = await self._sessions.start(cache, group, request)
+        self._observer.write_started(len(request.keys) - len(started.session.keys) - started.refused)
         await self._store.flush()
         return started
 

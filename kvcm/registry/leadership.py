@@ -80,6 +80,11 @@ class Leadership:
         return self._expires if self.is_leader else None
 
     @property
+    def remaining_seconds(self) -> float:
+        """How long this manager's term lasts unless renewed, 0 when it does not lead."""
+        return max(0.0, self._expires - self._clock.now())
+
+    @property
     def leader_node_id(self) -> str:
         """Id of the holder as last seen, "" when nobody is known to hold the lease."""
         if self.is_leader:

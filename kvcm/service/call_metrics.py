@@ -14,8 +14,8 @@ from kvcm.telemetry.metrics_values import KEYS, BoundedNames, Histogram, Reading
 __all__ = ["CallMetrics"]
 
 _CANCELLED: Final = "CANCELLED"
+_FROM_THE_START: Final = (ErrorCode.OK, ErrorCode.INTERNAL_ERROR)
 _MOST_REASONS: Final = 32
-_REASONS: Final = ("draining", "overload", "rate")
 
 
 class _Method:
@@ -24,7 +24,7 @@ class _Method:
     __slots__ = ("codes", "has_keys", "keys", "seconds")
 
     def __init__(self, call: Call) -> None:
-        self.codes: dict[ErrorCode, int] = {ErrorCode.OK: 0, ErrorCode.INTERNAL_ERROR: 0}
+        self.codes = [0] * (max(ErrorCode) + 1)  # by number: an enum takes long to hash
         self.seconds = Histogram()
         self.has_keys = "block_keys" in call.request_type.DESCRIPTOR.fields_by_name
         self.keys = Histogram(KEYS)
@@ -35,19 +35,20 @@ class CallMetrics:
 
     Args:
         metrics: the table that GetMetrics lists.
-        calls: all that there are, so that their series exist from the start.
-        reasons: why requests may be turned away, for the same end.
+        reasons: why requests may be turned away, so that their series exist from the start.
     """
 
-    def __init__(self, metrics: ApiMetrics, calls: Iterable[Call] = (), reasons: Iterable[str] = _REASONS) -> None:
+    def __init__(self, metrics: ApiMetrics, reasons: Iterable[str] = ()) -> None:
         self._metrics = metrics
         self._methods: dict[str, _Method] = {}
         self._inflight = 0
         self._reasons = BoundedNames(_MOST_REASONS)
         self._rejected = {self._reasons.of(reason): 0 for reason in reasons}
-        for call in calls:
-            metrics.declare(call.name)
-            self._method(call)
+
+    def declare(self, call: Call) -> None:
+        """Make the series of a call exist before it is first asked."""
+        self._metrics.declare(call.name)
+        self._method(call)
 
     def _method(self, call: Call) -> _Method:
         """Return what is counted of a call; one name may stand for calls of several services, as in GetMetrics."""
@@ -68,7 +69,7 @@ class CallMetrics:
         """Count the call."""
         code, seconds = outcome.code, outcome.seconds
         self._inflight -= 1
-        begun.codes[code] = begun.codes.get(code, 0) + 1
+        begun.codes[code] += 1
         begun.seconds.observe(seconds)
         if code is not ErrorCode.UNSPECIFIED:  # GetMetrics knows of answers only
             self._metrics.record(call.name, outcome.labels, code, code is ErrorCode.OK, seconds * 1e6)
@@ -84,8 +85,9 @@ class CallMetrics:
         for reason, count in list(self._rejected.items()):
             yield Reading(catalog.RPC_REJECTED, count, (reason,))
         for name, method in list(self._methods.items()):
-            for code, count in list(method.codes.items()):
-                yield Reading(catalog.RPC_REQUESTS, count, (name, code.name if code else _CANCELLED))
+            for code in ErrorCode:
+                if (count := method.codes[code]) or code in _FROM_THE_START:
+                    yield Reading(catalog.RPC_REQUESTS, count, (name, code.name if code else _CANCELLED))
             yield Reading(catalog.RPC_DURATION, method.seconds.read(), (name,))
             if method.has_keys:
                 yield Reading(catalog.RPC_REQUEST_KEYS, method.keys.read(), (name,))

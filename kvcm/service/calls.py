@@ -73,6 +73,7 @@ class Call:
         handler: answers it, or raises KvcmError.
         leader_only: whether a manager that must lead to serve refuses it while it does not.
         per_instance: whether its metrics carry the instance.
+        is_traced: whether its request has a `trace_id`, and the answer a request id made of it.
     """
 
     service: str
@@ -83,6 +84,7 @@ class Call:
     handler: Handler
     leader_only: bool = True
     per_instance: bool = False
+    is_traced: bool = True
 
     @property
     def path(self) -> str:
@@ -234,8 +236,9 @@ class Caller:
             self._tell_end(begun, call, request, arrival, outcome)
             raise
         seconds = time.perf_counter() - begin
-        _fill_header(reply.message, request, code, text)
-        if request.trace_id.endswith(_TRACER_SUFFIX):
+        trace_id = request.trace_id if call.is_traced else None
+        _fill_header(reply.message, trace_id, code, text)
+        if trace_id is not None and trace_id.endswith(_TRACER_SUFFIX):
             _add_timing(reply.message.header, call, seconds * 1e6)
         outcome = Outcome(code, text, seconds, labels)
         self._tell_end(begun, call, request, arrival, outcome)
@@ -264,10 +267,10 @@ def _add_timing(header: Any, call: Call, duration_us: float) -> None:
         header.tracer_result = json.dumps({**span, f"{module}.py:{name}": [span]}, separators=(",", ":"))
 
 
-def _fill_header(message: Any, request: Any, code: ErrorCode, text: str) -> None:
+def _fill_header(message: Any, trace_id: str | None, code: ErrorCode, text: str) -> None:
     header = message.header
     header.status.code = code
     if text:  # a handler may have left a remark on a success
         header.status.message = text
-    if hasattr(header, "request_id"):
-        header.request_id = f"{request.trace_id}_{time.time_ns() // 1000}"
+    if trace_id is not None and hasattr(header, "request_id"):
+        header.request_id = f"{trace_id}_{time.time_ns() // 1000}"

@@ -3,6 +3,7 @@ already."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections import defaultdict
@@ -15,6 +16,8 @@ from google.protobuf.message import DecodeError
 
 from kvcm.model.errors import StorageIOError
 from kvcm.service.calls import Arrival, Call, Caller
+from kvcm.service.gate import Gate, Phase
+from kvcm.service.grpc_health import GrpcHealth, reflect
 from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["GrpcServer"]
@@ -27,6 +30,7 @@ _KEEPALIVE = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
+_CLOSE_SECONDS = 1.0  # for answers that are being sent
 _TURNED_AWAY = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
 
 
@@ -37,12 +41,13 @@ class GrpcServer:
         host: address to bind.
         port: port to bind; 0 takes a free one.
         max_body_bytes: largest request; answers have no limit.
+        gate: whether calls are served.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, max_body_bytes: int) -> None:
+    def __init__(self, host: str, port: int, max_body_bytes: int, gate: Gate) -> None:
         _check_free(host, port)
         options = (
             *_KEEPALIVE,
@@ -56,19 +61,65 @@ class GrpcServer:
         except RuntimeError as error:
             raise StorageIOError(f"gRPC address {host}:{port} cannot be bound") from error
 
-    async def start(self, calls: Iterable[Call], caller: Caller) -> None:
-        """Begin to serve."""
+        self._gate = gate
+        self.health = GrpcHealth(self._server)
+        self._server.add_generic_rpc_handlers((_WhileStarting(gate),))
+        self._end: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to answer: health at once, calls when it is told of them."""
+        await self.health.note(is_serving=False)
+        await self._server.start()
+
+    async def serve(self, calls: Iterable[Call], caller: Caller, *, has_reflection: bool) -> None:
+        """Answer calls from now on, as far as the gate is open.
+
+        Args:
+            calls: what to serve.
+            caller: runs them.
+            has_reflection: whether clients may ask for services and messages.
+        """
         by_service: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for call in calls:
-            by_service[call.service][call.name] = grpc.unary_unary_rpc_method_handler(_method(call, caller))
+            method: Any = grpc.unary_unary_rpc_method_handler(_method(call, caller, self._gate))
+            by_service[call.service][call.name] = method
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(service, methods) for service, methods in by_service.items())
         )
-        await self._server.start()
+        if has_reflection:
+            reflect(self._server, list(by_service))
+        await self.health.cover(list(by_service))
 
-    async def stop(self, drain_seconds: float) -> None:
-        """Stop accepting, let requests in flight finish for so long, close."""
-        await self._server.stop(drain_seconds)
+    def stop_accepting(self, drain_seconds: float) -> None:
+        """Take no new connections and requests; those in flight may go on for so long."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._server.stop(drain_seconds))
+
+    async def stop(self, seconds: float = 0.0) -> None:
+        """Close everything; answers that are on their way have so long to arrive."""
+        self.health.end()
+        await self._server.stop(max(seconds, _CLOSE_SECONDS))
+        if self._end is not None:
+            await self._end
+
+
+class _WhileStarting(grpc.GenericRpcHandler):
+    """Answers calls before it is known what there is to call."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def service(self, _details: grpc.HandlerCallDetails) -> Any:
+        if self._gate.phase is not Phase.STARTING:
+            return None
+        return grpc.unary_unary_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, _body: bytes, context: Any) -> bytes:
+        refusal = self._gate.refusal()
+        if refusal is None:  # the manager began to serve a moment ago
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the manager has just started; retry")
+            raise AssertionError  # abort raises
+        return await _turn_away(context, refusal)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -81,10 +132,21 @@ def _check_free(host: str, port: int) -> None:
             raise StorageIOError(f"gRPC address {host}:{port} cannot be bound: {error.strerror}") from error
 
 
-def _method(call: Call, caller: Caller) -> Callable[[bytes, Any], Awaitable[bytes]]:
+def _method(call: Call, caller: Caller, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
     parse = call.request_type.FromString
 
     async def serve(body: bytes, context: Any) -> bytes:
+        refusal = gate.refusal()
+        if refusal is not None:
+            caller.tell_turned_away(call, _arrival(context), refusal)
+            await _turn_away(context, refusal)
+        gate.enter()
+        try:
+            return await answer(body, context)
+        finally:
+            gate.leave()
+
+    async def answer(body: bytes, context: Any) -> bytes:
         try:
             request = parse(body)
         except DecodeError:

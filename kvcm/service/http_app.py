@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any, Protocol
 
 from kvcm.service.calls import Arrival, Call, Caller
+from kvcm.service.gate import Gate
 from kvcm.service.http_pages import PageRequest, PageRoute
 from kvcm.service.json_codec import MalformedBody, parse_request
 from kvcm.service.json_locations import LocationTexts, print_reply
@@ -42,55 +43,85 @@ class _BodyTooLargeError(Exception):
 
 
 class HttpApp:
-    """ASGI application for one plane.
+    """ASGI application for one port: answers pages at once, and calls when it is told of them.
 
     Args:
-        calls: what it serves.
-        caller: runs them.
+        gate: whether calls are served.
         max_body_bytes: largest body.
-        streams: what GET of a path begins to listen to.
-        pages: what GET of a path answers.
+        pages: what GET of a path answers, whether calls are served or not.
     """
 
-    def __init__(
+    def __init__(self, gate: Gate, max_body_bytes: int, pages: Mapping[str, PageRoute] | None = None) -> None:
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+        self._texts = LocationTexts()
+        self._pages = dict(pages or {})
+        self._streams: dict[str, Callable[[], LineStream]] = {}
+        self._calls: dict[str, Call] = {}
+        self._caller: Caller | None = None
+
+    def serve(
         self,
         calls: Iterable[Call],
         caller: Caller,
-        max_body_bytes: int,
         streams: Mapping[str, Callable[[], LineStream]] | None = None,
         pages: Mapping[str, PageRoute] | None = None,
     ) -> None:
-        self._streams = streams if streams is not None else {}
-        self._pages = pages if pages is not None else {}
-        self._calls = {call.path: call for call in calls}
+        """Answer calls from now on, as far as the gate is open.
+
+        Args:
+            calls: what to serve.
+            caller: runs them.
+            streams: what GET of a path begins to listen to.
+            pages: further pages.
+        """
+        self._calls.update((call.path, call) for call in calls)
         self._caller = caller
-        self._max_body_bytes = max_body_bytes
-        self._texts = LocationTexts()
+        self._streams.update(streams or {})
+        self._pages.update(pages or {})
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        method, path = scope["method"], scope["path"]
-        call = self._calls.get(path) if method == "POST" else None
-        stream = self._streams.get(path) if method == "GET" else None
-        page = self._pages.get(path) if method == "GET" else None
-        if call is None and stream is None and page is None:
-            await _respond(send, 404, b"404 Not Found", [])
-            return
+        if self._gate.is_leaving:
+            send = _closing(send)
+        if scope["method"] == "POST":
+            await self._post(scope, receive, send)
+        elif scope["method"] == "GET":
+            await self._get(scope, receive, send)
+        else:
+            await _not_found(send)
+
+    async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        call, headers = self._calls.get(scope["path"]), dict(scope["headers"])
+        arrival = Arrival("http", scope["client"][0] if scope["client"] else "")
+        if b"origin" in headers:
+            await _refuse_page(send)
+        elif (refusal := self._gate.refusal()) is not None:
+            if call is not None and self._caller is not None:
+                self._caller.tell_turned_away(call, arrival, refusal)
+            await _respond(send, refusal.http_status, b"{}", _turned_away(refusal))
+        elif call is None:
+            await _not_found(send)
+        else:
+            self._gate.enter()
+            try:
+                await self._answer(call, headers, arrival, receive, send)
+            finally:
+                self._gate.leave()
+
+    async def _get(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        page, stream = self._pages.get(scope["path"]), self._streams.get(scope["path"])
         headers = dict(scope["headers"])
-        if b"origin" in headers or (call is None and b"accept-language" in headers):
-            # Only browsers send these, the first with everything but a GET of what they take for the page's own site.
-            # Nobody is authenticated: a page that somebody on this host looks at must neither act nor listen here.
-            await _respond(send, 403, b"{}", _reason("requests from web pages are not served"))
-            return
-        if stream is not None:
-            await _stream(stream(), receive, send)
+        if page is None and stream is None:
+            await _not_found(send)
+        elif b"origin" in headers or b"accept-language" in headers:
+            await _refuse_page(send)
         elif page is not None:
             answer = await page(PageRequest(scope["query_string"], headers))
             await _respond(send, answer.status, answer.body, list(answer.headers))
-        elif call is not None:
-            peer = scope["client"]
-            await self._answer(call, headers, Arrival("http", peer[0] if peer else ""), receive, send)
+        elif stream is not None:
+            await _stream(stream(), receive, send)
 
     async def _answer(
         self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
@@ -105,6 +136,7 @@ class HttpApp:
         except MalformedBody as error:
             await _respond(send, 400, b"{}", _reason(str(error)))
             return
+        assert self._caller is not None
         try:
             reply = await self._caller.answer(call, request, arrival)
         except TurnedAwayError as error:
@@ -135,6 +167,28 @@ def _reason(text: str) -> Headers:
 
 def _turned_away(error: TurnedAwayError) -> Headers:
     return [*_reason(str(error)), (b"retry-after", str(max(1, round(error.retry_after_seconds))).encode())]
+
+
+async def _not_found(send: Send) -> None:
+    await _respond(send, 404, b"404 Not Found", [])
+
+
+async def _refuse_page(send: Send) -> None:
+    """Refuse a browser: only those send an origin, with everything but a GET of what they take for the page's own site,
+    and only those send languages. Nobody is authenticated: a page that somebody on this host looks at must neither act
+    nor listen here."""
+    await _respond(send, 403, b"{}", _reason("requests from web pages are not served"))
+
+
+def _closing(send: Send) -> Send:
+    """Have the connection closed behind the answer, so that the client's next request finds another manager."""
+
+    async def closing(event: MutableMapping[str, Any]) -> None:
+        if event["type"] == "http.response.start":
+            event["headers"] = [*event["headers"], (b"connection", b"close")]
+        await send(event)
+
+    return closing
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:

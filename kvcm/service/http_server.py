@@ -17,6 +17,7 @@ __all__ = ["HttpServer"]
 
 # Clients pool connections; one that the server closes first costs them a failed request now and then.
 _KEEP_ALIVE_SECONDS = 75
+_CLOSE_SECONDS = 1
 
 
 class _QuietServer(uvicorn.Server):
@@ -67,10 +68,17 @@ class HttpServer:
             await asyncio.sleep(0.005)
         return None
 
-    async def stop(self, drain_seconds: float) -> None:
-        """Stop accepting, let requests in flight finish for so long, close."""
+    def stop_accepting(self) -> None:
+        """Take no new connections; those that are open go on."""
+        if self._server is not None and self._server.started:
+            for listener in self._server.servers:
+                listener.close()
+        self._socket.close()
+
+    async def stop(self, seconds: float = 0.0) -> None:
+        """Close everything; what is in flight has so long to end."""
+        self.stop_accepting()
         if self._server is not None and self._task is not None:
-            self._server.config.timeout_graceful_shutdown = max(1, round(drain_seconds))
+            self._server.config.timeout_graceful_shutdown = max(_CLOSE_SECONDS, round(seconds))
             self._server.should_exit = True
             await self._task
-        self._socket.close()

@@ -9,9 +9,10 @@ from kvcm.model.errors import InvalidArgumentError
 __all__ = ["RequestLimits"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestLimits:
-    """Most keys and tokens of one request, most bytes of one body."""
+    """Most keys and tokens of one request, most bytes of one body. Every call looks at the same object, whose first two
+    change when settings are read anew."""
 
     max_keys: int = 65536
     max_tokens: int = 1 << 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -20,7 +21,7 @@ from kvcm.telemetry.metrics_values import Distribution, Reading
 
 __all__ = ["FamilyTable", "written"]
 
-_SLICE_SAMPLES: Final = 200  # a millisecond
+_SLICE_SAMPLES: Final = 64  # a millisecond
 _END: Final = b"# EOF\n"
 
 
@@ -34,14 +35,21 @@ class FamilyTable:
         """Add a series."""
         family, value = self._families[reading.metric], reading.value
         if isinstance(value, Distribution):
-            bounds = [*map(floatToGoString, value.bounds), "+Inf"]
-            family.add_metric(reading.labels, list(zip(bounds, value.counts, strict=True)), value.total)
+            buckets = list(zip(_shown(tuple(value.bounds)), value.counts, strict=True))
+            family.add_metric(reading.labels, buckets, value.total)
         else:
             family.add_metric(reading.labels, value)
 
-    def all(self) -> Iterator[Family]:
-        """Yield the families, in the order of the catalogue."""
-        return iter(self._families.values())
+    def taken(self) -> Iterator[Family]:
+        """Yield the families in the order of the catalogue, and let go of each: freeing all at once takes long."""
+        for metric in list(self._families):
+            yield self._families.pop(metric)
+
+
+@cache
+def _shown(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Return the label of each bucket; there are few kinds of histograms."""
+    return (*map(floatToGoString, bounds), "+Inf")
 
 
 def _family(metric: Metric) -> Family:

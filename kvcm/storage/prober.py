@@ -11,6 +11,7 @@ A look decides, for every storage, whether a probe is due or late. Looks never w
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 
 import structlog
@@ -20,6 +21,7 @@ from kvcm.model.errors import KvcmError
 from kvcm.storage.backend import StorageBackend, is_full
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd
+from kvcm.telemetry.metrics_values import Distribution, Histogram
 
 __all__ = ["Prober"]
 
@@ -73,6 +75,19 @@ class Prober:
         self._timeout_seconds = timeout_seconds
         self._rules = rules or HealthRules()
         self._watches: dict[str, _Watch] = {}
+        self._durations: defaultdict[str, Histogram] = defaultdict(Histogram)
+
+    def set_times(self, interval_seconds: float, timeout_seconds: float) -> None:
+        """Probe at another pace from now on; a probe that is under way keeps its time."""
+        self._interval_seconds, self._timeout_seconds = interval_seconds, timeout_seconds
+        latest = self._clock.now() + interval_seconds
+        for watch in self._watches.values():
+            if watch.probe is None:
+                watch.next_at = min(watch.next_at, latest)
+
+    def durations(self, storage: str) -> Distribution:
+        """Return how long the probes of a storage took, so far those that are late, in seconds."""
+        return self._durations[storage].read() if storage in self._watches else Histogram().read()
 
     async def run(self) -> None:
         """Probe for good."""
@@ -110,6 +125,7 @@ class Prober:
         for name, watch in list(self._watches.items()):
             if is_open.get(name) is not watch.backend:
                 _abandon(self._watches.pop(name))
+                self._durations.pop(name, None)
         for name, backend in is_open.items():
             if name not in self._watches:
                 self._watches[name] = _Watch(backend, now)
@@ -141,6 +157,7 @@ class Prober:
         if health.state is not before.state:
             log = _log.info if is_up else _log.warning
             log("storage_health", storage=name, state=health.state.label, reason=health.reason)
+        self._durations[name].observe(probe.seconds)
 
 
 def _abandon(watch: _Watch) -> None:

@@ -186,6 +186,7 @@ ANY_NODE = {
     "AdminService.UpdateLogger",
     "AdminService.UpdateLeaderElectorConfig",
     "AdminService.LeaderDemote",
+    "ConfigService.ReloadConfig",
     "MetaService.GetClusterInfo",
 }
 

@@ -21,6 +21,7 @@ from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Caller
+from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_app import HttpApp
 from kvcm.service.http_server import HttpServer
 from kvcm.service.limits import RequestLimits
@@ -216,7 +217,11 @@ async def served(node: Node) -> AsyncIterator[int]:
     """The events of a node on a port, until the end of the block."""
     server = HttpServer("127.0.0.1", 0)
     running = asyncio.create_task(node.log.run())
-    await server.start(HttpApp(node.calls, node.caller, 1 << 20, {"/api/events": node.log.subscribe}))
+    gate = Gate()
+    await gate.enter_phase(Phase.SERVING)
+    app = HttpApp(gate, 1 << 20)
+    app.serve(node.calls, node.caller, {"/api/events": node.log.subscribe})
+    await server.start(app)
     try:
         yield server.port
     finally:

@@ -31,7 +31,7 @@ def _table() -> FamilyTable:
 
 @pytest.mark.parametrize(("accept", "parse"), [("", parse_plain), (OPENMETRICS, parse_openmetrics)])
 async def test_what_is_written_in_many_slices_reads_as_one_family_each(accept: str, parse: object) -> None:
-    body, content_type = await written(_table().all(), accept)
+    body, content_type = await written(_table().taken(), accept)
     assert content_type.startswith("application/openmetrics-text" if accept else "text/plain")
     families = {family.name: family for family in parse(body.decode())}  # type: ignore[operator]
     assert families.keys() == {metric.name.removesuffix("_total") for metric in METRICS}
@@ -63,13 +63,13 @@ async def test_others_get_turns_while_a_large_page_is_written() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    body, _ = await written(_table().all(), "")
+    body, _ = await written(_table().taken(), "")
     counting.cancel()
     assert turns > body.count(b"\n") / 400
 
 
 async def test_a_version_that_is_none_is_answered_in_the_plain_format() -> None:
-    _, content_type = await written(FamilyTable().all(), "application/openmetrics-text; version=x.y")
+    _, content_type = await written(FamilyTable().taken(), "application/openmetrics-text; version=x.y")
     assert content_type.startswith("text/plain")
 
 

@@ -23,6 +23,8 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol import meta_service_pb2_grpc as meta_grpc
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2_grpc as capacity_grpc
+from kvcm.protocol.kvcm.v1 import config_service_pb2 as config
+from kvcm.protocol.kvcm.v1 import config_service_pb2_grpc as config_grpc
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
 from kvcm.protocol.kvcm.v1 import group_service_pb2_grpc as group_grpc
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
@@ -57,10 +59,11 @@ SERVICES = {
     "GroupService": group.DESCRIPTOR.services_by_name["GroupService"],
     "CapacityService": capacity.DESCRIPTOR.services_by_name["CapacityService"],
     "StorageService": storage.DESCRIPTOR.services_by_name["StorageService"],
+    "ConfigService": config.DESCRIPTOR.services_by_name["ConfigService"],
 }
 """Every service that a manager serves."""
 
-_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService", "StorageService"}
+_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService"}
 _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "MetaService": meta_grpc.MetaServiceStub,
     "LeaseService": lease_grpc.LeaseServiceStub,
@@ -70,6 +73,7 @@ _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "GroupService": group_grpc.GroupServiceStub,
     "CapacityService": capacity_grpc.CapacityServiceStub,
     "StorageService": storage_grpc.StorageServiceStub,
+    "ConfigService": config_grpc.ConfigServiceStub,
 }
 _CODES = admin.ErrorCode  # numbers agree in all packages
 

@@ -8,6 +8,7 @@ import time
 import pytest
 import test_admin_cases
 import test_capacity_cases
+import test_config_cases
 import test_meta_cases
 import test_pin_cases
 import test_pool_cases
@@ -16,7 +17,10 @@ from test_meta_cases import Fields, Refused
 from test_transport_drivers import SERVICES, Api, eventually
 from test_transport_sites import Site, unique
 
-_TABLES = [test_meta_cases, test_pin_cases, test_pool_cases, test_admin_cases, test_capacity_cases, test_storage_cases]
+_TABLES = [
+    *(test_meta_cases, test_pin_cases, test_pool_cases, test_admin_cases, test_capacity_cases, test_storage_cases),
+    test_config_cases,
+]
 GOOD = {rpc: make for table in _TABLES for rpc, make in table.GOOD.items()}
 REFUSED = {rpc: cases for table in _TABLES for rpc, cases in table.REFUSED.items()}
 EVERY_RPC = [f"{name}.{method.name}" for name, service in SERVICES.items() for method in service.methods]
@@ -29,7 +33,7 @@ def test_every_rpc_of_the_contract_has_cases() -> None:
     unsupported = {"AdminService.GenConfigSnapshot", "AdminService.LoadConfigSnapshot"}
     assert set(GOOD) == set(EVERY_RPC) - unsupported
     assert set(REFUSED) == set(EVERY_RPC)
-    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3
+    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3 + 1
 
 
 @pytest.mark.parametrize("rpc", GOOD)

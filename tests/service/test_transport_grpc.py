@@ -52,7 +52,7 @@ def test_a_refusal_ends_with_grpc_ok_and_its_code_in_the_header(driver: GrpcDriv
     assert answer.header.status.code == meta.INSTANCE_NOT_EXIST
 
 
-@pytest.mark.parametrize("method", [f"{_META}/Nothing", "/grpc.health.v1.Health/Check", f"{_ADMIN}/CheckHealth"])
+@pytest.mark.parametrize("method", [f"{_META}/Nothing", "/grpc.health.v1.Health/Nothing", f"{_ADMIN}/CheckHealth"])
 def test_what_a_port_does_not_serve_is_unimplemented(driver: GrpcDriver, method: str) -> None:
     assert _status(driver.channels["MetaService"], method)[0] is grpc.StatusCode.UNIMPLEMENTED
 

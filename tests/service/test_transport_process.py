@@ -66,7 +66,11 @@ class ManagerProcess:
                 stdout=log,
                 stderr=log,
             )
-        self.address = self._wait_until_serving()
+        try:
+            self.address = self._wait_until_serving()
+        except BaseException:
+            self.kill()  # nobody else knows of it
+            raise
 
     def _wait_until_serving(self) -> Address:
         deadline = time.monotonic() + _START_SECONDS

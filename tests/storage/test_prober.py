@@ -328,3 +328,26 @@ async def test_the_duty_probes_by_itself_and_leaves_nothing_behind() -> None:
         with suppress(asyncio.CancelledError):
             await duty
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
+
+async def test_another_pace_holds_at_once_also_for_what_is_due_much_later() -> None:
+    async with probing(interval_seconds=3600.0) as site:
+        storage = site.open_faulty()
+        await site.probed()
+        site.prober.set_times(2.0, TIMEOUT)
+        site.clock.time += 1.9
+        site.prober.look()
+        assert storage.probes == 1
+        await site.probed(after_seconds=0.2)
+        assert storage.probes == 2
+        site.prober.set_times(100.0, 3.0)
+        await site.probed(after_seconds=2.0)  # was due before that
+        site.clock.time += 99.0
+        site.prober.look()
+        assert storage.probes == 3
+        storage.gate.clear()
+        site.clock.time += 1.0
+        site.prober.look()
+        await until(lambda: storage.under_way)
+        assert "no answer for 3.0 s" in (await site.probed(after_seconds=3.0)).reason
+        storage.gate.set()

@@ -1,0 +1,48 @@
+"""How a manager ends, in the order that clients and load balancers can follow (security_ops.md 4).
+
+1. It is not ready: `/readyz` and gRPC health say so. Requests are served on.
+2. It gives up the lease, so that another manager takes over the background duties.
+3. It waits, for those who send requests to notice. Answers close their HTTP connections.
+4. Requests are turned away; then it accepts no connections.
+5. What is in flight is finished, within a time.
+
+Whoever calls then stops the duties, closes the listeners, writes down what is left and closes the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from kvcm.registry.leadership import Leadership
+from kvcm.service.gate import Gate, Phase
+from kvcm.serving import Listeners
+
+__all__ = ["drain"]
+
+_log = structlog.get_logger("kvcm")
+
+
+async def drain(
+    gate: Gate, leadership: Leadership, listeners: Listeners, delay_seconds: float, timeout_seconds: float
+) -> None:
+    """Bring a manager to where no request is in flight.
+
+    Args:
+        gate: what requests are let in by.
+        leadership: to be given up.
+        listeners: to be closed to newcomers.
+        delay_seconds: how long to serve on after telling that this manager is not ready.
+        timeout_seconds: how long what is in flight may take.
+    """
+    await gate.enter_phase(Phase.LEAVING)
+    await leadership.withdraw()
+    await asyncio.sleep(delay_seconds)
+    await gate.enter_phase(Phase.CLOSED)
+    # gRPC cancels what comes in the moment in which it stops to accept, and clients do not retry that as they do what
+    # is turned away: so they are told first.
+    await gate.calmed()
+    listeners.stop_accepting(timeout_seconds)
+    if not await gate.emptied(timeout_seconds):
+        _log.warning("requests_cut_off", in_flight=gate.in_flight, after_seconds=timeout_seconds)

@@ -1,0 +1,126 @@
+"""What a manager serves: its calls by plane, wired to the rooms that answer them, and who is told of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from kvcm.config import Settings
+from kvcm.reload import Reloader
+from kvcm.rooms import Rooms
+from kvcm.service.access_log import AccessLog
+from kvcm.service.admin_api import AdminApi
+from kvcm.service.call_metrics import CallMetrics
+from kvcm.service.calls import Call, Caller, CallObserver
+from kvcm.service.capacity_api import CapacityApi
+from kvcm.service.capacity_series import CapacitySeries
+from kvcm.service.capacity_view import CapacityView
+from kvcm.service.config_api import ConfigApi
+from kvcm.service.debug_api import DebugApi
+from kvcm.service.drain_view import DrainView
+from kvcm.service.faults import Faults
+from kvcm.service.gate import Phase
+from kvcm.service.http_app import LineStream
+from kvcm.service.http_pages import PageRoute
+from kvcm.service.limits import RequestLimits
+from kvcm.service.meta_api import MetaApi
+from kvcm.service.pin_api import PinApi
+from kvcm.service.pool_api import PoolApi
+from kvcm.service.prometheus_page import MetricsPage
+from kvcm.service.prometheus_state import ManagerState
+from kvcm.service.request_context import RequestContext
+from kvcm.service.storage_api import StorageApi
+from kvcm.telemetry.logs import LEVELS, set_format, set_level
+from kvcm.telemetry.metrics import ApiMetrics
+
+__all__ = ["Interface"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What is served.
+
+    Attributes:
+        data: calls of engines.
+        admin: calls of operators.
+        caller: runs them.
+        streams: what GET of a path of the admin port begins to listen to.
+        pages: what GET of a path of the admin port answers, beside probes.
+        debug: calls that make others fail; none unless they are switched on.
+    """
+
+    data: list[Call]
+    admin: list[Call]
+    caller: Caller
+    streams: Mapping[str, Callable[[], LineStream]]
+    pages: Mapping[str, PageRoute] = field(default_factory=dict)
+    debug: list[Call] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rooms: Rooms, settings: Settings, reloader: Reloader) -> Interface:
+        """Wire the calls to the rooms, and what can be changed at runtime to its settings."""
+        limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
+        metrics = ApiMetrics()
+        view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
+        refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
+        access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
+        counted = CallMetrics(metrics, [Phase.CLOSED.value])
+        observers: list[CallObserver] = [counted, access_log, RequestContext()]
+        caller = Caller(observers, rooms.refuse_unless_leading, rooms.labels, refresh)
+        data, admin = _data_calls(rooms, limits), _admin_calls(rooms, limits, metrics, view)
+        admin += ConfigApi(reloader.reload).calls()
+        faults = Faults()
+        debug = DebugApi(faults).calls() if settings.enable_debug_service else []
+        data = faults.breakable(data) if debug else data
+
+        def apply(new: Settings, changed: Container[str]) -> None:
+            limits.max_keys, limits.max_tokens = new.max_keys_per_request, new.max_tokens_per_request
+            access_log.set(new.access_log_sample, new.slow_request_ms / 1000)
+            rooms.prober.set_times(new.probe_interval_ms / 1000, new.probe_timeout_ms / 1000)
+            _apply_to_logs(new, changed)
+
+        access_log.set(settings.access_log_sample, settings.slow_request_ms / 1000)
+        reloader.follow(apply)
+        for call in (*data, *admin):
+            counted.declare(call)
+        rooms.cache.observe(rooms.counts.cache)
+        pages = {"/metrics": MetricsPage(counted, rooms.counts, _state(rooms, view))}
+        return cls(data, admin, caller, {"/api/events": rooms.events.subscribe}, pages, debug)
+
+
+def _data_calls(rooms: Rooms, limits: RequestLimits) -> list[Call]:
+    meta = MetaApi(rooms.cache, rooms.registry, rooms.leadership, limits, rooms.events)
+    pins, pools = PinApi(rooms.cache, limits), PoolApi(rooms.registry, rooms.storages)
+    return [*meta.calls(), *pins.calls(), *pools.calls()]
+
+
+def _admin_calls(rooms: Rooms, limits: RequestLimits, metrics: ApiMetrics, view: CapacityView) -> list[Call]:
+    series = CapacitySeries(
+        *(view, rooms.registry, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber, rooms.storages)
+    )
+    admin = AdminApi(
+        *(rooms.cache, rooms.registry, rooms.leadership, metrics, limits, rooms.drains, series, rooms.storages)
+    )
+    drains = DrainView(rooms.drains, rooms.storages, rooms.deletions, rooms.leadership)
+    storages = StorageApi(rooms.drains, drains)
+    capacity = CapacityApi(view, rooms.registry.quotas, rooms.garbage, rooms.scrubber)
+    return [*admin.calls(), *capacity.calls(), *storages.calls()]
+
+
+def _state(rooms: Rooms, view: CapacityView) -> ManagerState:
+    return ManagerState(
+        *(rooms.cache, rooms.registry, view, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber),
+        *(rooms.storages, rooms.prober, rooms.leadership),
+    )
+
+
+def _apply_to_logs(settings: Settings, changed: Container[str]) -> None:
+    if "log_format" in changed:
+        set_format(settings.log_format)
+    if "log_level" in changed:  # else UpdateLogger's stays
+        set_level(LEVELS[settings.log_level_name])
+
+
+async def _nothing_new() -> bool:
+    return False
