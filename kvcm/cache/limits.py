@@ -84,8 +84,9 @@ class LimitBook:
 
     def _read(self) -> None:
         groups = self._registry.groups.all()
+        guarantors = [group for group in groups if group.storage_guarantees]  # few of many
         self._storages = {
-            config.global_unique_name: StorageLimit(config.limit_bytes, _guaranteed(config, groups))
+            config.global_unique_name: StorageLimit(config.limit_bytes, _guaranteed(config, guarantors))
             for config in self._registry.storages.all()
             if config.limit_bytes
         }

@@ -121,7 +121,8 @@ def _taken(writer: str, by_group: Mapping[str, int], guaranteed: Mapping[str, in
 
 def _on_storage(storage: StorageConfig, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]) -> _OnStorage:
     users = [group.name for group in groups if storage.global_unique_name in group.storage_candidates]
-    guaranteed = {group.name: size for group in groups if (size := group.guaranteed_on(storage))}
+    guarantors = (group for group in groups if group.storage_guarantees)  # few of many
+    guaranteed = {group.name: size for group in guarantors if (size := group.guaranteed_on(storage))}
     return _OnStorage(storage_mark(storage, _largest(blocks, users)), guaranteed)
 
 

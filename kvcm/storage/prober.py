@@ -5,7 +5,9 @@ one probe is under way. One that hangs is left to hang, since nothing can take i
 counts as late again and again, and no other is begun. What is disabled is probed, too, so that an administrator sees
 whether it can be enabled again.
 
-A look decides, for every storage, whether a probe is due or late. Looks never wait for a medium.
+A look decides, for every storage, whether a probe is due or late. Looks never wait for a medium. Storages are opened
+many at a time, when a manager starts: so that their probes do not all run at once ever after, a look begins a part of
+them only, what is due for the longest time first; each goes on from there at its own time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ __all__ = ["Prober"]
 
 _RETRY_SECONDS = 1.0  # of a storage that is not UP: three failures in a row are seen within some three seconds
 _LOOK_SECONDS = 0.1
+_AT_ONCE = 8  # probes that one look begins,
+_PART = 5  # or this part of all, where they are more: twice what is due while none is UP
 
 _log = structlog.get_logger("kvcm.storage")
 
@@ -102,16 +106,21 @@ class Prober:
         """Begin the probes that are due, and count those that are late."""
         now = self._clock.now()
         self._follow(now)
-        for name, watch in self._watches.items():
-            if now < watch.next_at:
-                continue
-            if watch.probe is None:
-                watch.is_late, watch.began_at, watch.next_at = False, now, now + self._timeout_seconds
-                watch.probe = asyncio.create_task(self._probe(name, watch))
-            else:
+        due = [(name, watch) for name, watch in self._watches.items() if watch.next_at <= now]
+        for name, watch in due:
+            if watch.probe is not None:
                 watch.is_late = True
                 seconds = now - watch.began_at
                 self._note(name, watch, Probe(ProbeEnd.LATE, seconds, f"no answer for {seconds:.1f} s"))
+        waiting = sorted((each for each in due if each[1].probe is None), key=lambda each: each[1].next_at)
+        for name, watch in waiting[: self._most_at_once]:
+            watch.is_late, watch.began_at, watch.next_at = False, now, now + self._timeout_seconds
+            watch.probe = asyncio.create_task(self._probe(name, watch))
+
+    @property
+    def _most_at_once(self) -> int:
+        count = len(self._watches)
+        return count if self._interval_seconds < _RETRY_SECONDS else max(_AT_ONCE, count // _PART)
 
     def stop(self) -> None:
         """Forget everything; what hangs is left to itself."""

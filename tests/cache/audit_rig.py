@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import Any
 
 import pytest
-from cache_rig import FakeClock
+from fake_clock import FakeClock
 
 from kvcm.cache.archive import ArchiveReader, ArchiveWriter
 from kvcm.cache.audit import IndexAuditor

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from at_once import now
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.sessions import StartedWrite, WriteRequest
@@ -29,14 +30,6 @@ from kvcm.storage.dummy import DummyStorage
 from kvcm.store.memory import MemoryStore
 
 SPECS = {"tp0": 10, "tp1": 10}
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 @dataclass

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from cache_rig import FakeClock, group, instance
+from cache_rig import group, instance
+from fake_clock import FakeClock
 
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from cache_rig import FakeClock, TableView, instance, location, opened
+from cache_rig import TableView, instance, location, opened
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

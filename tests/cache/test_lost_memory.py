@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from cache_rig import STAND_INS, FakeClock, group, instance
+from cache_rig import STAND_INS, group, instance
+from fake_clock import FakeClock
 
 from kvcm.cache.garbage_custody import GarbageCustody
 from kvcm.cache.manager import CacheManager

@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from cache_rig import FakeClock, group, instance
+from cache_rig import group, instance
+from fake_clock import FakeClock
 from redis_servers import Standalone
 
 from kvcm.cache.manager import CacheManager

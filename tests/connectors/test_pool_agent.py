@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pool_parts import NODE, STORAGE, load_one, mover_at, save_one
+from waiting import until
 
 from connectors.node import NodeSettings
 from connectors.pool_agent import AgentSettings, PoolAgent, main, read_arguments
@@ -233,18 +233,12 @@ def new_process(pool_directory: Path, closed_port: int) -> Iterator[Callable[...
         process.communicate()
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline
-
-
 @pytest.mark.parametrize("removes", [True, False])
 def test_a_signal_ends_the_process_well(
     path: Path, new_process: Callable[..., subprocess.Popen[str]], *, removes: bool
 ) -> None:
     process = new_process(*["--remove-on-exit"] * removes)
-    wait_for(path)
+    until(path.exists)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
@@ -256,7 +250,7 @@ def test_a_killed_agent_loses_nothing(
     path: Path, pool_directory: Path, new_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = new_process()
-    wait_for(path)
+    until(path.exists)
     path.rename(pool_directory / "segment")
     mover = mover_at(pool_directory, CAPACITY)
     assert save_one(mover, 0, 100, 5).ok

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -11,6 +10,7 @@ from uuid import uuid4
 import pytest
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
+from waiting import until
 
 from connectors.client import ManagerClient
 from connectors.pool_reports import PoolReports, PoolTeller
@@ -49,7 +49,8 @@ def client(manager: ManagerProcess, instance_id: str) -> Iterator[ManagerClient]
 
 
 @pytest.fixture
-def teller(client: ManagerClient) -> Iterator[PoolTeller]:
+def teller(client: ManagerClient, pool_directory: Path) -> Iterator[PoolTeller]:
+    """Closed before the directory is removed, in which its thread may just be making a pool."""
     teller = PoolTeller(PoolReports(client), SECONDS)
     yield teller
     teller.close()
@@ -64,12 +65,6 @@ def told(client: ManagerClient) -> int:
     """How many reports a manager has taken."""
     counters = client.counters().get("report_pool")
     return 0 if counters is None else counters.ok
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never became so"
 
 
 def test_a_pool_is_told_of_again_every_minute_since_a_manager_may_forget(client: ManagerClient, pool: str) -> None:

@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, failures, item, until
+from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, failures, item
+from waiting import until
 
 from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
 from connectors.transfer.breaker import BreakerState

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transfer_parts import DEADLINE, SCHEME, WAIT, HeldStorage, failures, item, until
+from transfer_parts import DEADLINE, SCHEME, WAIT, HeldStorage, failures, item
+from waiting import until
 
 from connectors.transfer import Failure, TransferEngine
 from connectors.transfer.budget import ByteBudget

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from connectors.transfer import Failure, TransferItem, TransferResult
@@ -133,11 +132,3 @@ def item(path: str, size: int = 8, storage: str = "s", slot: int | None = None, 
 
 def failures(results: Sequence[TransferResult]) -> list[Failure | None]:
     return [result.failure for result in results]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Return when the condition holds; fail when it does not come true."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.002)

@@ -17,6 +17,7 @@ import kvcm.storage.file_reuse
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.file import FileStorage
+from kvcm.storage.slot_notes import beside
 from kvcm.storage.slots import SlotReuse
 
 if TYPE_CHECKING:  # benchmarks do without
@@ -26,6 +27,16 @@ GRACE_SECONDS = 600.0
 MOST_PENDING_SECONDS = 30.0
 
 Slot = tuple[str, int]
+
+
+def slots(uris: Sequence[str]) -> list[tuple[str, int | None]]:
+    """Return file and slot of each part."""
+    return [(place.path, place.blkid) for place in map(LocationUri.parse, uris)]
+
+
+def notes_of(uri: str, suffix: str = "") -> Path:
+    """Return the file that tells of the slots of a part's file."""
+    return Path(beside(LocationUri.parse(uri).path) + suffix)
 
 
 def wait_for_slots(patch: "pytest.MonkeyPatch", seconds: float = 60.0) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from slot_world import GRACE_SECONDS, SlotWorld, live_through, stored, wait_for_slots
+from slot_world import GRACE_SECONDS, SlotWorld, live_through, notes_of, slots, stored, wait_for_slots
 from storage_rig import can_punch_holes, files_below
 
 import kvcm.storage.file_slots
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.slot_notes import beside, noted_slots, slot_owners
+from kvcm.storage.slot_notes import noted_slots, slot_owners
 
 KIB = 1 << 10
 HELD_SECONDS = 2.0
@@ -51,14 +51,6 @@ def let_grace_pass(world: SlotWorld) -> None:
 
 def path_of(uri: str) -> Path:
     return Path(LocationUri.parse(uri).path)
-
-
-def notes_of(uri: str) -> Path:
-    return Path(beside(LocationUri.parse(uri).path))
-
-
-def slots(uris: list[str]) -> list[tuple[str, int | None]]:
-    return [(place.path, place.blkid) for place in map(LocationUri.parse, uris)]
 
 
 @pytest.mark.parametrize("specs", [("tp0",), ("tp0", "tp1", "tp2")], ids=["one spec", "three specs"])

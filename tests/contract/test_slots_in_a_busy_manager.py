@@ -8,10 +8,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from slot_world import GRACE_SECONDS, MOST_PENDING_SECONDS, SlotWorld, wait_for_slots
+from slot_world import GRACE_SECONDS, MOST_PENDING_SECONDS, SlotWorld, notes_of, slots, wait_for_slots
 from storage_rig import files_below
 
-from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Part
 from kvcm.storage.file_reuse import SlotGiver
 from kvcm.storage.file_slots import PackedFiles
@@ -32,14 +31,6 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def world(tmp_path: Path) -> SlotWorld:
     return SlotWorld(tmp_path, Random(4), slot_bytes=512, slots_per_file=SLOTS)
-
-
-def slots(uris: list[str]) -> list[tuple[str, int | None]]:
-    return [(place.path, place.blkid) for place in map(LocationUri.parse, uris)]
-
-
-def notes_of(uri: str, suffix: str = "") -> Path:
-    return Path(beside(LocationUri.parse(uri).path) + suffix)
 
 
 async def test_slots_whose_metadata_is_still_going_are_not_lost(world: SlotWorld) -> None:

@@ -19,8 +19,9 @@ from random import Random
 from key_history import History
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, running
 from mixed_load import Client, Load, Sent, finish_later, metas_of, served_blocks
-from redis_servers import cluster, is_replica_in_step, sentinel, standalone, until
+from redis_servers import cluster, is_replica_in_step, sentinel, standalone
 from store_look import Look, look_at, verified
+from waiting import until
 
 from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.protocol import meta_service_pb2 as pb

@@ -39,6 +39,8 @@ _CHAINS = 60  # of each engine, and as many that all of them write
 _KEYS_PER_ENGINE = 1_000_000
 _SESSION_SECONDS = 5
 _LEASE_MS = 2_000
+_PAUSES_OF_THE_REFUSED = 10  # who is refused at once would ask all the time otherwise, and slow the machine down
+_PATIENCE_SECONDS = 30.0  # with what must end by itself
 _REMOVED = 0.05  # of the chains that an engine may write, so many are removed instead of written or read
 _MODES = (MatchMode.PREFIX, MatchMode.BATCH, MatchMode.SLIDING_WINDOW)
 _T = TypeVar("_T")
@@ -217,8 +219,10 @@ class Engine:
         assert registration.ok, registration
         self._engine = TransferEngine.for_storages(registration.storages, 2, checksums=True)
         self._lock = threading.Condition()
-        self._busy: Counter[str] = Counter()
+        self._busy: Counter[int] = Counter()
         self._phase = "alone"
+        self._turn = 0  # grows with every phase and every question: what began earlier says nothing of now
+        self._lately = HostFigures()
         self._phases: defaultdict[str, HostFigures] = defaultdict(HostFigures)
         self._has_ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -264,29 +268,38 @@ class Engine:
         """Count what begins from now on in this phase."""
         with self._lock:
             self._phase = phase
+            self._next_turn()
+
+    def turn(self) -> None:
+        """Let `works_with` and `finish_earlier` be about what begins from now on."""
+        with self._lock:
+            self._next_turn()
+
+    def _next_turn(self) -> None:
+        self._turn += 1
+        self._lately = HostFigures()
 
     def finish_earlier(self) -> None:
-        """Return when everything has ended that began in other phases."""
+        """Return when everything has ended that began before this turn."""
         with self._lock:
-            has_ended = self._lock.wait_for(lambda: self._busy.total() == self._busy[self._phase], 30)
+            has_ended = self._lock.wait_for(self._has_turned, _PATIENCE_SECONDS)
             assert has_ended, "an operation does not come back"
 
-    def works_with(self, storage: str) -> bool:
-        """Return whether the storage was read and written in this phase."""
-        with self._lock:
-            seen = self._phases[self._phase]
-            return bool(seen.served.get(storage) and seen.accepted.get(storage))
+    def _has_turned(self) -> bool:
+        return self._busy.total() == self._busy[self._turn]
 
-    def failures(self) -> int:
-        """Return how many requests failed in this phase."""
+    def works_with(self, storage: str) -> bool:
+        """Return whether the storage was read and written in this turn since a request failed last, and nothing is
+        under way that began before."""
         with self._lock:
-            return len(self._phases[self._phase].failed_requests)
+            seen = self._lately
+            return bool(seen.served.get(storage) and seen.accepted.get(storage)) and self._has_turned()
 
     def end(self) -> None:
         """Stop working."""
         self._has_ended.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(_PATIENCE_SECONDS)
             assert not thread.is_alive(), "an operation does not come back"
 
     def audit(self) -> list[list[Any]]:
@@ -311,30 +324,35 @@ class Engine:
             return {phase: asdict(seen) for phase, seen in self._phases.items()}
 
     def _repeat(self, random: Random) -> None:
-        while not self._has_ended.wait(self._settings.pause_seconds):
+        pauses = 1
+        while not self._has_ended.wait(pauses * self._settings.pause_seconds):
             try:
-                self._operated(lambda operation: self._step(operation, random))
+                is_good = self._operated(lambda operation: self._step(operation, random))
             except Exception as error:  # it is counted
                 del error
+            else:
+                pauses = 1 if is_good else _PAUSES_OF_THE_REFUSED
 
-    def _step(self, operation: _Operation, random: Random) -> None:
-        """Ask for a chain, load what is there, and write it when something is missing."""
+    def _step(self, operation: _Operation, random: Random) -> bool:
+        """Ask for a chain, load what is there, and write it when something is missing; returns whether no request
+        failed."""
         chain = random.randrange((self._settings.engines + 1) * _CHAINS)
         keys, mode = _chain_number(chain), random.choice(_MODES)
         is_others = chain // _CHAINS not in {0, self._settings.number}
         if not is_others and random.random() < _REMOVED:
             operation.remove(keys)
-            return
+            return not operation.seen.failed_requests
         places = operation.find(keys, mode, random.choice((0, 0, _LEASE_MS)))
         hits = operation.load(keys, places)
         if None in hits and mode is not MatchMode.SLIDING_WINDOW and not is_others:
             operation.write(keys)
+        return not operation.seen.failed_requests
 
     def _operated(self, act: Callable[[_Operation], _T]) -> _T:
         operation = _Operation(self._client, self._engine, self._node_id, self._settings.deadline_seconds)
         with self._lock:
-            phase = self._phase
-            self._busy[phase] += 1
+            phase, turn = self._phase, self._turn
+            self._busy[turn] += 1
         try:
             return act(operation)
         except Exception as error:
@@ -343,7 +361,11 @@ class Engine:
         finally:
             with self._lock:
                 self._phases[phase] = added(self._phases[phase], operation.seen)
-                self._busy[phase] -= 1
+                if turn == self._turn:
+                    self._lately = (
+                        HostFigures() if operation.seen.failed_requests else added(self._lately, operation.seen)
+                    )
+                self._busy[turn] -= 1
                 self._lock.notify_all()
 
 

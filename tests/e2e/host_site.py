@@ -22,28 +22,37 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 sys.path.insert(0, str(Path(__file__).parents[1] / "mooncake"))
 from mooncake_rig import Process
 
-__all__ = ["HOSTS", "NOBODY", "HostSite"]
+__all__ = ["HOSTS", "NOBODY", "PATIENCE_SECONDS", "HostSite"]
 
 HOSTS, NOBODY = ("a", "b"), "nobody"
 """Hosts with a pool, and the engine that names no host."""
 
-_POOL_BYTES = 64 << 20  # what engines keep is more than its mark and less than all: always evicted from, never full
+_POOL_BYTES = (
+    64 << 20
+)  # what engines want to keep is more than its mark and less than all: always evicted from, never full
 _MARK = 0.2
 _DELAY_MS = 200
 _DEADLINE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
 _AGENT_SECONDS = 0.8  # between two reports; three of them may be late on a busy machine
 _PROBE_MS = {"interval": 200, "timeout": 1000}
-_PATIENCE_SECONDS = 40.0
+PATIENCE_SECONDS = 120.0  # with a machine that is busy with other things; nothing is measured by it
 _AGENT = "import sys; from connectors.pool_agent import main; sys.exit(main())"
 
 
 class HostSite:
-    """All processes, and how they are started and ended."""
+    """All processes, and how they are started and ended.
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    Args:
+        directory: for everything but the pools' memory.
+        seed: of what engines do.
+        slowness: factor on the time limits that engines and agents have, for a machine that is busy with other things.
+    """
+
+    def __init__(self, directory: Path, seed: int, slowness: float = 1.0) -> None:
         self._directory = directory
         self._seed = seed
+        self.slowness = slowness
         self.network = Network(directory)
         settings = {f"kvcm.storage.probe_{name}_ms": str(value) for name, value in _PROBE_MS.items()}
         self.manager = Manager(
@@ -84,15 +93,25 @@ class HostSite:
         """Return whether the pool of a host is up or down."""
         return bool(self.ask("health")[pool_of(name)] == f"SH_{state}")
 
+    def is_at_rest(self) -> bool:
+        """Return whether nothing is to be evicted from any pool, nor still being deleted after that."""
+        used = self.ask("used")
+        return all(used.get(pool_of(name), 0) <= _MARK * _POOL_BYTES for name in HOSTS)
+
     def start_manager(self) -> None:
-        """Start it on its host, also anew."""
+        """Start it on its host, also anew, and wait until it serves."""
         with self.network.centre.entered():
-            self.manager.start()
+            self.manager.spawn()
+        self.until(self._serves, "the manager serves")
+
+    def _serves(self) -> bool:
+        assert self.manager.is_running, f"the manager ended:\n{self.manager.new_log()[-2000:]}"
+        return any(event["event"] == "serving" for event in self.manager.events())
 
     def start_agent(self, name: str) -> None:
         """Start the agent of a host; it is told of its node by the host's name."""
         arguments = ["--storage", pool_of(name), "--capacity", str(_POOL_BYTES), "--manager", self._address(name)]
-        command = [sys.executable, "-c", _AGENT, *arguments, "--interval", str(_AGENT_SECONDS)]
+        command = [sys.executable, "-c", _AGENT, *arguments, "--interval", str(_AGENT_SECONDS * self.slowness)]
         self.agents[name] = self.hosts[name].start(command)
 
     def kill_agent(self, name: str) -> None:
@@ -120,7 +139,7 @@ class HostSite:
         """Wait; returns how long that took."""
         begin = time.monotonic()
         while not condition():
-            assert time.monotonic() < begin + _PATIENCE_SECONDS, f"not within {_PATIENCE_SECONDS} s: {what}"
+            assert time.monotonic() < begin + PATIENCE_SECONDS, f"not within {PATIENCE_SECONDS} s: {what}"
             time.sleep(0.02)
         return time.monotonic() - begin
 
@@ -137,7 +156,7 @@ class HostSite:
         number = (*HOSTS, NOBODY).index(name) + 1
         settings = EngineSettings(
             *(self._address(name), number, len(HOSTS) + 1, node_id),
-            *(_DEADLINE_SECONDS, _PAUSE_SECONDS, self._seed * 100 + number),
+            *(_DEADLINE_SECONDS * self.slowness, _PAUSE_SECONDS, self._seed * 100 + number),
         )
         return Process(engine_command(settings), self.hosts[name].enter, self._directory / f"engine-{name}.log")
 
@@ -149,13 +168,14 @@ class HostSite:
         for name in HOSTS:
             pool = admin_pb.StorageConfig(global_unique_name=pool_of(name))
             pool.tair_mem_pool.node_id, pool.tair_mem_pool.capacity_bytes = name, _POOL_BYTES
+            pool.used_percentage = _MARK
             storages.append(pool)
         spec = admin_pb.NfsStorageSpec(root_path=f"{self._directory}/shared/", key_count_per_file=4)
         storages.append(admin_pb.StorageConfig(global_unique_name=SHARED, nfs=spec))
         return [json_format.MessageToJson(each) for each in storages]
 
     def _group(self) -> str:
-        group = GroupPlan(GROUP, (), 1 << 33, mark=_MARK, delay_ms=_DELAY_MS).group
+        group = GroupPlan(GROUP, (), 1 << 33, delay_ms=_DELAY_MS).group
         group.storage_candidates[:] = [*map(pool_of, HOSTS), SHARED]
         group.cache_config.reclaim_strategy.storage_unique_name = SHARED
         return json_format.MessageToJson(group)

@@ -44,6 +44,16 @@ class HostWatcher(Watcher):
         self._done(answer)
         return sum(each.total.used_bytes for each in answer.groups)
 
+    def evicted(self) -> int:
+        """Return how many blocks the manager evicted for the marks of storages, since it was started."""
+        answer = self._admin.GetMetrics(pb.GetMetricsRequest(), timeout=_SECONDS)
+        self._done(answer)
+        counted = [each for each in answer.metrics if each.metric_name == "kvcm_evicted_keys_total"]
+        tags = [{tag.tag_key: tag.tag_value for tag in each.metric_tags} for each in counted]
+        return sum(
+            each.metric_value.int_value for each, tag in zip(counted, tags, strict=True) if tag["reason"] == "storage"
+        )
+
     def drain(self, storage: str) -> dict[str, str] | None:
         """Return how far the drain or the removal of a storage is, None when there is none."""
         answer = self._drains.ListDrain(storage_pb.ListDrainRequest(), timeout=_SECONDS)

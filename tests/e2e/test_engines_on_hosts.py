@@ -10,19 +10,20 @@ from host_networks import why_no_hosts
 from host_run import PHASES, HostsReport, run_hosts
 from host_site import HOSTS, NOBODY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-_MAY_FAIL = {"a": {"alone", "cut", "mended", "killed"}, "b": {"killed"}, NOBODY: {"killed"}}
-"""Phases in which an engine cannot reach the manager for a while, or is promised a pool that has just gone away."""
+_MAY_FAIL = {"a": {"cut", "mended", "killed"}, "b": {"killed"}, NOBODY: {"killed"}}
+"""Phases in which an engine cannot reach the manager for a while."""
 
 _AUDITS = PHASES[-2:]
+_SLOWNESS = 3.0  # other tests may run beside this one; benchmarks/hosts.py has the limits without that
 
 
 def test_nobody_is_given_another_hosts_memory_whatever_fails(tmp_path: Path) -> None:
     reason = why_no_hosts()
     if reason:
         pytest.skip(reason)
-    report = run_hosts(tmp_path, seconds=2.0)
+    report = run_hosts(tmp_path, seconds=2.0, slowness=_SLOWNESS)
     print(_figures(report))
     _assert_right(report.all())
     assert report.wrong == []

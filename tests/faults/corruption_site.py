@@ -14,8 +14,8 @@ from uuid import uuid4
 
 import grpc
 from corruption_media import NODE, Medium
-from fault_mount import until
 from manager_process import ManagerProcess
+from waiting import until
 
 from connectors.client import ManagerClient
 from connectors.exchanges import ClientSettings

@@ -10,15 +10,14 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from fault_rules import Fault
+from waiting import until
 
-__all__ = ["FaultMount", "may_mount", "until", "why_no_mounts"]
+__all__ = ["FaultMount", "may_mount", "why_no_mounts"]
 
 _SERVER = Path(__file__).parent / "fault_fs.py"
 _END_SECONDS = 5.0
@@ -42,18 +41,6 @@ def may_mount() -> bool:
     """Return whether this process may mount file systems."""
     (capabilities,) = re.findall(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return bool(int(capabilities, 16) & _CAP_SYS_ADMIN)
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
-    """Return when a condition holds.
-
-    Raises:
-        AssertionError: it does not hold in time.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
 
 
 class FaultMount:

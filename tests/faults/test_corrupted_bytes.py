@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from corruption_media import PATH_SPECS, Medium, PathMedium, PoolMedium
 from corruption_site import PART_BYTES, SPECS, BlockSite, Part, opened_site
-from fault_mount import FaultMount, until
+from fault_mount import FaultMount
 from manager_process import ManagerProcess
+from waiting import until
 
 from connectors.results import Location, MissingReport
 from connectors.transfer import Failure

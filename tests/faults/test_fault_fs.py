@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fault_mount import FaultMount, until
+from fault_mount import FaultMount
 from fault_rules import Fault, Rules
 from storage_rig import can_punch_holes
+from waiting import until
 
 BYTES = bytes(range(256)) * 512
 

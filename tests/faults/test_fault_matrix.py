@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 from corruption_media import PATH_SPECS, PathMedium
 from corruption_site import PART_BYTES, BlockSite, opened_site
-from fault_mount import FaultMount, until
+from fault_mount import FaultMount
 from manager_process import ManagerProcess
+from waiting import until
 
 from connectors.transfer import Failure
 

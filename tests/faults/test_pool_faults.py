@@ -21,8 +21,8 @@ from threading import Event
 import pytest
 from corruption_media import NODE, POOL_BYTES, PoolMedium
 from corruption_site import PART_BYTES, BlockSite, opened_site
-from fault_mount import until
 from manager_process import ManagerProcess
+from waiting import until
 
 from connectors.results import Location, MissingReport
 from connectors.transfer import Failure, TransferEngine, TransferItem

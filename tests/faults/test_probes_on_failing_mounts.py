@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 from fault_mount import FaultMount
 from storage_rig import FILE_8, Written, allocation, files_below
 
@@ -81,14 +82,6 @@ async def test_a_probe_finds_a_mount_whose_server_died(fault_mount: FaultMount, 
     await backend.probe()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def now(self) -> float:
-        return self.time
-
-
 class Probed:
     """A prober over one storage on a mount; time passes as told."""
 
@@ -96,7 +89,7 @@ class Probed:
         (mount.directory / "cluster").mkdir()
         self.storages = StorageDirectory("cluster")
         self.storages.open(FILE_8.config(mount.path))
-        self.clock = Clock()
+        self.clock = FakeClock(1000.0)
         self.prober = Prober(self.storages, self.clock, interval_seconds=5.0, timeout_seconds=5.0)
 
     @property

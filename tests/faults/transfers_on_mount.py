@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fault_mount import FaultMount, until
+from fault_mount import FaultMount
 from storage_rig import content
+from waiting import until
 
 from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.model.storages import NfsStorageSpec, StorageConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import redis
-from redis_servers import standalone, until
+from redis_servers import standalone
+from waiting import until
 
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.redis import RedisBackend

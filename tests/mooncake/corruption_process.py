@@ -16,8 +16,8 @@ for folder in ("store", "faults", "connectors", "contract"):
 
 from corruption_media import Medium  # noqa: E402
 from corruption_site import PART_BYTES, SPECS, BlockSite, opened_site  # noqa: E402
-from fault_mount import until  # noqa: E402
 from manager_process import start_manager  # noqa: E402
+from waiting import until  # noqa: E402
 
 from connectors.transfer import Failure  # noqa: E402
 from kvcm.model.mooncake import MooncakeClient, open_client  # noqa: E402

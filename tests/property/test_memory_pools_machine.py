@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
+from fake_clock import FakeClock
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -46,13 +47,6 @@ NODES = st.sampled_from(["a", "b", "", "c"])
 KEYS = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(sorted)
 POOLS = st.sampled_from(["a1", "a2", "b1"])
 ORDERS = st.permutations(["a1", "a2", "b1", "shared"])
-
-
-class FakeClock:
-    time = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 class Held(NamedTuple):

@@ -8,6 +8,8 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
+from fake_clock import FakeClock
+
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -32,21 +34,13 @@ from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.storage.directory import StorageDirectory
 
-__all__ = ["BLOCK", "STUCK", "EvictionRig", "FakeClock", "Kept", "group_of", "policy_named"]
+__all__ = ["BLOCK", "STUCK", "EvictionRig", "Kept", "group_of", "policy_named"]
 
 BLOCK = 10
 """Bytes of a block."""
 
 STUCK = LocationStatus.WRITING, LocationStatus.DELETING
 """Statuses of what cannot be evicted."""
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 def policy_named(name: str) -> EvictionPolicy:

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from at_once import now
+from fake_clock import FakeClock
 
 from kvcm.cache.garbage_custody import GarbageCustody
 from kvcm.cache.manager import CacheManager
@@ -34,14 +35,6 @@ NFS = "nfs"
 SIZE = 100
 DAY_SECONDS = 86400.0
 _ids = count(1)
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 @dataclass

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from at_once import now
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import MatchMode, MatchQuery
@@ -58,14 +59,6 @@ LEVELS_POOL = "pool"
 """A storage of another type than the rest."""
 
 _STAND_INS = {StorageType.ST_TAIRMEMPOOL: lambda config, _: DummyStorage(config.global_unique_name, "/p/", 1)}
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 def group(

@@ -7,7 +7,7 @@ from itertools import count
 from random import Random
 
 from at_once import now
-from eviction_rig import FakeClock
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import MatchMode, MatchQuery

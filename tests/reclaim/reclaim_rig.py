@@ -1,9 +1,12 @@
 """A deletion executor over a real index and dummy storages, whose deletions can be made to fail or hang."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from fake_clock import FakeClock
 
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -15,14 +18,6 @@ from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.storage.backend import Allocation, Part, StorageBackend
 from kvcm.storage.directory import StorageDirectory
 from kvcm.telemetry.events import EventLog
-
-
-@dataclass
-class FakeClock:
-    time: float = 5000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 @dataclass
@@ -215,3 +210,14 @@ class Rig:
                 return True
             await asyncio.sleep(0)
         return enough()
+
+
+@asynccontextmanager
+async def running(rig: Rig) -> AsyncIterator[None]:
+    """Delete inside the block, as a manager does that leads."""
+    task = asyncio.create_task(rig.executor.run(0.0))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

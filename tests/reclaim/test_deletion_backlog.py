@@ -1,22 +1,11 @@
 """Storages that fail or hang: workers, pauses, and what waits in numbers."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-from reclaim_rig import FakeClock, Rig
+from fake_clock import FakeClock
+from reclaim_rig import Rig, running
 
 from kvcm.reclaim.workers import Backlog, StorageWorkers
-
-
-@asynccontextmanager
-async def running(rig: Rig) -> AsyncIterator[None]:
-    task = asyncio.create_task(rig.executor.run(0.0))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def rounds(rig: Rig) -> None:

@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from garbage_rig import Deployment, Disk, FakeClock, deployed
+from fake_clock import FakeClock
+from garbage_rig import Deployment, Disk, deployed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-from reclaim_rig import Faulty, Rig
-
-
-@asynccontextmanager
-async def running(rig: Rig) -> AsyncIterator[None]:
-    task = asyncio.create_task(rig.executor.run(0.0))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+from reclaim_rig import Faulty, Rig, running
 
 
 async def hang(rig: Rig, blocks: int) -> Faulty:

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import pytest
-from garbage_rig import NFS, Deployment, Disk, FakeClock, deployed, files_below, put
+from fake_clock import FakeClock
+from garbage_rig import NFS, Deployment, Disk, deployed, files_below, put
 
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.locations import LocationStatus

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
 from kvcm.model.errors import ErrorCode
@@ -35,18 +36,11 @@ INSTANCE = Instance("", "g", "inst", 2, (LocationSpecInfo("tp0", 8),), ModelDepl
 ENVELOPE = {"id", "source", "component", "type", "trigger_time_us"}
 
 
-class FakeClock:
-    time = 5000.0
-
-    def now(self) -> float:
-        return self.time
-
-
 class Node:
     """A manager without servers, and what it told."""
 
     def __init__(self) -> None:
-        self.clock = FakeClock()
+        self.clock = FakeClock(5000.0)
         self.log = EventLog(now=self.clock.now)
         self.storages = StorageDirectory("cluster")
         self.registry = Registry(self.storages)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+from fake_clock import FakeClock
 
 from kvcm import rooms as rooms_module
 from kvcm.app import Manager
@@ -20,14 +21,6 @@ from kvcm.storage.pool_state import PoolReport
 
 MIB = 1 << 20
 _DEADLINE_SECONDS = 20.0
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 @dataclass

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from fake_clock import FakeClock
+
 from kvcm.model.errors import StorageIOError
 from kvcm.model.memory_pool import PAGE_BYTES, chunk_bytes, extent_bytes, pool_bytes
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
@@ -19,14 +21,6 @@ from kvcm.store.store import Table
 
 MIB = 1 << 20
 NODE = "node-1"
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 @dataclass

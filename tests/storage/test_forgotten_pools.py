@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from pool_rig import MIB, NODE, FakeClock, SlowTable, open_pool, pool_config, report, stamp_of
+from fake_clock import FakeClock
+from pool_rig import MIB, NODE, SlowTable, open_pool, pool_config, report, stamp_of
 
 from kvcm.model.storages import StorageType
 from kvcm.storage.backend import Allocation, Part

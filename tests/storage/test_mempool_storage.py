@@ -7,7 +7,8 @@ import errno
 from random import Random
 
 import pytest
-from pool_rig import MIB, NODE, FakeClock, SlowTable, allocation, open_pool, pool_config, report, stamp_of, taken_bytes
+from fake_clock import FakeClock
+from pool_rig import MIB, NODE, SlowTable, allocation, open_pool, pool_config, report, stamp_of, taken_bytes
 
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
 from kvcm.model.memory_pool import PAGE_BYTES, pool_bytes
@@ -21,16 +22,6 @@ from kvcm.store.redis.store import RedisStore
 from kvcm.store.redis.uri import parse_redis_uri
 
 PAGES = MIB // PAGE_BYTES
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def table() -> MemoryTable:
-    return MemoryTable()
 
 
 async def told(pool: MempoolStorage, generation: int = 1, valid_ms: int = 0) -> MempoolStorage:

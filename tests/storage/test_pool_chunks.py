@@ -6,9 +6,10 @@ import struct
 from random import Random
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
-from pool_rig import MIB, FakeClock, allocation, open_pool, pool_config, report
+from pool_rig import MIB, allocation, open_pool, pool_config, report
 
 from kvcm.model.memory_pool import PAGE_BYTES
 from kvcm.model.uri import LocationUri

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from pool_rig import MIB, NODE, FakeClock, allocation, open_pool, pool_config, report
+from fake_clock import FakeClock
+from pool_rig import MIB, NODE, allocation, open_pool, pool_config, report
 
 from kvcm.model.memory_pool import PAGE_BYTES
 from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
 from kvcm.storage.mempool import MempoolStorage
 from kvcm.store.memory import MemoryTable
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def table() -> MemoryTable:
-    return MemoryTable()
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from structlog.testing import capture_logs
 
 from kvcm.model.errors import StorageIOError
@@ -25,14 +25,6 @@ from kvcm.storage.threads import StorageThreads
 UP, DEGRADED, DOWN = HealthState.SH_UP, HealthState.SH_DEGRADED, HealthState.SH_DOWN
 INTERVAL, TIMEOUT = 5.0, 5.0
 PATIENCE_SECONDS = 30.0
-
-
-@dataclass
-class FakeClock:
-    time: float = 1_000_000.0
-
-    def now(self) -> float:
-        return self.time
 
 
 class FaultyStorage(DummyStorage):

@@ -9,27 +9,19 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import redis
 from ports import BUS_OFFSET, free_port
+from waiting import until
 
-__all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone", "until"]
+__all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone"]
 
 _START_SECONDS = 60.0
 _SERVICE = "mymaster"
-
-
-def until(condition: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
-    """Wait for other processes until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{condition} does not hold after {seconds} s"
-        time.sleep(0.01)
 
 
 class RedisServer:

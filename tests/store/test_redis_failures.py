@@ -11,7 +11,8 @@ from uuid import uuid4
 
 import pytest
 import redis
-from redis_servers import Cluster, RedisServer, Sentinels, Standalone, cluster, sentinel, standalone, until
+from redis_servers import Cluster, RedisServer, Sentinels, Standalone, cluster, sentinel, standalone
+from waiting import until
 
 from kvcm.model.errors import StorageIOError
 from kvcm.store.redis.client import RedisClient, Script, ScriptCall, slot_of

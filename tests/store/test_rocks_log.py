@@ -3,11 +3,11 @@
 import asyncio
 import stat
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
@@ -274,15 +274,8 @@ def test_everysec_syncs_also_when_nothing_more_is_written(tmp_path: Path) -> Non
     clock = StoppedClock()
     log = CommitLog(tmp_path, Fsync.EVERYSEC, clock)
     log.append(ROWS)
-    wait_until(lambda: log.rounds == 1)
+    until(lambda: log.rounds == 1)
     assert not log._is_synced
     clock.seconds += 1.0
-    wait_until(lambda: log._is_synced)
+    until(lambda: log._is_synced)
     log.close_at_once()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)

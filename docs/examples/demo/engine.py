@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from verify import compare_store
 
 from connectors.client import ManagerClient
-from connectors.transformers import KVReuse
+from connectors.transformers import KVReuse, ReuseSettings
 
 _GROUP = "default"
 _THREADS = 2
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="answer only the first so many")
     parser.add_argument("--repeats", type=int, default=1, help="measurements of each turn; the fastest counts")
     parser.add_argument("--read-only", action="store_true", help="store nothing")
+    parser.add_argument("--no-checksums", action="store_true", help="take loaded bytes for what was stored")
     parser.add_argument("--verify", type=Path, help="result of the engine whose blocks are recomputed and compared")
     parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args()
@@ -56,9 +57,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     warm_up = torch.randint(1, 256, (1, _WARM_UP_TOKENS))
     without_manager(model, warm_up)
     connect = {"manager": arguments.manager, "instance_group": _GROUP, "instance_id": arguments.instance}
+    options = {"block_tokens": BLOCK_TOKENS, "settings": ReuseSettings(checksums=not arguments.no_checksums)}
     with (
-        KVReuse.connect(model, **connect, block_tokens=BLOCK_TOKENS, publish=not arguments.read_only) as reuse,
-        KVReuse.connect(model, **connect, block_tokens=BLOCK_TOKENS, publish=False) as reader,
+        KVReuse.connect(model, **connect, **options, publish=not arguments.read_only) as reuse,
+        KVReuse.connect(model, **connect, **options, publish=False) as reader,
         ManagerClient(arguments.manager, arguments.instance) as client,
     ):
         if not reuse.registration.ok:

@@ -114,20 +114,24 @@ def run(demo: Demo) -> tuple[list[dict[str, Any]], list[Check]]:
     demo.manager = start_manager(demo.directory / "manager")
     first = demo.run_engine("A", SHARED)
     second = demo.run_engine("B", _SECOND, "--repeats", str(_REPEATS), "--verify", str(demo.directory / "A.json"))
-    swap_keys_and_values(demo.manager.files, second)
+    swapped = swap_keys_and_values(demo.manager.files, second)
     try:
-        misled = demo.run_engine("B-misled", _SECOND, "--turns", "1", "--read-only")
+        misled = demo.run_engine("B-misled", _SECOND, "--turns", "1", "--read-only", "--no-checksums")
+        wary = demo.run_engine("B-wary", _SECOND, "--turns", "1")
     finally:
-        swap_keys_and_values(demo.manager.files, second)  # twice is as before, for --keep
+        untouched = [path for path, status in swapped.items() if _status(path) == status]
+        swap_keys_and_values(untouched, second)  # twice is as before, for --keep; the others were stored anew
     rows = [
         {"engine": engine["name"], "turn": number, **_row(turn)}
         for engine in (first, second)
         for number, turn in enumerate(engine["turns"], 1)
     ]
-    return rows, checks_of(first, second, misled)
+    return rows, checks_of(first, second, misled, wary)
 
 
-def checks_of(first: dict[str, Any], second: dict[str, Any], misled: dict[str, Any]) -> list[Check]:
+def checks_of(
+    first: dict[str, Any], second: dict[str, Any], misled: dict[str, Any], wary: dict[str, Any]
+) -> list[Check]:
     """Return the verdicts over the results of the engines."""
     turns = [*first["turns"], *second["turns"]]
     shared = _common_prefix(prompts(SHARED)[-1], prompts(_SECOND)[0])
@@ -135,7 +139,7 @@ def checks_of(first: dict[str, Any], second: dict[str, Any], misled: dict[str, A
     loaded = begin["loaded_tokens"] / shared
     ratios = [turn["first_token_seconds"] / turn["first_token_seconds_alone"] for turn in second["turns"]]
     equal = sum(turn["tokens_equal"] for turn in turns)
-    wrong = misled["turns"][0]
+    wrong, noticed = misled["turns"][0], wary["turns"][0]
     return [
         Check(
             "the prefix that both engines share is long",
@@ -168,10 +172,17 @@ def checks_of(first: dict[str, Any], second: dict[str, Any], misled: dict[str, A
             verified["scratch_difference"] <= _SCRATCH_TOLERANCE,
         ),
         Check(
-            "K and V swapped in the store change the tokens",
+            "K and V swapped in the store change the tokens, without checksums",
             f"{_differing(wrong, begin)} of {len(begin['tokens'])} tokens differ",
             ">= 1",
             wrong["loaded_tokens"] > 0 and not wrong["tokens_equal"],
+        ),
+        Check(
+            "with checksums they are noticed, computed and stored anew",
+            f"{noticed['loaded_tokens']:,} tokens loaded, {noticed['blocks_saved']} blocks saved, "
+            f"{_differing(noticed, begin)} tokens differ",
+            "0 loaded, 0 differ",
+            noticed["loaded_tokens"] == 0 and noticed["blocks_saved"] > 0 and noticed["tokens_equal"],
         ),
         Check(
             "time to the first token of engine B, against computing",
@@ -197,12 +208,22 @@ def report(console: Console, rows: list[dict[str, Any]], checks: list[Check], se
     console.print(f"{verdict} {seconds:.0f} s")
 
 
-def swap_keys_and_values(files: list[Path], engine: dict[str, Any]) -> None:
-    """Swap the K and the V half of every layer of every stored block."""
+def swap_keys_and_values(files: list[Path], engine: dict[str, Any]) -> dict[Path, tuple[int, int] | None]:
+    """Swap the K and the V half of every layer of every stored block; return by file what it is told by afterwards."""
     half = engine["block_bytes"] // engine["layers"] // 2
     for path in files:
         halves = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, 2, half)
         path.write_bytes(halves[:, ::-1].tobytes())
+    return {path: _status(path) for path in files}
+
+
+def _status(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written or replaced, None when it is not there."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> int:
