@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer clean
+.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service clean
 
 setup: $(VENV)/.dev
 
@@ -116,6 +116,7 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/slots.py --quick --json build/slots.json
 	$(BIN)/python benchmarks/layout.py --quick --json build/layout.json
 	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
+	$(BIN)/python benchmarks/service.py --quick --json build/service.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -145,6 +146,12 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/storage_outage.py --json benchmarks/results/storage_outage.json
 	$(BIN)/python benchmarks/hosts.py --json benchmarks/results/hosts.json
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
+
+# Calls to the service against a bare gRPC server; what keys per request and resident blocks cost. Half an hour on two
+# idle cores, 3 GB of memory.
+acceptance-service: setup
+	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
+	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

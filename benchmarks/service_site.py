@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
+
 import grpc
-from match import free_ports, process
+from match import process
+from ports import free_port
 from service_client import META, Exchange, key_of
 
 from kvcm.protocol import meta_service_pb2 as pb
@@ -171,7 +175,7 @@ def site(settings: Sequence[str] = ()) -> Iterator[Site]:
     Args:
         settings: more of the manager, as key=value.
     """
-    ports = dict(zip(_PORTS, free_ports(4), strict=True))
+    ports = {name: free_port() for name in _PORTS}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         given = [
             *(f"kvcm.service.{name}={port}" for name, port in ports.items()),

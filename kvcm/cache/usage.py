@@ -231,6 +231,22 @@ class Room:
         self._on_storage[storage] = sum(taken.values()), kept
         return self._on_storage[storage]
 
+    def fitting(self, place: Place, size_bytes: int, most: int) -> int:
+        """Return how many times `size_bytes` fit in a place one after the other, at most so many times."""
+        group, shared, limit = self._limits.group, self._limits.shared, self._limits.storages.get(place.storage)
+        free = group.quota.capacity - self._total
+        if shared is not None:
+            free = min(free, shared.quota.capacity_bytes - self._shared)
+        capacity = group.quota.capacity_of(place.storage_type)
+        if capacity is not None:
+            free = min(free, capacity - self._by_type[place.storage_type])
+        if limit is not None:
+            used, kept = self._on_storage.get(place.storage) or self._look_at(place.storage, limit)
+            free = min(free, limit.capacity_bytes - used - self._planned[place.storage] - kept)
+        if free < size_bytes:
+            return 0
+        return min(most, free // size_bytes) if size_bytes else most
+
     def take(self, place: Place, size_bytes: int) -> None:
         """Count bytes as taken."""
         self._by_type[place.storage_type] += size_bytes

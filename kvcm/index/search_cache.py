@@ -19,7 +19,7 @@ this process the cache holds references, no copies, and needs no bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakSet
 
 from kvcm.index.answers import StorageView
@@ -121,12 +121,30 @@ class SearchCache(Generic[Kept]):
             self._keep(key, answer)
         return answer
 
+    def note_all(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
+        """Do `note` for many keys."""
+        answers = [None if record is None else self._compose(record, self._view) for record in records]
+        if self._is_bounded or None in answers:
+            self.forget([key for key, answer in zip(keys, answers, strict=True) if answer is None])
+            kept = {key: answer for key, answer in zip(keys, answers, strict=True) if answer is not None}
+        else:
+            kept = cast("dict[int, Kept]", dict(zip(keys, answers, strict=True)))
+        if self._reading:
+            for key in kept:
+                self._reading.pop(key, None)
+        if self._is_bounded:
+            for key, answer in kept.items():
+                self._keep(key, answer)
+        else:
+            self._young.update(kept)
+
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the answers of keys that changed, and keep nothing of reads that are under way."""
-        for key in keys:
-            self._young.pop(key, None)
-            self._old.pop(key, None)
-            self._reading.pop(key, None)
+        keys = list(keys)
+        tables: tuple[dict[int, Any], ...] = (self._young, self._old, self._reading)
+        for table in filter(None, tables):
+            for key in keys:
+                table.pop(key, None)
 
     def clear(self) -> None:
         """Drop everything, reads under way included: changes may have been missed."""

@@ -25,7 +25,9 @@ __all__ = [
     "SpecUri",
     "decode_chunk",
     "encode_chunk",
+    "gaps_between_uris",
     "retag",
+    "retag_all",
     "uris_of",
     "with_checksums",
 ]
@@ -167,6 +169,19 @@ def encode_chunk(storage_type: StorageType, spec_size: int, specs: Iterable[Spec
     return _closed(message, spec_size, checksum)
 
 
+def gaps_between_uris(storage_type: StorageType, spec_names: Sequence[str], lengths: Sequence[int]) -> list[bytes]:
+    """Return what stands before each uri in an encoded location whose uris have these lengths, in bytes, and no
+    checksums: with the uris in between it is what `encode_chunk` returns."""
+    heads = []
+    for name, length in zip(spec_names, lengths, strict=True):
+        head = _text_field(b"\x0a", name) + (b"\x12" + _varint(length) if length else b"")
+        heads.append(b"\x1a" + _varint(len(head) + length) + head)
+    kind = b"\x08" + _varint(storage_type) if storage_type else b""
+    count = b"\x10" + _varint(len(heads)) if heads else b""
+    size = len(kind) + len(count) + sum(map(len, heads)) + sum(lengths)
+    return [b"\x12" + _varint(size) + kind + count + heads[0], *heads[1:]]
+
+
 def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:
     """Return a chunk that has no checksums yet with those of its specs: half the cost of decoding it.
 
@@ -253,6 +268,12 @@ def _uri_within(chunk: bytes, position: int, end: int) -> str:
 def retag(chunk: bytes, field_number: int) -> bytes:
     """Return the chunk as another repeated field (1 to 15) of a message."""
     return bytes(((field_number << 3) | _WIRE_LEN,)) + chunk[1:]
+
+
+def retag_all(chunks: Iterable[bytes], field_number: int) -> list[bytes]:
+    """Do `retag` for many chunks."""
+    tag = bytes(((field_number << 3) | _WIRE_LEN,))
+    return [tag + chunk[1:] for chunk in chunks]
 
 
 def _decode_spec(encoded: bytes) -> SpecUri:

@@ -53,6 +53,11 @@ class LocationUri(NamedTuple):
         pool = "" if self.range_id is None else f"node_id={self.node_id}&range_id={self.range_id}&"
         return f"{self.scheme}://{self.storage}{self.path}?{blkid}{key}{location}{pool}size={self.size}"
 
+    def of_slots(self, count: int) -> list[str]:
+        """Return the texts of the uris that differ from this one in their slot only: 0 and the following."""
+        before, after = str(self._replace(blkid=0)).rsplit("?blkid=0&", 1)
+        return [f"{before}?blkid={slot}&{after}" for slot in range(count)]
+
     @classmethod
     def parse(cls, text: str) -> LocationUri:
         """Read a uri as the manager prints it.

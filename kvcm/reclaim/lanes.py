@@ -175,13 +175,22 @@ class Lanes:
         """Return the lane that a block belongs to."""
         prefix_class = self.plan.class_of(facts.depth, facts.summary.reads) if self.plan.classes else None
         priority = facts.priority + (prefix_class.priority if prefix_class is not None else 0)
-        kind = (prefix_class.name if prefix_class is not None else "", priority)
-        lane = self._by_kind.get(kind)
-        if lane is None:
-            settings = prefix_class.policy if prefix_class is not None else self.plan.policy
-            lane = self._by_kind[kind] = Lane(len(self._lanes), prefix_class, priority, settings, self._is_leaf)
-            self._lanes.append(lane)
+        if prefix_class is None:
+            return self.lane_of_priority(priority)
+        lane = self._by_kind.get((prefix_class.name, priority))
+        return lane if lane is not None else self._open(prefix_class, priority)
+
+    def _open(self, prefix_class: PrefixClass | None, priority: int) -> Lane:
+        settings = prefix_class.policy if prefix_class is not None else self.plan.policy
+        lane = Lane(len(self._lanes), prefix_class, priority, settings, self._is_leaf)
+        self._by_kind[prefix_class.name if prefix_class is not None else "", priority] = lane
+        self._lanes.append(lane)
         return lane
+
+    def lane_of_priority(self, priority: int) -> Lane:
+        """Return the lane of blocks of no class."""
+        lane = self._by_kind.get(("", priority))
+        return lane if lane is not None else self._open(None, priority)
 
     def count(self, lane: Lane, size_bytes: int) -> None:
         """Count bytes of a class; negative ones when they go."""

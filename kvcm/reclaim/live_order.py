@@ -6,7 +6,7 @@ What it costs: 11 to 22 bytes per resident block, by policy, in arrays, and no o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvcm.index.backends.rows import Rows
 from kvcm.index.meta_index import MetaIndex
@@ -106,10 +106,27 @@ class LiveOrder:
         return len(self._lanes)
 
     def added(self, row: int) -> None:
-        facts = self._facts(row)
-        lane = self._lanes.lane_of(facts)
-        lane.policy.insert(row, facts.key)
-        self._enter(row, lane.number, facts.size_bytes)
+        if self.plan.classes:
+            facts = self._facts(row)
+            lane = self._lanes.lane_of(facts)
+            lane.policy.insert(row, facts.key)
+            self._enter(row, lane.number, facts.size_bytes)
+        else:  # every block that is written passes here
+            lane = self._lanes.lane_of_priority(self._rows.priority(row))
+            lane.policy.insert(row, self._rows.key(row))
+            self._put(row, lane.number, 0)
+
+    def added_together(self, rows: Sequence[int], priority: int) -> None:
+        if self.plan.classes:
+            for row in rows:
+                self.added(row)
+            return
+        lane, key = self._lanes.lane_of_priority(priority), self._rows.key
+        for row in rows:
+            lane.policy.insert(row, key(row))
+        self._put(max(rows), lane.number, 0)  # makes room for all
+        for row in rows:
+            self._lane_of_row[row] = lane.number
 
     def removed(self, row: int) -> None:
         if row in self._taken:

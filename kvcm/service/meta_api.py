@@ -13,7 +13,7 @@ from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.cache.sessions import WriteRequest
 from kvcm.cache.write_values import Retention
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.locations import retag
+from kvcm.model.locations import retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
 from kvcm.registry.documents import storage_configs_json
@@ -177,7 +177,7 @@ class MetaApi:
         write_mask(message.block_mask, started.mask)
         if started.refused:
             message.header.status.message = f"{started.refused} blocks were refused: {started.refusal}"
-        return Reply(message, [retag(chunk, _START_WRITE_LOCATIONS_FIELD) for chunk in started.chunks])
+        return Reply(message, retag_all(started.chunks, _START_WRITE_LOCATIONS_FIELD))
 
     async def finish_write(self, request: Any) -> Reply:
         """Answer FinishWriteCache."""

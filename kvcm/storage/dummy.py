@@ -43,10 +43,11 @@ class DummyStorage:
 
     async def allocate(self, allocation: Allocation) -> list[str]:
         uris = [""] * len(allocation.parts)
-        for slots in pack(allocation, self._keys_per_object):
-            for index, name, slot in slots:
-                size = allocation.parts[index].size_bytes
-                uris[index] = str(LocationUri("dummy", self._name, self._directory + name, size, slot))
+        for packed in pack(allocation, self._keys_per_object):
+            uri = LocationUri("dummy", self._name, self._directory + packed.name, packed.size_bytes)
+            texts = uri.of_slots(len(packed.indexes)) if self._keys_per_object > 1 else [str(uri)]
+            for index, text in zip(packed.indexes, texts, strict=True):
+                uris[index] = text
         self._live |= dict.fromkeys(uris, self._now())
         return uris
 

@@ -87,11 +87,11 @@ class FileStorage:
         uris = await self._reused(allocation)
         fresh = [index for index, uri in enumerate(uris) if not uri]
         rest = allocation._replace(parts=[allocation.parts[index] for index in fresh])
-        for slots in pack(rest, self._keys_per_file):
-            path = self.directory + slots[0][1]
-            for index, _, slot in slots:
-                size = rest.parts[index].size_bytes
-                uris[fresh[index]] = str(LocationUri(self._scheme, self._name, path, size, slot))
+        for packed in pack(rest, self._keys_per_file):
+            uri = LocationUri(self._scheme, self._name, self.directory + packed.name, packed.size_bytes)
+            texts = uri.of_slots(len(packed.indexes)) if self._is_packed else [str(uri)]
+            for index, text in zip(packed.indexes, texts, strict=True):
+                uris[fresh[index]] = text
         return uris
 
     async def _reused(self, allocation: Allocation) -> list[str]:

@@ -73,10 +73,9 @@ class MooncakeStorage:
 
     async def allocate(self, allocation: Allocation) -> list[str]:
         uris = [""] * len(allocation.parts)
-        for slots in pack(allocation, keys_per_object=1):
-            for index, name, _ in slots:
-                size_bytes = allocation.parts[index].size_bytes
-                uris[index] = str(LocationUri("mooncake", self._name, "/", size_bytes, key=self._directory + name))
+        for packed in pack(allocation, keys_per_object=1):
+            uri = LocationUri("mooncake", self._name, "/", packed.size_bytes, key=self._directory + packed.name)
+            uris[packed.indexes[0]] = str(uri)
         return uris
 
     @property

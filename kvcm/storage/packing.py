@@ -6,22 +6,34 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
+from typing import NamedTuple
 
 from kvcm.model.keys import key_hex
 from kvcm.model.names import path_component
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
 
-__all__ = ["object_name", "owner_of", "pack", "slot_count"]
+__all__ = ["Packed", "object_name", "owner_of", "pack", "slot_count"]
 
 _LAST_COMPONENT = re.compile(r"([0-9a-f]{1,16})(?:_[0-9]+x[0-9a-f]{16})?\.[0-9A-Za-z]+")
 
-Slot = tuple[int, str, int | None]
-"""Index of the part in the allocation, object name below the cluster's directory, slot in the object (None = whole)."""
+
+class Packed(NamedTuple):
+    """One object.
+
+    Attributes:
+        name: below the deployment's directory.
+        size_bytes: of each of its slots.
+        indexes: of the parts in the allocation, one per slot.
+    """
+
+    name: str
+    size_bytes: int
+    indexes: Sequence[int]
 
 
-def pack(allocation: Allocation, keys_per_object: int) -> Iterator[list[Slot]]:
-    """Yield the slots of one object after the other.
+def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
+    """Yield one object after the other.
 
     Parts of equal size are cut into chunks of `keys_per_object` in their given order; where sizes differ each spec is
     cut by itself, so that every slot of an object has the same size.
@@ -30,27 +42,29 @@ def pack(allocation: Allocation, keys_per_object: int) -> Iterator[list[Slot]]:
         allocation: parts ordered by spec, then by key.
         keys_per_object: parts per object; 1 and less mean that every part is an object of its own.
     """
-    for indexes in _lists(allocation.parts):
-        for start in range(0, len(indexes), max(1, keys_per_object)):
-            chunk = indexes[start : start + max(1, keys_per_object)]
-            name = _object_name(allocation, [allocation.parts[i] for i in chunk])
-            yield [(i, name, slot if keys_per_object > 1 else None) for slot, i in enumerate(chunk)]
+    parts, most = allocation.parts, max(1, keys_per_object)
+    instance = path_component(allocation.instance_id)
+    folders = {name: f"{instance}/{path_component(name)}/" for name in {part[0] for part in parts}}
+    names = [folders[part[0]] + key_hex(part[1]) for part in parts]
+    for indexes in _lists(parts):
+        for start in range(0, len(indexes), most):
+            chunk = indexes[start : start + most]
+            name = _object_name(allocation.location_id, [names[i] for i in chunk])
+            yield Packed(name, parts[chunk[0]].size_bytes, chunk)
 
 
-def _lists(parts: Sequence[Part]) -> list[list[int]]:
-    if len({part.size_bytes for part in parts}) <= 1:
-        return [list(range(len(parts)))] if parts else []
+def _lists(parts: Sequence[Part]) -> list[Sequence[int]]:
+    if len({part[2] for part in parts}) <= 1:
+        return [range(len(parts))] if parts else []
     by_spec = groupby(range(len(parts)), key=lambda i: parts[i].spec_name)
     return [list(indexes) for _, indexes in by_spec]
 
 
-def _object_name(allocation: Allocation, parts: Sequence[Part]) -> str:
-    instance = path_component(allocation.instance_id)
-    first = f"{instance}/{path_component(parts[0].spec_name)}/{key_hex(parts[0].key)}"
-    if len(parts) > 1:
-        names = "|".join(f"{instance}/{path_component(part.spec_name)}/{key_hex(part.key)}" for part in parts)
-        first = f"{first}_{len(parts)}x{blake2b(names.encode(), digest_size=8).hexdigest()}"
-    return f"{first}.{allocation.location_id}"
+def _object_name(location_id: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]}.{location_id}"
+    digest = blake2b("|".join(names).encode(), digest_size=8).hexdigest()
+    return f"{names[0]}_{len(names)}x{digest}.{location_id}"
 
 
 def object_name(uri: str) -> str:

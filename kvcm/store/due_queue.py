@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Generic, TypeVar
@@ -23,11 +24,12 @@ _SPARE_ENTRIES = 64
 class DueQueue(Generic[Key]):
     """Deadlines by key."""
 
-    __slots__ = ("_deadlines", "_heap")
+    __slots__ = ("_deadlines", "_heap", "_latest")
 
     def __init__(self) -> None:
         self._deadlines: dict[Key, float] = {}
         self._heap: list[tuple[float, Key]] = []
+        self._latest = -inf  # no deadline in the heap is later
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -43,15 +45,31 @@ class DueQueue(Generic[Key]):
             return
         self._deadlines[key] = deadline
         heappush(self._heap, (deadline, key))
-        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
-            self._rebuild()
+        self._latest = max(self._latest, deadline)
+        self._tidy()
 
     def discard(self, key: Key) -> None:
         """Forget a key's deadline if it has one."""
-        if self._deadlines.pop(key, None) is None:
-            return
-        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
-            self._rebuild()
+        if self._deadlines.pop(key, None) is not None:
+            self._tidy()
+
+    def put_all(self, keys: Sequence[Key], deadline: float) -> None:
+        """Set or move the deadlines of many keys."""
+        self._deadlines.update(dict.fromkeys(keys, deadline))
+        entries = [(deadline, key) for key in sorted(keys)]
+        if deadline > self._latest:  # the usual case: behind everything that is there they keep the order of the heap
+            self._heap += entries
+            self._latest = deadline
+        else:
+            for entry in entries:
+                heappush(self._heap, entry)
+        self._tidy()
+
+    def discard_all(self, keys: Iterable[Key]) -> None:
+        """Forget the deadlines of keys that have one."""
+        for key in keys:
+            self._deadlines.pop(key, None)
+        self._tidy()
 
     def until(self, now: float, most: int) -> list[Key]:
         """Return the keys whose deadline is not after `now`, the earliest first, at most so many. They stay."""
@@ -69,7 +87,10 @@ class DueQueue(Generic[Key]):
         """Forget all."""
         self._deadlines.clear()
         self._heap.clear()
+        self._latest = -inf
 
-    def _rebuild(self) -> None:
-        self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
-        heapify(self._heap)
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
+            self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
+            heapify(self._heap)
+            self._latest = max(self._deadlines.values(), default=-inf)

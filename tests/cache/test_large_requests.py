@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_rig import group, opened
+from cache_rig import Rig, group, opened
 
 from kvcm.cache.pages import PAGE_KEYS, pages
 from kvcm.cache.pin_values import PinRequest
@@ -86,11 +86,24 @@ def test_pages_hold_every_item_once_in_order(count: int) -> None:
     assert all(0 < len(page) <= PAGE_KEYS for page in cut)
 
 
+async def has_addresses(rig: Rig) -> bool:
+    """Whether a storage has handed some out."""
+    for backend in rig.storages.open_backends().values():
+        async for page in backend.objects(rig.storages.cluster_id):
+            if page.objects:
+                return True
+    return False
+
+
 async def test_a_storage_removed_in_the_middle_of_a_start_is_a_refusal_and_leaves_nothing_writing() -> None:
     with opened() as rig:
         start = asyncio.create_task(rig.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+            if await has_addresses(rig):
+                break
+        assert not start.done()
+        assert await has_addresses(rig)
         for name in rig.registry.groups.get("group").storage_candidates:
             if rig.storages.backend(name) is not None:
                 rig.storages.close(name)

@@ -1,5 +1,6 @@
 """What a StartWriteCache writes and masks (decision 17)."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -7,9 +8,10 @@ from cache_rig import TableView, group, location
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcm.cache.limits import Limits, StorageLimit
+from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
 from kvcm.cache.usage import Room, Taken
 from kvcm.cache.write_plan import Planner, WritePlan, missing_specs, plan_write
+from kvcm.model.groups import GlobalQuota
 from kvcm.model.instances import LocationSpecInfo
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
 from kvcm.model.storages import StorageType
@@ -204,3 +206,58 @@ def test_a_plan_is_a_prefix_that_fits(
     assert on_dummy == 0 or used + on_dummy <= quota
     if result.refused:
         assert total + 20 > capacity or len(planned) == free_keys
+
+
+SPEC_SETS = [INFOS, INFOS[:1], (LocationSpecInfo("empty", 0),), ()]
+LIMITS = st.integers(0, 150)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    blocks=st.lists(st.tuples(st.sampled_from(SPEC_SETS), st.sampled_from([0, 0, 0, 1, 2])), max_size=12),
+    capacity=LIMITS,
+    on_dummy=LIMITS,
+    on_a=LIMITS,
+    shared=LIMITS,
+    kept=st.integers(0, 40),
+    used=st.integers(0, 60),
+    free_keys=st.integers(-1, 9),
+)
+def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
+    blocks: list[tuple[tuple[LocationSpecInfo, ...], int]],
+    capacity: int,
+    on_dummy: int,
+    on_a: int,
+    shared: int,
+    kept: int,
+    used: int,
+    free_keys: int,
+) -> None:
+    known = [None, BlockRecord(3, 9, (location("b", TP1, storage_type=POOL),)), BlockRecord(None, 4, ())]
+    keys, lacking = list(range(100, 100 + len(blocks))), [specs for specs, _ in blocks]
+    records = [known[number] for _, number in blocks]
+    place = Place("a", DUMMY)
+    limits = Limits(
+        group(capacity=capacity, quotas={DUMMY: on_dummy}),
+        {"a": StorageLimit(on_a, {"other": kept})},
+        SharedQuota(GlobalQuota("all", shared), ("group",)),
+    )
+
+    def planner() -> Planner:
+        room = Room(limits, Taken({place: used}, {"a": {"group": used}}, {"group": used}), free_keys)
+        return Planner([place, Place("b", POOL), Place("c", DUMMY)], room, 100)
+
+    each = planner()
+    parent: int | None = 7
+    depth = 2
+    for position, (key, specs, record) in enumerate(zip(keys, lacking, records, strict=True)):
+        depth = record.depth if record is not None else depth
+        if specs:
+            each.add(position, key, (parent, depth), specs, record)
+        parent, depth = key, depth + 1
+    together = planner()
+    assert plan_write(together, keys, lacking, records, (7, 2)) == each.plan
+    assert together.room is not None
+    assert each.room is not None
+    assert together.room.free_keys == each.room.free_keys
+    assert together.plan.wanted_bytes == sum((Counter({b.place: b.size_bytes}) for b in each.plan.blocks), Counter())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -38,6 +38,11 @@ class Follower:
         assert self.rows.is_resident(row)
         self.blocks[row] = self.rows.key(row)
         self.note("added", row)
+
+    def added_together(self, rows: Sequence[int], priority: int) -> None:
+        for row in rows:
+            assert self.rows.priority(row) == priority
+            self.added(row)
 
     def removed(self, row: int) -> None:
         assert self.blocks[row] == self.rows.key(row)

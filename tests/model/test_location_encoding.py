@@ -6,12 +6,14 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvcm.model.chunks import encode_chunks
 from kvcm.model.locations import (
     DecodedLocation,
     SpecUri,
     decode_chunk,
     encode_chunk,
     retag,
+    retag_all,
     uris_of,
     with_checksums,
 )
@@ -50,6 +52,15 @@ def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) ->
 def test_a_chunk_is_what_protobuf_writes(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> None:
     answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
     assert encode_chunk(storage_type, spec_size, specs) == answer.SerializeToString()
+
+
+@FIXED
+@given(storage_type=TYPES, names=st.lists(TEXTS, min_size=1, max_size=3), data=st.data())
+def test_many_chunks_at_once_are_what_each_is(storage_type: StorageType, names: list[str], data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.tuples(*(TEXTS for _ in names)), max_size=4))
+    columns = [[row[i] for row in rows] for i in range(len(names))]
+    each = [encode_chunk(storage_type, len(names), list(map(SpecUri, names, row))) for row in rows]
+    assert encode_chunks(storage_type, names, columns) == each
 
 
 @FIXED
@@ -105,4 +116,5 @@ def test_retag_moves_a_chunk_to_the_field_of_another_answer(
     answer = GetMessageClass(field.containing_type)(**{field.name: [location(storage_type, spec_size, specs)]})
     chunk = encode_chunk(storage_type, spec_size, specs)
     assert retag(chunk, field.number) == answer.SerializeToString()
+    assert retag_all([chunk, chunk], field.number) == [answer.SerializeToString()] * 2
     assert decode_chunk(retag(chunk, field.number)) == decode_chunk(chunk)

@@ -123,3 +123,9 @@ def test_any_text_is_a_uri_or_is_refused(text: str) -> None:
             continue
         assert uri.size >= 0
         assert uri.path.startswith("/")
+
+
+@FIXED
+@given(uri=URIS, count=st.integers(0, 20))
+def test_uris_of_slots_differ_in_their_slot_only(uri: LocationUri, count: int) -> None:
+    assert uri.of_slots(count) == [str(uri._replace(blkid=slot)) for slot in range(count)]

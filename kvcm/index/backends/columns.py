@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from heapq import nsmallest
 from random import Random
 from typing import Any, cast
@@ -25,13 +25,15 @@ from kvcm.index.backends.packed import Chunks, Header, HeaderPool, Headers, unpa
 from kvcm.index.backends.rows import RowObserver
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 
-__all__ = ["BlockColumns"]
+__all__ = ["NO_ROW", "BlockColumns"]
 
-_NO_ROW = -1
+NO_ROW = -1
+"""Where a column of rows has none."""
 _MOST_READS = (1 << 16) - 1
 _SERVING = LocationStatus.SERVING
 
 # See packed.py: from a ready tuple a named tuple is made in a third of the time.
+_new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)
 _new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
 
 
@@ -94,15 +96,21 @@ class BlockColumns:
             return list(self._rows)
         return [self._keys[row] for row in random.sample(range(len(self._rows)), count)]
 
-    def get(self, keys: Iterable[int]) -> list[BlockRecord | None]:
+    def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order; None where there is none."""
         all_headers, all_chunks, depths, parents = self._headers, self._chunks, self._depths, self._parents
+        if self._rows.keys().isdisjoint(keys):
+            return [None] * len(keys)
         records: list[BlockRecord | None] = []
         for row in map(self._rows.get, keys):
             if row is None:
                 records.append(None)
                 continue
-            locations = unpack(all_headers[row], all_chunks[row])
+            of, chunk = all_headers[row], all_chunks[row]
+            if type(chunk) is bytes:  # what `unpack` does, without the call
+                locations: tuple[Location, ...] = (_new_location(Location, (*of[:5], chunk, *of[5:])),)
+            else:
+                locations = unpack(of, chunk)
             depth = depths[row]
             chain = (None, ~depth) if depth < 0 else (parents[row], depth)
             records.append(_new_record(BlockRecord, (*chain, locations)))
@@ -144,7 +152,7 @@ class BlockColumns:
     def family(self, key: int) -> list[int]:
         """Return the keys of the blocks whose parent is `key`, in order of their keys."""
         row = self._rows.get(key)
-        first = self._orphans.get(key, _NO_ROW) if row is None else self._first_child[row]
+        first = self._orphans.get(key, NO_ROW) if row is None else self._first_child[row]
         return sorted([self._keys[child] for child in self._siblings(first)])
 
     def touch(self, counts: Mapping[int, int], at: int, *, moves: bool) -> None:
@@ -202,6 +210,14 @@ class BlockColumns:
         """Return when the block was last read and how often."""
         return Access(self._read_at[row], self._reads[row])
 
+    def priority(self, row: int) -> int:
+        """Return the highest priority of the block's serving locations, 0 where none serves."""
+        headers = self._headers[row]
+        if type(self._chunks[row]) is bytes:
+            return headers[9] if headers[3] is _SERVING else 0
+        of_serving = [header[9] for header in cast("tuple[Header, ...]", headers) if header[3] is _SERVING]
+        return max(of_serving, default=0)
+
     def is_resident(self, row: int) -> bool:
         """Return whether the block has a serving location."""
         headers = self._headers[row]
@@ -214,7 +230,7 @@ class BlockColumns:
         return self._siblings(self._first_child[row])
 
     def _siblings(self, row: int) -> Iterator[int]:
-        while row != _NO_ROW:
+        while row != NO_ROW:
             yield row
             row = self._next[row]
 
@@ -237,9 +253,9 @@ class BlockColumns:
         self._depths.append(~depth if parent is None else depth)
         self._headers.append(headers)
         self._chunks.append(chunks)
-        self._first_child.append(self._orphans.pop(key, _NO_ROW))
-        self._next.append(_NO_ROW)
-        self._previous.append(_NO_ROW)
+        self._first_child.append(self._orphans.pop(key, NO_ROW))
+        self._next.append(NO_ROW)
+        self._previous.append(NO_ROW)
         self._read_at.append(whole_seconds(stored_at(record) if access is None else access.at))
         self._reads.append(0 if access is None else access.reads)
         if parent is not None:
@@ -275,7 +291,7 @@ class BlockColumns:
             self._observer.removed(row)
         self._unlink(row, self._parent(row))
         del self._rows[key]
-        if self._first_child[row] != _NO_ROW:
+        if self._first_child[row] != NO_ROW:
             self._orphans[key] = self._first_child[row]
         last = len(self._keys) - 1
         if row != last:
@@ -290,9 +306,9 @@ class BlockColumns:
             column[to] = column[row]
         self._rows[self._keys[to]] = to
         after, before = self._next[to], self._previous[to]
-        if after != _NO_ROW:
+        if after != NO_ROW:
             self._previous[after] = to
-        if before != _NO_ROW:
+        if before != NO_ROW:
             self._next[before] = to
         else:
             self._set_first_child(self._parent(to), to)
@@ -305,22 +321,22 @@ class BlockColumns:
             return
         parent_row = self._rows.get(parent)
         if parent_row is None:
-            after, self._orphans[parent] = self._orphans.get(parent, _NO_ROW), row
+            after, self._orphans[parent] = self._orphans.get(parent, NO_ROW), row
         else:
             after, self._first_child[parent_row] = self._first_child[parent_row], row
-        if after != _NO_ROW:
+        if after != NO_ROW:
             self._next[row] = after
             self._previous[after] = row
 
     def _unlink(self, row: int, parent: int | None) -> None:
         after, before = self._next[row], self._previous[row]
-        if after != _NO_ROW:
+        if after != NO_ROW:
             self._previous[after] = before
-        if before != _NO_ROW:
+        if before != NO_ROW:
             self._next[before] = after
         else:
             self._set_first_child(parent, after)
-        self._next[row] = self._previous[row] = _NO_ROW
+        self._next[row] = self._previous[row] = NO_ROW
 
     def _set_first_child(self, parent: int | None, row: int) -> None:
         if parent is None:
@@ -328,7 +344,7 @@ class BlockColumns:
         parent_row = self._rows.get(parent)
         if parent_row is not None:
             self._first_child[parent_row] = row
-        elif row != _NO_ROW:
+        elif row != NO_ROW:
             self._orphans[parent] = row
         else:
             self._orphans.pop(parent, None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import groupby
 from random import Random
 
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
-from kvcm.index.backends.columns import BlockColumns
 from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.backends.tally import PlaceTally
+from kvcm.index.backends.written_columns import WrittenColumns
 from kvcm.model.locations import BlockRecord, LocationStatus, Place
 from kvcm.store.due_queue import DueQueue
 
@@ -25,7 +26,7 @@ class MemoryBackend:
     is_shared = False
 
     def __init__(self) -> None:
-        self._blocks = BlockColumns()
+        self._blocks = WrittenColumns()
         self._due: DueQueue[int] = DueQueue()
         self._tally = PlaceTally()
 
@@ -58,6 +59,10 @@ class MemoryBackend:
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN
+        difference = self._begun(changes) if changes[0].old is None else self._served(changes)
+        if difference is not None:
+            self._tally.update(difference)
+            return Written((), difference.used)
         lost: list[int] = []
         difference = PlaceTally()
         for key, old, new, _ in changes:
@@ -68,6 +73,38 @@ class MemoryBackend:
                 lost.append(key)
         self._tally.update(difference)
         return Written(lost, difference.used)
+
+    def _begun(self, changes: Sequence[Change]) -> PlaceTally | None:
+        """Write the changes of a start, which only adds blocks; None, and nothing is done, where they are others."""
+        records = [change.new for change in changes if change.new is not None and change.old is None]
+        if len(records) != len(changes):
+            return None
+        keys = [change.key for change in changes]
+        headers = self._blocks.begin(keys, records)
+        if headers is None:
+            return None
+        difference, begin = PlaceTally(), 0
+        for header, alike in groupby(headers):
+            count = len(list(alike))
+            difference.add(Place(header[1], header[2]), count * header[5])
+            self._due.put_all(keys[begin : begin + count], header[8])
+            begin += count
+        return difference
+
+    def _served(self, changes: Sequence[Change]) -> PlaceTally | None:
+        """Write the changes of a finish whose blocks all serve; None, and nothing is done, where they are others."""
+        olds = [change.old for change in changes if change.old is not None]
+        news = [change.new for change in changes if change.new is not None]
+        keys = [change.key for change in changes]
+        if not len(olds) == len(news) == len(changes) or not self._blocks.serve(keys, olds, news):
+            return None
+        lives = [new[2][0][9] for new in news]
+        if any(lives):
+            for key, new in zip(keys, news, strict=True):
+                self._schedule(key, new)
+        else:
+            self._due.discard_all(keys)
+        return PlaceTally()
 
     def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
         """Add a record that was stored before this process began, with its last access if it was read."""

@@ -66,9 +66,9 @@ class HeaderPool:
         """Return the two values that stand for the locations of a block."""
         if len(locations) == 1:
             location = locations[0]
-            return self._share(location[:5] + location[6:]), location[5]
+            return self.share(location[:5] + location[6:]), location[5]
         return (
-            tuple([self._share(header_of(location)) for location in locations]),
+            tuple([self.share(header_of(location)) for location in locations]),
             tuple([location.chunk for location in locations]),
         )
 
@@ -78,7 +78,8 @@ class HeaderPool:
         self._last = None
         self._most = _LEAST_POOL_SIZE
 
-    def _share(self, header: Header) -> Header:
+    def share(self, header: Header) -> Header:
+        """Return the one object that stands for all headers equal to this one."""
         # The blocks of a page mostly share one header, and comparing is cheaper than hashing.
         if header == self._last:
             return self._last

@@ -21,6 +21,9 @@ class RowObserver(Protocol):
     def added(self, row: int) -> None:
         """The block became resident."""
 
+    def added_together(self, rows: Sequence[int], priority: int) -> None:
+        """Blocks became resident, one after the other; the serving location of each has this priority."""
+
     def removed(self, row: int) -> None:
         """The block is not resident any more; its row may be about to be given to another one.
 
@@ -54,6 +57,9 @@ class Rows(Protocol):
 
     def locations(self, row: int) -> Sequence[Location]:
         """Return the locations of the block."""
+
+    def priority(self, row: int) -> int:
+        """Return the highest priority of the block's serving locations, 0 where none serves."""
 
     def access(self, row: int) -> Access:
         """Return when the block was last read and how often."""

@@ -111,6 +111,10 @@ class PlaceTally:
             self.deleting_blocks += sign
         return True
 
+    def add(self, place: Place, size_bytes: int) -> None:
+        """Count bytes that are not being deleted."""
+        self._used[place] += size_bytes
+
     def update(self, other: PlaceTally) -> None:
         """Add what another one has summed up."""
         self.used.update(other.used)
