@@ -92,11 +92,8 @@ acceptance-manager: setup
 	$(BIN)/python benchmarks/reuse.py --json benchmarks/results/reuse.json
 	$(BIN)/python benchmarks/readme.py
 
-# The tests that the benchmarks of `smoke` repeat, with more kills and faults.
-REPEATED := contention_smoke crash_smoke fault_smoke outage_smoke reclaim_smoke engines_on_hosts writer_kill_kinds
-
-# The demo, and every benchmark once. Figures of so short a run mean little, so missed targets are shown and do not
-# count; violations do: in crash, contention, faults and outages everything but targets of time.
+# The demo, the tests with processes that are killed, and the benchmarks but those that repeat these tests with more kills
+# and faults. Figures of so short a run mean little, so missed targets are shown and do not count; violations do.
 smoke: setup redis fuse mooncake
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
@@ -104,16 +101,10 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/match.py --quick --json build/match.json
 	$(BIN)/python benchmarks/index.py --quick --json build/index.json
 	$(BIN)/python benchmarks/scale.py --quick --json build/scale.json
-	$(BIN)/python -m pytest -m e2e $(REPEATED:%=--ignore tests/e2e/test_%.py)
-	$(BIN)/python benchmarks/crash.py --quick --json build/crash.json
-	$(BIN)/python benchmarks/contention.py --quick --json build/contention.json
-	$(BIN)/python benchmarks/faults.py --quick --json build/faults.json
+	$(BIN)/python -m pytest -m e2e --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile
+	$(BIN)/python benchmarks/crash.py --quick --kills 7 --json build/crash.json
 	$(BIN)/python benchmarks/capacity.py --quick --json build/capacity.json
-	$(BIN)/python benchmarks/reclaim_faults.py --quick --json build/reclaim_faults.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
-	$(BIN)/python benchmarks/storage_outage.py --quick --json build/storage_outage.json
-	$(BIN)/python benchmarks/hosts.py --quick --json build/hosts.json
-	$(BIN)/python benchmarks/killed_writers.py --quick --json build/killed_writers.json
 	$(BIN)/python benchmarks/transfer.py --quick --json build/transfer.json
 	$(BIN)/python benchmarks/mempool.py --quick --json build/mempool.json
 	$(BIN)/python benchmarks/slots.py --quick --json build/slots.json
