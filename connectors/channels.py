@@ -25,9 +25,6 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Also how long one attempt may take. The default of 20 s waits for a handshake whose packets were lost, which the
-    # system repeats less and less often: a network that is back would not be noticed for that long.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
     # two clients of one process do not wait for each other's backoff
     ("grpc.use_local_subchannel_pool", 1),
     # managers are inside the cluster; proxies of the environment are for downloads
