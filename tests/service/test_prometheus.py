@@ -81,8 +81,13 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
 
 @pytest.fixture(scope="module")
 def first(fresh: ManagerProcess) -> Scrape:
-    """Its first scrape, before anybody asked it for anything."""
-    return Scrape(fresh)
+    """A scrape before anybody asked it for anything, and after its storages were probed: their sizes are known then."""
+    return eventually(lambda: known(Scrape(fresh)))
+
+
+def known(scrape: Scrape) -> Scrape | None:
+    """A scrape that tells sizes of storages."""
+    return scrape if "kvcm_backend_capacity_bytes" in scrape.names else None
 
 
 @pytest.fixture
@@ -105,14 +110,13 @@ def test_every_metric_has_series_from_the_start(first: Scrape) -> None:
     assert first.of("kvcm_rpc_rejected_total", reason="draining") == 0
 
 
-def test_the_state_of_a_new_manager(fresh: ManagerProcess) -> None:
-    found = Scrape(fresh)
-    assert found.of("kvcm_leader") == 1
-    assert found.of("kvcm_leader_transitions_total") == 1
-    assert found.of("kvcm_lease_remaining_seconds") > 0
-    assert found.of("kvcm_backend_up", backend="nfs_01") == 1
-    assert found.of("kvcm_group_quota_bytes", group="default", tier="total") > 0
-    assert found.of("process_resident_memory_bytes") > 10_000_000
+def test_the_state_of_a_new_manager(first: Scrape) -> None:
+    assert first.of("kvcm_leader") == 1
+    assert first.of("kvcm_leader_transitions_total") == 1
+    assert first.of("kvcm_lease_remaining_seconds") > 0
+    assert first.of("kvcm_backend_up", backend="nfs_01") == 1
+    assert first.of("kvcm_group_quota_bytes", group="default", tier="total") > 0
+    assert first.of("process_resident_memory_bytes") > 10_000_000
 
 
 def test_calls_are_counted_by_method_and_code(fresh: ManagerProcess, api: Api) -> None:
