@@ -1,31 +1,19 @@
 """Claim: answering a match from encoded records costs a fraction of building messages.
 
-Part one, in one process: request bytes → answer bytes of a prefix match over 1,024 keys, through the manager's own call
-path, against a dict of plain records whose messages are built for every answer. Windows of both sides alternate.
-
-Part two: server CPU per request over loopback gRPC, as the operating system counts it, beside a bare handler that reads
-the same request and returns an equally large prepared answer.
+In one process: request bytes → answer bytes of a prefix match over 1,024 keys, through the manager's own call path,
+against a dict of plain records whose messages are built for every answer. Windows of both sides alternate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
-
-import grpc
-import grpc.aio
-from ports import free_port
 from report import Row, arguments, publish
 
 from kvcm.app import Manager
@@ -41,7 +29,6 @@ from kvcm.telemetry.metrics import ApiMetrics
 
 BLOCKS = 1024
 SPEC_BYTES = 4096
-META = "/kv_cache_manager.proto.meta.MetaService/"
 
 
 def registration(instance_id: str, spec_count: int) -> pb.RegisterInstanceRequest:
@@ -61,9 +48,6 @@ def match_request(instance_id: str, keys: list[int], wanted: str = "") -> bytes:
     if wanted:
         request.location_spec_names.append(wanted)
     return request.SerializeToString()
-
-
-# ---- part one: in one process ---------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -153,161 +137,12 @@ async def in_process(spec_count: int, rounds: int, repeat: int, wanted: str = ""
     return Row(case, "time per answer", value, "us", baseline, ratio, f"messages/encoded >= {target}", ratio >= target)
 
 
-# ---- part two: over loopback gRPC -----------------------------------------------------------------------------------
-
-
-class Server(NamedTuple):
-    """A running server process and a channel to it."""
-
-    pid: int
-    channel: grpc.aio.Channel
-
-    def cpu_seconds(self) -> float:
-        """CPU time of the process so far, user and system."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextlib.contextmanager
-def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a Python process; it is gone after the block."""
-    running = subprocess.Popen([sys.executable, *arguments], text=True, **options)
-    try:
-        yield running
-    finally:
-        running.terminate()
-        running.wait(20)
-
-
-@contextlib.asynccontextmanager
-async def servers() -> Any:
-    """Yield the manager and the floor."""
-    unlimited = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-    ports = {name: free_port() for name in ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")}
-    settings = [option for name, port in ports.items() for option in ("-e", f"kvcm.service.{name}={port}")]
-    floor_file = str(Path(__file__).with_name("floor_server.py"))
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        quiet = {"stderr": subprocess.DEVNULL}
-        manager = stack.enter_context(process("-m", "kvcm", "serve", "--data-dir", directory, *settings, **quiet))
-        floor = stack.enter_context(process(floor_file, stdout=subprocess.PIPE))
-        assert floor.stdout is not None
-        floor_port = int(floor.stdout.readline())
-        async with (
-            grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc_port']}", options=unlimited) as ours,
-            grpc.aio.insecure_channel(f"127.0.0.1:{floor_port}", options=unlimited) as theirs,
-        ):
-            await asyncio.wait_for(ours.channel_ready(), 20)
-            yield Server(manager.pid, ours), Server(floor.pid, theirs)
-
-
-Job = Callable[[], Awaitable[None]]
-
-
-async def cpu_per_call(server: Server, job: Job, count: int) -> float:
-    """Return the server's CPU microseconds per run of a job."""
-    begin = server.cpu_seconds()
-    for _ in range(count):
-        await job()
-    return (server.cpu_seconds() - begin) / count * 1e6
-
-
-async def compare(case: str, pair: tuple[Server, Server], ours: Job, floor: Job, plan: tuple[int, int]) -> Row:
-    """Alternate windows of both servers and report the mean CPU of each."""
-    rounds, count = plan
-    await ours(), await floor()
-    value = baseline = 0.0
-    for _ in range(rounds):
-        value += await cpu_per_call(pair[0], ours, count) / rounds
-        baseline += await cpu_per_call(pair[1], floor, count) / rounds
-    return Row(case, "server CPU per request", value, "us", baseline, value / baseline if baseline else None)
-
-
-def sender(server: Server, method: str, body: bytes) -> Callable[[], Awaitable[bytes]]:
-    """Return a coroutine function that sends prepared bytes and returns the answer's bytes."""
-    call = server.channel.unary_unary(method)
-
-    async def send() -> bytes:
-        answer: bytes = await call(body)
-        return answer
-
-    return send
-
-
-async def match_case(pair: tuple[Server, Server], case: str, keys: list[int], plan: tuple[int, int]) -> Row:
-    """Measure a match."""
-    body = match_request("bench", keys)
-    ours = sender(pair[0], f"{META}GetCacheLocation", body)
-    floor = sender(pair[1], f"/floor.Floor/Answer{len(await ours())}", body)
-    return await compare(case, pair, ours, floor, plan)  # type: ignore[arg-type]
-
-
-async def write_case(pair: tuple[Server, Server], blocks: int, plan: tuple[int, int]) -> Row:
-    """Measure start and finish of fresh blocks; the floor answers two requests of the same sizes."""
-    fresh = iter(range(blocks << 40, 1 << 62, blocks))  # cases of different size share no key
-    start_call = pair[0].channel.unary_unary(f"{META}StartWriteCache")
-    finish_call = pair[0].channel.unary_unary(f"{META}FinishWriteCache")
-    sizes: list[tuple[bytes, int]] = []
-
-    async def ours() -> None:
-        first = next(fresh)
-        start = pb.StartWriteCacheRequest(
-            instance_id="bench", block_keys=range(first, first + blocks), write_timeout_seconds=60
-        ).SerializeToString()
-        answer = await start_call(start)
-        session = pb.StartWriteCacheResponse.FromString(answer).write_session_id
-        finish = pb.FinishWriteCacheRequest(instance_id="bench", write_session_id=session)
-        finish.success_blocks.offset = blocks
-        body = finish.SerializeToString()
-        finished = await finish_call(body)
-        assert pb.CommonResponse.FromString(finished).header.status.code == pb.OK
-        sizes[:] = [(start, len(answer)), (body, len(finished))]
-
-    await ours()
-    floors = [sender(pair[1], f"/floor.Floor/Answer{size}", body) for body, size in sizes]
-
-    async def floor() -> None:
-        for send in floors:
-            await send()
-
-    return await compare(f"start + finish, {blocks} fresh blocks", pair, ours, floor, plan)
-
-
-async def over_grpc(quick: bool) -> list[Row]:
-    """Measure every case of part two."""
-    rounds = 2 if quick else 5
-    async with servers() as pair:
-        register = pair[0].channel.unary_unary(f"{META}RegisterInstance")
-        await register(registration("bench", 1).SerializeToString())
-        keys = [7919 * (i + 1) for i in range(BLOCKS)]
-        start_call = pair[0].channel.unary_unary(f"{META}StartWriteCache")
-        started = pb.StartWriteCacheResponse.FromString(
-            await start_call(
-                pb.StartWriteCacheRequest(
-                    instance_id="bench", block_keys=keys, write_timeout_seconds=60
-                ).SerializeToString()
-            )
-        )
-        finish = pb.FinishWriteCacheRequest(instance_id="bench", write_session_id=started.write_session_id)
-        finish.success_blocks.offset = BLOCKS
-        await pair[0].channel.unary_unary(f"{META}FinishWriteCache")(finish.SerializeToString())
-        missing = [-key for key in keys]
-        count = 50 if quick else 400
-        return [
-            await match_case(pair, "match, 64 hits", keys[:64], (rounds, 2 * count)),
-            await match_case(pair, "match, 1,024 hits", keys, (rounds, count)),
-            await match_case(pair, "match, 1,024 misses", missing, (rounds, count)),
-            await write_case(pair, 64, (rounds, count // 2)),
-            await write_case(pair, 1024, (rounds, count // 8)),
-        ]
-
-
 def main() -> int:
     options = arguments(__doc__ or "").parse_args()
     configure_logs(LEVELS["ERROR"])
     rounds, repeat = (3, 20) if options.quick else (15, 100)
     cases = ((1, ""), (8, ""), (8, "tp3"))
     rows = [asyncio.run(in_process(specs, rounds, repeat, wanted)) for specs, wanted in cases]
-    rows += asyncio.run(over_grpc(options.quick))
     met = publish("match: encoded records against built messages", rows, options.json)
     return 0 if met or options.quick else 1
 

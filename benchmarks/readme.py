@@ -18,6 +18,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 Rows = list[dict[str, Any]]
 
+_ONE_CLIENT = ", 1 client"
+
 
 def match_table(rows: Rows) -> list[str]:
     """In-process rows of benchmarks/match.py."""
@@ -31,13 +33,36 @@ def match_table(rows: Rows) -> list[str]:
 
 
 def cpu_table(rows: Rows) -> list[str]:
-    """Server CPU rows of benchmarks/match.py."""
-    header = ["| call | manager | bare handler | ratio |", "|---|---|---|---|"]
+    """What one client's calls cost the server, of benchmarks/service.py."""
+    header = ["| call | manager, gRPC | bare handler | ratio | manager, HTTP |", "|---|---|---|---|---|"]
+    cost = {row["case"]: row for row in rows if row["metric"].startswith("server CPU")}
     return header + [
-        f"| {row['case']} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | {row['ratio']:.1f}× |"
-        for row in rows
-        if row["metric"] == "server CPU per request"
+        f"| {case.removesuffix(_ONE_CLIENT)} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | "
+        f"{row['value'] / row['baseline']:.1f}× | {cost[f'{case}, HTTP']['value']:,.0f} µs |"
+        for case, row in cost.items()
+        if case.endswith(_ONE_CLIENT)
     ]
+
+
+def calls_table(rows: Rows) -> list[str]:
+    """A row for each case and number of clients, of benchmarks/service.py."""
+    cost = {row["case"]: row for row in rows if row["metric"].startswith("server CPU")}
+    tail = {row["case"]: row for row in rows if row["metric"] == "p99/p50"}
+    header = [
+        "| call | gRPC | floor | gRPC/floor, or per block beside it | HTTP | HTTP/gRPC | tail/floor's, gRPC | HTTP |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return header + [
+        f"| {case} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | {_beside_floor(row)} | "
+        f"{http['value']:,.0f} µs | {http['ratio']:.2f} | {tail[case]['ratio']:.2f} | {tail[f'{case}, HTTP']['ratio']:.2f} |"
+        for case, row in cost.items()
+        if (http := cost.get(f"{case}, HTTP")) is not None
+    ]
+
+
+def _beside_floor(row: dict[str, Any]) -> str:
+    unit = " µs" if row["metric"] == "server CPU per write" else ""
+    return f"{row['ratio']:.2f}{unit}"
 
 
 def turns_table(rows: Rows) -> list[str]:
@@ -57,7 +82,7 @@ def checks_table(rows: Rows) -> list[str]:
 
 
 def costs_table(rows: Rows) -> list[str]:
-    """All rows of benchmarks/index.py and benchmarks/scale.py."""
+    """All rows."""
     header = ["| what | figure | compared with | ratio | wanted |", "|---|---|---|---|---|"]
     return header + [
         f"| {row['case']}: {row['metric']} | {row['value']:,.1f} {row['unit']} | {_compared(row)} | {row['target']} |"
@@ -73,7 +98,9 @@ def _compared(row: dict[str, Any]) -> str:
 
 TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "match", "match.json", match_table),
-    ("README.md", "cpu", "match.json", cpu_table),
+    ("README.md", "cpu", "service.json", cpu_table),
+    ("docs/performance.md", "calls", "service.json", calls_table),
+    ("docs/performance.md", "scaling", "service_scaling.json", costs_table),
     ("docs/metadata.md", "index", "index.json", costs_table),
     ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/demo.md", "turns", "reuse.json", turns_table),

@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 import uvloop
-from match import META, Server, process
-from ports import free_port
 from report import Row, arguments, publish
+from server_process import META, Server, free_port, process
 
 from kvcm.app import Manager
 from kvcm.config import Settings

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 import uvloop
+from server_process import META
 
 from kvcm.protocol import meta_service_pb2 as pb
-
-META = "/kv_cache_manager.proto.meta.MetaService/"
 
 Send = Callable[[str, bytes], Awaitable[bytes]]
 

@@ -8,7 +8,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
-
 import grpc
-from match import process
-from ports import free_port
+from server_process import free_port, process
 from service_client import META, Exchange, key_of
 
 from kvcm.protocol import meta_service_pb2 as pb
