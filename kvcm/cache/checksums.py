@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.locations import Location, with_checksums
+from kvcm.model.locations import with_checksums
 
 __all__ = ["CHECKSUM_BYTES", "NO_CHECKSUMS", "Checksums", "Told", "ToldLocation", "checked", "checksums_of"]
 
@@ -51,12 +51,14 @@ class Checksums(NamedTuple):
     names: tuple[str, ...] = ()
     values: bytes = b""
 
-    def by_key(self, keys: Sequence[int]) -> dict[int, dict[str, int]]:
-        """Return what was told per key, by name, 0 for none; keys of which nothing was told are left out."""
+    def by_key(self, keys: Sequence[int], begin: int, end: int) -> dict[int, dict[str, int]]:
+        """Return what was told of the keys from `begin` to before `end`, by name, 0 for none; keys of which nothing was
+        told are left out."""
         if not self.names:
             return {}
-        values = iter(array("Q", self.values))
-        rows = {key: dict(zip(self.names, values, strict=False)) for key in keys}
+        row_bytes = len(self.names) * CHECKSUM_BYTES
+        values = iter(array("Q", self.values[begin * row_bytes : end * row_bytes]))
+        rows = {key: dict(zip(self.names, values, strict=False)) for key in keys[begin:end]}
         return {key: row for key, row in rows.items() if any(row.values())}
 
 
@@ -95,11 +97,12 @@ async def checksums_of(told: Told, decision: Sequence[bool], spec_names: Collect
     return Checksums(names, array("Q", values).tobytes())
 
 
-def checked(location: Location, told: Mapping[str, int]) -> Location:
-    """Return a location that was written with what was told of its parts; what was told of others has no effect."""
-    if told.get(_ONLY_PART) and len(location.spec_names) == 1:
-        told = {location.spec_names[0]: told[_ONLY_PART]}
-    return location._replace(chunk=with_checksums(location.chunk, told))
+def checked(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
+    """Return the chunk of a location that was written with what was told of its parts; what was told of others has no
+    effect."""
+    if told.get(_ONLY_PART) and len(spec_names) == 1:
+        told = {spec_names[0]: told[_ONLY_PART]}
+    return with_checksums(chunk, told) if told else chunk
 
 
 def _row(position: int, told: ToldLocation, spec_names: Collection[str]) -> dict[str, int]:
