@@ -211,7 +211,7 @@ class SessionEndings:
         now = self._clock.now()
         found: defaultdict[str, list[int]] = defaultdict(list)
         for key, record in records:
-            for location in record.locations if record is not None else ():
+            for location in record[2] if record is not None else ():
                 if location.status is LocationStatus.WRITING and location.deadline <= now:
                     found[location.session_id].append(key)
         return found

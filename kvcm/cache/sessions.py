@@ -199,14 +199,9 @@ class WriteSessions:
         usable = [place for place in candidates(group, view) if place.storage not in refusals]
         # What is on a storage that is drained is written anew, where there is another one to write it to.
         is_leaving = (self._storages.is_draining,) if usable else ()
-        missing: list[Specs] = []
-        for page in pages(list(zip(records, wanted, strict=True))):
-            missing += [
-                specs if record is None else missing_specs(record, specs, view, request.replicas, *is_leaving)
-                for record, specs in page
-            ]
-            if len(page) < len(keys):
-                await asyncio.sleep(0)
+        missing = await _each(
+            lambda record, specs: missing_specs(record, specs, view, request.replicas, *is_leaving), records, wanted
+        )
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
@@ -227,6 +222,8 @@ class WriteSessions:
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Read the records, after ending writers whose time is up: their blocks can be written again."""
         records = await self._get(cache, keys)
+        if not any(records):
+            return records
         overdue = self._endings.overdue(zip(keys, records, strict=True))
         if not overdue:
             return records
@@ -359,6 +356,20 @@ class WriteSessions:
             return set()
         changes = await cache.index.read_modify_write(planned, add_location, reserved=True)
         return {key for key, _, record, _ in changes if not _holds(record, session.location_id)}
+
+
+async def _each(
+    lacks: Callable[[BlockRecord, Specs], Specs], records: Sequence[BlockRecord | None], wanted: Sequence[Specs]
+) -> Sequence[Specs]:
+    """Return what each block lacks of what is wanted; what is wanted where there is no record."""
+    if not any(records):
+        return wanted
+    missing: list[Specs] = []
+    for page in pages(list(zip(records, wanted, strict=True))):
+        missing += [specs if record is None else lacks(record, specs) for record, specs in page]
+        if len(page) < len(records):
+            await asyncio.sleep(0)
+    return missing
 
 
 def _parted(placed: _Placed, lost: Collection[int]) -> tuple[list[PlacedRun], list[PlacedRun]]:

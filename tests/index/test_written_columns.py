@@ -81,7 +81,8 @@ class Told(RowObserver):
         assert self.columns.is_resident(row)
         self.events.append(("added", self.columns.key(row)))
 
-    def added_together(self, rows: Sequence[int], priority: int) -> None:
+    def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
+        assert [self.columns.key(row) for row in rows] == list(keys)
         for row in rows:
             assert self.columns.priority(row) == priority
             self.added(row)

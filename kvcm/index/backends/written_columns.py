@@ -100,17 +100,17 @@ class WrittenColumns(BlockColumns):
 
     def _put_served(self, rows: Sequence[int], served: Sequence[Alike]) -> None:
         headers, chunks, read_at, reads = self._headers, self._chunks, self._read_at, self._reads
-        told: list[tuple[Sequence[int], int]] = []
+        told: list[tuple[Sequence[int], Sequence[int], int]] = []
         at = 0
         for keys, location, new_chunks in served:
             header, seconds = self._pool.share(header_of(location)), whole_seconds(location.written_at)
             of_these, at = rows[at : at + len(keys)], at + len(keys)
             for row, chunk in zip(of_these, new_chunks, strict=True):
                 headers[row], chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
-            told.append((of_these, location.priority))
+            told.append((of_these, keys, location.priority))
         if self._observer is not None:
-            for of_these, priority in told:
-                self._observer.added_together(of_these, priority)
+            for of_these, keys, priority in told:
+                self._observer.added_together(of_these, keys, priority)
 
 
 def _is_same_place(writing: Location, serving: Location) -> bool:
