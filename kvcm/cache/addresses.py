@@ -92,13 +92,14 @@ class Addresses:
         placed: list[list[PlacedRun]] = []
         try:
             for page in plan.pages(PAGE_KEYS):
+                if placed:
+                    await asyncio.sleep(0)
                 placed.append([])
                 for storage, runs in _by_storage(page).items():
                     parts = _parts(instance, runs)
                     uris = await self._uris(instance, session, storage, parts, hints)
                     placed[-1] += _placed(session, runs, _uris_by_spec(instance, runs, uris), self._clock.now())
                 placed[-1].sort(key=lambda run: run.planned.position)
-                await asyncio.sleep(0)
         except BaseException:
             await uninterrupted(self.discard(run.blocks for page in placed for run in page))
             raise

@@ -252,10 +252,11 @@ def plan_write(
 
 
 def _end_of_fresh(missing: Sequence[Specs], records: Sequence[BlockRecord | None], position: int) -> int:
-    specs, end = missing[position], position + 1
-    while end < len(records) and records[end] is None and missing[end] is specs:
-        end += 1
-    return end
+    specs, count = missing[position], len(records)
+    for end in range(position + 1, count):
+        if records[end] is not None or missing[end] is not specs:
+            return end
+    return count
 
 
 def _plan_each(
