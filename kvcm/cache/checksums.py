@@ -20,6 +20,7 @@ __all__ = ["CHECKSUM_BYTES", "NO_CHECKSUMS", "Checksums", "Told", "ToldLocation"
 CHECKSUM_BYTES = 8
 
 _PAGE_LOCATIONS = 16  # with a thousand parts each some ten milliseconds of the event loop
+_PAGE_ROWS = 256
 _NOTHING: dict[str, int] = {}
 _ONLY_PART = ""  # stands for the part of a location that has one only; no spec has this name
 
@@ -76,25 +77,29 @@ async def checksums_of(told: Told, decision: Sequence[bool], spec_names: Collect
     Raises:
         InvalidArgumentError: another number of entries, or a spec that is unknown or named twice.
     """
-    found: dict[int, ToldLocation] = {}
+    rows: dict[int, dict[str, int]] = {}
     for position, location in enumerate(told):
         if position % _PAGE_LOCATIONS == 0:
             await asyncio.sleep(0)
-        if location.checksum or any(checksum for _, checksum in location.specs):
-            found[position] = location
-    if not found:
-        return NO_CHECKSUMS
-    if len(told) != len(decision):
-        raise InvalidArgumentError(
-            f"locations has {len(told)} entries, must have none, or one per location that the start returned: "
-            f"{len(decision)}"
-        )
-    rows = {position: _row(position, found[position], spec_names) for position in found if decision[position]}
+        if not location.checksum and not any(checksum for _, checksum in location.specs):
+            continue
+        if len(told) != len(decision):
+            raise InvalidArgumentError(
+                f"locations has {len(told)} entries, must have none, or one per location that the start returned: "
+                f"{len(decision)}"
+            )
+        if decision[position]:
+            rows[position] = _row(position, location, spec_names)
     names = tuple(dict.fromkeys(name for row in rows.values() for name in row))
     if not names:
         return NO_CHECKSUMS
-    values = (rows.get(position, _NOTHING).get(name, 0) for position in range(len(decision)) for name in names)
-    return Checksums(names, array("Q", values).tobytes())
+    values = array("Q")
+    for position in range(len(decision)):
+        if position % _PAGE_ROWS == 0:
+            await asyncio.sleep(0)
+        row = rows.get(position, _NOTHING)
+        values.extend([row.get(name, 0) for name in names])
+    return Checksums(names, values.tobytes())
 
 
 def checked(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
