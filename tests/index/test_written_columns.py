@@ -133,7 +133,9 @@ STEPS = st.one_of(
     st.tuples(st.just("begin"), runs()),
     st.tuples(st.just("serve"), st.tuples(st.lists(KEYS, unique=True, min_size=1), ENDS | CHECKED_ENDS)),
     st.tuples(st.just("serve those"), st.tuples(st.randoms(use_true_random=False), ENDS | CHECKED_ENDS)),
-    st.tuples(st.sampled_from(["remove", "add a second", "read"]), st.lists(KEYS, unique=True, min_size=1, max_size=3)),
+    st.tuples(
+        st.sampled_from(["remove", "add a second", "mark", "read"]), st.lists(KEYS, unique=True, min_size=1, max_size=3)
+    ),
 )
 
 
@@ -178,6 +180,9 @@ def change_each(columns: BlockColumns, step: str, keys: Sequence[int]) -> None:
     for key, old in zip(keys, columns.get(keys), strict=True):
         if step == "remove":
             columns.swap(key, old, None)
+        elif old is not None and step == "mark":  # what never served keeps its session
+            marked = [place._replace(status=LocationStatus.DELETING) for place in old.locations]
+            columns.swap(key, old, old._replace(locations=tuple(marked)))
         elif old is not None:
             columns.swap(key, old, old._replace(locations=(*old.locations, location(key, "c3", 1))))
 
