@@ -9,34 +9,47 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from itertools import groupby
+from typing import NamedTuple
 
 import structlog
 
-from kvcm.cache.pages import pages
+from kvcm.cache.pages import PAGE_KEYS, pages
 from kvcm.cache.selection import NodeStorages
-from kvcm.cache.write_plan import PlannedBlock
+from kvcm.cache.write_plan import PlannedRun, WritePlan
 from kvcm.cache.write_values import WriteSession
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.chunks import encode_chunks
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError, StorageIOError
-from kvcm.model.instances import Instance
-from kvcm.model.locations import Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
-from kvcm.storage.backend import Allocation, Hints, Part, is_full
+from kvcm.model.instances import Instance, LocationSpecInfo
+from kvcm.model.locations import Location, LocationStatus, uris_of
+from kvcm.model.runs import BlockRun
+from kvcm.storage.backend import Allocation, Hints, Parts, is_full
 
-__all__ = ["Addresses", "RefusedError", "no_candidate_left"]
+__all__ = ["Addresses", "PlacedRun", "RefusedError", "no_candidate_left"]
 
 _MAKE_SECONDS = 5.0  # for one page; what a storage makes later than that is left to the scrub
 _DISCARD_SECONDS = 2.0  # a storage that hangs may keep some space, it must not keep writers
 
-# A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
-_new_part = cast("Callable[[type[Part], tuple[object, ...]], Part]", tuple.__new__)
-_new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)
-
 _log = structlog.get_logger("kvcm.cache")
+
+
+class PlacedRun(NamedTuple):
+    """A run of a plan whose blocks have addresses."""
+
+    planned: PlannedRun
+    blocks: BlockRun
+
+    def parts(self, keys: Container[int]) -> Iterator[tuple[bool, PlacedRun]]:
+        """Cut the run where it goes from blocks that are among `keys` to others and back; return what of it is."""
+        begin = 0
+        for is_one, alike in groupby(self.blocks.keys, keys.__contains__):
+            end = begin + len(list(alike))
+            yield is_one, PlacedRun(self.planned.cut(begin, end), self.blocks.cut(begin, end))
+            begin = end
 
 
 class RefusedError(Exception):
@@ -66,30 +79,34 @@ class Addresses:
         self._clock = clock
 
     async def allocate(
-        self, instance: Instance, session: WriteSession, blocks: Sequence[PlannedBlock], hints: Hints
-    ) -> dict[int, Location]:
-        """Return by key a writing location for every planned block, allocated in one batch per page and storage.
+        self, instance: Instance, session: WriteSession, plan: WritePlan, hints: Hints
+    ) -> list[list[PlacedRun]]:
+        """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
+        and storage.
 
         All or none: nobody has to know of an attempt that failed.
 
         Raises:
             RefusedError: a storage hands out none.
         """
-        fresh: dict[int, Location] = {}
+        placed: list[list[PlacedRun]] = []
         try:
-            for page in pages(blocks):
-                for storage, part in _by_storage(page).items():
-                    parts = _parts(instance, part)
+            for page in plan.pages(PAGE_KEYS):
+                if placed:
+                    await asyncio.sleep(0)
+                placed.append([])
+                for storage, runs in _by_storage(page).items():
+                    parts = _parts(instance, runs)
                     uris = await self._uris(instance, session, storage, parts, hints)
-                    fresh |= _locations(session, part, parts, uris, self._clock.now())
-                await asyncio.sleep(0)
+                    placed[-1] += _placed(session, runs, _uris_by_spec(instance, runs, uris), self._clock.now())
+                placed[-1].sort(key=lambda run: run.planned.position)
         except BaseException:
-            await uninterrupted(self.discard(fresh.values()))
+            await uninterrupted(self.discard(run.blocks for page in placed for run in page))
             raise
-        return fresh
+        return placed
 
     async def _uris(
-        self, instance: Instance, session: WriteSession, storage: str, parts: Sequence[Part], hints: Hints
+        self, instance: Instance, session: WriteSession, storage: str, parts: Parts, hints: Hints
     ) -> list[str]:
         with self._refusing(storage):
             backend = self._storages.backend(storage)
@@ -97,18 +114,18 @@ class Addresses:
                 raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start again")
             return await backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
 
-    async def make(self, fresh: Sequence[Location]) -> None:
+    async def make(self, runs: Sequence[BlockRun]) -> None:
         """Let storages make the objects of fresh addresses that want to do that themselves.
 
         Raises:
             RefusedError: a storage cannot; whoever asked has to give the addresses up.
         """
-        for storage in dict.fromkeys(location.storage for location in fresh):
+        for storage in dict.fromkeys(run.location.storage for run in runs):
             backend = self._storages.backend(storage)
             if backend is None or not backend.makes_objects:
                 continue
-            chunks = [location.chunk for location in fresh if location.storage == storage]
-            for page in pages([spec.uri for chunk in chunks for spec in decode_chunk(chunk).specs]):
+            uris = [uri for run in runs if run.location.storage == storage for uri in _uris_in(run)]
+            for page in pages(uris):
                 with self._refusing(storage):
                     try:
                         async with asyncio.timeout(_MAKE_SECONDS):
@@ -124,12 +141,12 @@ class Addresses:
             self._storages.note_unwritable(storage)
             raise RefusedError(storage, CapacityError(str(error)) if is_full(error) else error) from error
 
-    async def discard(self, unused: Iterable[Location]) -> None:
+    async def discard(self, unused: Iterable[BlockRun]) -> None:
         """Free addresses that are not handed out, before others of their session are: whoever deletes a packed file has
         to know that nobody will write these slots, also if this manager dies at once."""
         by_storage: defaultdict[str, list[str]] = defaultdict(list)
-        for location in unused:
-            by_storage[location.storage] += [spec.uri for spec in decode_chunk(location.chunk).specs]
+        for run in unused:
+            by_storage[run.location.storage] += _uris_in(run)
         for storage, uris in by_storage.items():
             await self._discard_on(storage, uris)
 
@@ -155,61 +172,70 @@ def no_candidate_left(reasons: Sequence[KvcmError]) -> KvcmError:
     return StorageIOError(text)
 
 
-def _by_storage(blocks: Sequence[PlannedBlock]) -> Mapping[str, Sequence[PlannedBlock]]:
-    if _are_alike(blocks):
-        return {blocks[0].place.storage: blocks}
-    by_storage: defaultdict[str, list[PlannedBlock]] = defaultdict(list)
-    for block in blocks:
-        by_storage[block.place.storage].append(block)
+def _uris_in(run: BlockRun) -> list[str]:
+    return [uri for chunk in run.chunks for uri in uris_of(chunk)]
+
+
+def _by_storage(runs: Sequence[PlannedRun]) -> Mapping[str, Sequence[PlannedRun]]:
+    by_storage: defaultdict[str, list[PlannedRun]] = defaultdict(list)
+    for run in runs:
+        by_storage[run.place.storage].append(run)
     return by_storage
 
 
-def _are_alike(blocks: Sequence[PlannedBlock]) -> bool:
-    """Return whether all blocks lack the same specs and go to the same place, as those of most writes."""
-    specs, place = blocks[0].specs, blocks[0].place
-    return all(block[4] is specs and block[5] is place for block in blocks)
+def _with_spec(runs: Sequence[PlannedRun], name: str) -> Iterator[tuple[int, PlannedRun, LocationSpecInfo]]:
+    """Yield the runs that lack a spec, with their number and what the spec is."""
+    for number, run in enumerate(runs):
+        for info in run.specs:
+            if info.name == name:
+                yield number, run, info
 
 
-def _parts(instance: Instance, blocks: Sequence[PlannedBlock]) -> list[Part]:
+def _parts(instance: Instance, runs: Sequence[PlannedRun]) -> Parts:
     """Return the parts of blocks, ordered by spec, then by key: a packed file holds one spec of neighbouring blocks."""
-    if _are_alike(blocks):
-        chain = [(block[1], block[3]) for block in blocks]
-        return [_new_part(Part, (info.name, key, info.size, depth)) for info in blocks[0].specs for key, depth in chain]
-    by_spec: defaultdict[str, list[Part]] = defaultdict(list)
-    for block in blocks:
-        for info in block.specs:
-            by_spec[info.name].append(Part(info.name, block.key, info.size, block.depth))
-    return [part for name in instance.spec_names for part in by_spec[name]]
+    names: list[str] = []
+    keys: list[int] = []
+    sizes: list[int] = []
+    depths: list[int] = []
+    for name in instance.spec_names:
+        for _, run, info in _with_spec(runs, name):
+            count = len(run.keys)
+            names += [name] * count
+            keys += run.keys
+            sizes += [info.size] * count
+            depths += range(run.depth, run.depth + count)
+    return Parts(names, keys, sizes, depths)
 
 
-def _locations(
-    session: WriteSession, blocks: Sequence[PlannedBlock], parts: Sequence[Part], uris: Sequence[str], now: float
-) -> dict[int, Location]:
-    """Return the location of each block by its key, from the uris of all parts."""
-    if not _are_alike(blocks):
-        uri_of = {(part.spec_name, part.key): uri for part, uri in zip(parts, uris, strict=True)}
-        return {block.key: _location(session, block, uri_of, now) for block in blocks}
-    count, specs, place, size_bytes = len(blocks), blocks[0].specs, blocks[0].place, blocks[0].size_bytes
-    names = tuple(info.name for info in specs)
-    columns = [uris[start : start + count] for start in range(0, len(uris), count)]
-    before = (session.location_id, place.storage, place.storage_type, LocationStatus.WRITING, names)
-    after = (size_bytes, now, session.id, session.deadline, 0, 0.0)
-    chunks = encode_chunks(place.storage_type, names, columns)
-    locations = [_new_location(Location, (*before, chunk, *after)) for chunk in chunks]
-    return {block[1]: location for block, location in zip(blocks, locations, strict=True)}
+def _uris_by_spec(
+    instance: Instance, runs: Sequence[PlannedRun], uris: Sequence[str]
+) -> list[dict[str, Sequence[str]]]:
+    """Return for every run the uris of its blocks by spec, from those of all parts."""
+    found: list[dict[str, Sequence[str]]] = [{} for _ in runs]
+    start = 0
+    for name in instance.spec_names:
+        for number, run, _ in _with_spec(runs, name):
+            found[number][name] = uris[start : start + len(run.keys)]
+            start += len(run.keys)
+    return found
 
 
-def _location(session: WriteSession, block: PlannedBlock, uris: dict[tuple[str, int], str], now: float) -> Location:
-    specs = [SpecUri(info.name, uris[info.name, block.key]) for info in block.specs]
-    return Location(
-        id=session.location_id,
-        storage=block.place.storage,
-        storage_type=block.place.storage_type,
-        status=LocationStatus.WRITING,
-        spec_names=tuple(spec.name for spec in specs),
-        chunk=encode_chunk(block.place.storage_type, len(specs), specs),
-        size_bytes=block.size_bytes,
-        written_at=now,
-        session_id=session.id,
-        deadline=session.deadline,
-    )
+def _placed(
+    session: WriteSession, runs: Sequence[PlannedRun], uris: Sequence[Mapping[str, Sequence[str]]], now: float
+) -> Iterator[PlacedRun]:
+    for run, of_run in zip(runs, uris, strict=True):
+        names = tuple([info.name for info in run.specs])
+        location = Location(
+            id=session.location_id,
+            storage=run.place.storage,
+            storage_type=run.place.storage_type,
+            status=LocationStatus.WRITING,
+            spec_names=names,
+            chunk=b"",
+            size_bytes=run.size_bytes,
+            written_at=now,
+            session_id=session.id,
+            deadline=session.deadline,
+        )
+        chunks = encode_chunks(run.place.storage_type, names, [of_run[name] for name in names])
+        yield PlacedRun(run, BlockRun(run.keys, run.parent, run.depth, location, chunks))

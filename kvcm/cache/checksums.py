@@ -13,13 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.locations import Location, with_checksums
+from kvcm.model.locations import with_checksums
 
 __all__ = ["CHECKSUM_BYTES", "NO_CHECKSUMS", "Checksums", "Told", "ToldLocation", "checked", "checksums_of"]
 
 CHECKSUM_BYTES = 8
 
 _PAGE_LOCATIONS = 16  # with a thousand parts each some ten milliseconds of the event loop
+_PAGE_ROWS = 256
 _NOTHING: dict[str, int] = {}
 _ONLY_PART = ""  # stands for the part of a location that has one only; no spec has this name
 
@@ -51,12 +52,14 @@ class Checksums(NamedTuple):
     names: tuple[str, ...] = ()
     values: bytes = b""
 
-    def by_key(self, keys: Sequence[int]) -> dict[int, dict[str, int]]:
-        """Return what was told per key, by name, 0 for none; keys of which nothing was told are left out."""
+    def by_key(self, keys: Sequence[int], begin: int, end: int) -> dict[int, dict[str, int]]:
+        """Return what was told of the keys from `begin` to before `end`, by name, 0 for none; keys of which nothing was
+        told are left out."""
         if not self.names:
             return {}
-        values = iter(array("Q", self.values))
-        rows = {key: dict(zip(self.names, values, strict=False)) for key in keys}
+        row_bytes = len(self.names) * CHECKSUM_BYTES
+        values = iter(array("Q", self.values[begin * row_bytes : end * row_bytes]))
+        rows = {key: dict(zip(self.names, values, strict=False)) for key in keys[begin:end]}
         return {key: row for key, row in rows.items() if any(row.values())}
 
 
@@ -74,32 +77,37 @@ async def checksums_of(told: Told, decision: Sequence[bool], spec_names: Collect
     Raises:
         InvalidArgumentError: another number of entries, or a spec that is unknown or named twice.
     """
-    found: dict[int, ToldLocation] = {}
+    rows: dict[int, dict[str, int]] = {}
     for position, location in enumerate(told):
         if position % _PAGE_LOCATIONS == 0:
             await asyncio.sleep(0)
-        if location.checksum or any(checksum for _, checksum in location.specs):
-            found[position] = location
-    if not found:
-        return NO_CHECKSUMS
-    if len(told) != len(decision):
-        raise InvalidArgumentError(
-            f"locations has {len(told)} entries, must have none, or one per location that the start returned: "
-            f"{len(decision)}"
-        )
-    rows = {position: _row(position, found[position], spec_names) for position in found if decision[position]}
+        if not location.checksum and not any(checksum for _, checksum in location.specs):
+            continue
+        if len(told) != len(decision):
+            raise InvalidArgumentError(
+                f"locations has {len(told)} entries, must have none, or one per location that the start returned: "
+                f"{len(decision)}"
+            )
+        if decision[position]:
+            rows[position] = _row(position, location, spec_names)
     names = tuple(dict.fromkeys(name for row in rows.values() for name in row))
     if not names:
         return NO_CHECKSUMS
-    values = (rows.get(position, _NOTHING).get(name, 0) for position in range(len(decision)) for name in names)
-    return Checksums(names, array("Q", values).tobytes())
+    values = array("Q")
+    for position in range(len(decision)):
+        if position % _PAGE_ROWS == 0:
+            await asyncio.sleep(0)
+        row = rows.get(position, _NOTHING)
+        values.extend([row.get(name, 0) for name in names])
+    return Checksums(names, values.tobytes())
 
 
-def checked(location: Location, told: Mapping[str, int]) -> Location:
-    """Return a location that was written with what was told of its parts; what was told of others has no effect."""
-    if told.get(_ONLY_PART) and len(location.spec_names) == 1:
-        told = {location.spec_names[0]: told[_ONLY_PART]}
-    return location._replace(chunk=with_checksums(location.chunk, told))
+def checked(chunk: bytes, spec_names: Sequence[str], told: Mapping[str, int]) -> bytes:
+    """Return the chunk of a location that was written with what was told of its parts; what was told of others has no
+    effect."""
+    if told.get(_ONLY_PART) and len(spec_names) == 1:
+        told = {spec_names[0]: told[_ONLY_PART]}
+    return with_checksums(chunk, told) if told else chunk
 
 
 def _row(position: int, told: ToldLocation, spec_names: Collection[str]) -> dict[str, int]:

@@ -4,8 +4,7 @@ A session is a document. It ends in three steps, each of which may be the last t
 
 1. The decision (which blocks succeeded) takes the place of the open session by compare-and-set: of a finish, an expiry
    and another finish exactly one wins.
-2. The blocks follow it: what is still writing for this very session becomes serving or deleting. A removed block is
-   never revived. Doing this twice changes nothing.
+2. The blocks follow it (settling.py). Doing this twice changes nothing.
 3. The document goes.
 
 Whoever finds a document with a decision carries it out, so a finish that was decided is never lost, and a client that
@@ -19,20 +18,21 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import cast
 
 import structlog
 
-from kvcm.cache.checksums import checked, checksums_of
+from kvcm.cache.checksums import checksums_of
 from kvcm.cache.deadlines import DeadlineTable
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.observer import UNOBSERVED, CacheObserver, WriteEnd
 from kvcm.cache.pages import pages
+from kvcm.cache.settling import changed, settle
 from kvcm.cache.write_values import NO_HINT, FinishedWrite, Retention, Told, WriteSession
+from kvcm.index.backends.backend import Change
 from kvcm.index.change_events import ChangeEvents
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.masks import BlockMask
 from kvcm.store.store import Table
 from kvcm.telemetry.events import EventLog
@@ -45,10 +45,6 @@ _CARRY_OUT_SECONDS = 5.0  # then whoever looks for due sessions takes a decision
 _MOST_ATTEMPTS = 16
 _MOST_DUE = 1024
 _MOST_COUNTED = 1 << 20
-
-# A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
-_new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
-_new_location = cast("Callable[[type[Location], tuple[object, ...]], Location]", tuple.__new__)
 
 _log = structlog.get_logger("kvcm.cache")
 
@@ -215,7 +211,7 @@ class SessionEndings:
         now = self._clock.now()
         found: defaultdict[str, list[int]] = defaultdict(list)
         for key, record in records:
-            for location in record.locations if record is not None else ():
+            for location in record[2] if record is not None else ():
                 if location.status is LocationStatus.WRITING and location.deadline <= now:
                     found[location.session_id].append(key)
         return found
@@ -302,32 +298,15 @@ class SessionEndings:
         self._opened.take(decided.id)
 
     async def _settle(self, cache: InstanceCache, session: WriteSession, *, has_expired: bool = False) -> FinishedWrite:
-        assert session.decision is not None
-        succeeded = {key for key, ok in zip(session.keys, session.decision, strict=True) if ok}
-        checksums = session.checksums.by_key(session.keys)
-        now = self._clock.now()
-
-        def settle(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            if old is not None and len(old[2]) == 1 and key in succeeded:  # nearly every block
-                location = old[2][0]
-                if location[8] == session.id and location[3] is LocationStatus.WRITING:
-                    served_now = _serving(location, session, checksums.get(key))
-                    return _new_record(BlockRecord, (old[0], old[1], (served_now,)))
-            return _settled(old, session, now, checksums.get(key), to_serving=key in succeeded)
-
-        served = 0
-        # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
-        for page in pages(session.keys[::-1]):
-            changes = await cache.index.read_modify_write(page, settle)
-            served += sum([key in succeeded and _serves(record, session) for key, _, record, _ in changes])
+        def note(changes: Sequence[Change]) -> None:
             if has_expired:
                 self._events.expired(cache.instance, changes, "session")
-            await asyncio.sleep(0)
-        return FinishedWrite(served, len(session.keys) - len(succeeded), len(succeeded) - served)
+
+        return await settle(cache, session, self._clock.now(), note)
 
     async def _move_deadlines(self, cache: InstanceCache, session: WriteSession, keys: Sequence[int]) -> None:
         def move(_key: int, old: BlockRecord | None) -> BlockRecord | None:
-            return _changed(
+            return changed(
                 old,
                 lambda location: (
                     location._replace(deadline=session.deadline)
@@ -350,51 +329,10 @@ def _success_flags(success: BlockMask, count: int) -> Sequence[bool]:
     if success.offset is not None:
         if not 0 <= success.offset <= count:
             raise InvalidArgumentError(f"success_blocks.offset is {success.offset}, must be from 0 to {count}")
-        return [position < success.offset for position in range(count)]
+        return [True] * success.offset + [False] * (count - success.offset)
     flags = success.flags or ()
     if len(flags) != count:
         raise InvalidArgumentError(
             f"success_blocks has {len(flags)} entries, must have one per location that the start returned: {count}"
         )
     return flags
-
-
-def _serves(record: BlockRecord | None, session: WriteSession) -> bool:
-    """Whether the session's location serves now; it may have since a first finish that was cut off."""
-    for location in record[2] if record is not None else ():
-        if location[0] == session.location_id and location[3] is LocationStatus.SERVING:
-            return True
-    return False
-
-
-def _changed(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:
-    if old is None:
-        return None
-    locations = tuple([change(location) for location in old[2]])
-    return old if locations == old[2] else _new_record(BlockRecord, (old[0], old[1], locations))
-
-
-def _serving(location: Location, session: WriteSession, checksums: Mapping[str, int] | None) -> Location:
-    """Return a location whose session ends well."""
-    if checksums:
-        location = checked(location, checksums)
-    ends = ("", session.keep_until, session.priority, location[11])
-    # `_replace` would take five times as long.
-    return _new_location(Location, (*location[:3], LocationStatus.SERVING, *location[4:8], *ends))
-
-
-def _settled(
-    old: BlockRecord | None, session: WriteSession, now: float, checksums: Mapping[str, int] | None, *, to_serving: bool
-) -> BlockRecord | None:
-    def settle(location: Location) -> Location:
-        if location.session_id != session.id or location.status is LocationStatus.SERVING:
-            return location
-        if to_serving and location.status is LocationStatus.WRITING:
-            return _serving(location, session, checksums)
-        if location.status is LocationStatus.DELETING and location.deadline <= now:
-            return location  # settled before, or about to go
-        # Nobody was ever given it to read: its bytes can go at once. Its writer may come back nevertheless, so it keeps
-        # the session's id to the end: by that it is told from what served (`Location.has_served`).
-        return location._replace(status=LocationStatus.DELETING, deadline=now)
-
-    return _changed(old, settle)

@@ -17,25 +17,25 @@ anew without that storage, in the same call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from kvcm.cache.addresses import Addresses, RefusedError, no_candidate_left
+from kvcm.cache.addresses import Addresses, PlacedRun, RefusedError, no_candidate_left
 from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.limits import Limits
 from kvcm.cache.pages import pages
 from kvcm.cache.selection import NodeStorages, candidates
 from kvcm.cache.usage import Ledger, Reservation
-from kvcm.cache.write_plan import PlannedBlock, Planner, Specs, WritePlan, missing_specs, plan_write
+from kvcm.cache.write_plan import Planner, Specs, WritePlan, missing_specs, plan_write
 from kvcm.cache.write_values import FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.locations import BlockRecord, Location
+from kvcm.model.locations import BlockRecord
 from kvcm.model.masks import BlockMask
 from kvcm.storage.backend import Hints, StorageBackend
 
@@ -45,9 +45,6 @@ _EMPTY_SESSION_SECONDS = 10
 _MAX_SESSIONS = 100_000
 _MOST_PLANS = 8
 _RESERVATION_SECONDS = 10.0  # then the room is given to others, should this manager have died
-# A named tuple's own constructor binds its arguments in Python; from a ready tuple it takes a third of the time.
-_new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
-
 _STORE_SECONDS = 4.0  # more than one page takes the store, or it fails
 
 
@@ -58,13 +55,13 @@ class _Placed(NamedTuple):
         plan: the blocks.
         reservation: of the room that they take; None when nothing has to be written.
         opened: what was open of their storages before the first was asked for addresses.
-        locations: of each block by its key.
+        pages: the runs with their addresses.
     """
 
     plan: WritePlan
     reservation: Reservation | None
     opened: Mapping[str, StorageBackend | None]
-    locations: Mapping[int, Location]
+    pages: Sequence[Sequence[PlacedRun]]
 
 
 class WriteSessions:
@@ -134,8 +131,8 @@ class WriteSessions:
         session = self._new_session(cache, request, plan, reservation)
         opened = self._opened(reservation)
         try:
-            locations = await self._allocate(cache, group, session, plan, reservation)
-            return await self._begin(cache, session, request, _Placed(plan, reservation, opened, locations))
+            placed = await self._allocate(cache, group, session, plan, reservation)
+            return await self._begin(cache, session, request, _Placed(plan, reservation, opened, placed))
         except RefusedError as refused:
             refusals[refused.storage] = refused.reason
             if isinstance(refused.reason, CapacityError):
@@ -153,10 +150,10 @@ class WriteSessions:
         session: WriteSession,
         plan: WritePlan,
         reservation: Reservation | None,
-    ) -> dict[int, Location]:
+    ) -> list[list[PlacedRun]]:
         hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
         try:
-            return await self._addresses.allocate(cache.instance, session, plan.blocks, hints)
+            return await self._addresses.allocate(cache.instance, session, plan, hints)
         except RefusedError:
             if reservation is not None:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that room
@@ -178,10 +175,10 @@ class WriteSessions:
         for _ in range(_MOST_PLANS):
             limits = self._limits_of(group)
             plan = await self._plan(cache, limits, request, refusals)
-            if plan.refusal and not plan.blocks:
+            if plan.refusal and not plan.runs:
                 self._refused(group)
                 raise CapacityError("; ".join([plan.refusal, *map(str, refusals.values())]))
-            if not plan.blocks:
+            if not plan.runs:
                 return plan, None
             wanted = plan.wanted_bytes
             deadline = self._clock.now() + _RESERVATION_SECONDS
@@ -202,14 +199,9 @@ class WriteSessions:
         usable = [place for place in candidates(group, view) if place.storage not in refusals]
         # What is on a storage that is drained is written anew, where there is another one to write it to.
         is_leaving = (self._storages.is_draining,) if usable else ()
-        missing: list[Specs] = []
-        for page in pages(list(zip(records, wanted, strict=True))):
-            missing += [
-                specs if record is None else missing_specs(record, specs, view, request.replicas, *is_leaving)
-                for record, specs in page
-            ]
-            if len(page) < len(keys):
-                await asyncio.sleep(0)
+        missing = await _each(
+            lambda record, specs: missing_specs(record, specs, view, request.replicas, *is_leaving), records, wanted
+        )
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
@@ -230,6 +222,8 @@ class WriteSessions:
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Read the records, after ending writers whose time is up: their blocks can be written again."""
         records = await self._get(cache, keys)
+        if not any(records):
+            return records
         overdue = self._endings.overdue(zip(keys, records, strict=True))
         if not overdue:
             return records
@@ -256,11 +250,10 @@ class WriteSessions:
         self, cache: InstanceCache, request: WriteRequest, plan: WritePlan, reservation: Reservation | None
     ) -> WriteSession:
         seconds = timeout_seconds(request.timeout_seconds)
-        if not plan.blocks:
+        if not plan.runs:
             seconds = min(seconds, _EMPTY_SESSION_SECONDS)
-        keys = tuple(block.key for block in plan.blocks)
         session_id = reservation.owner if reservation is not None else self._new_id(32)
-        return WriteSession(session_id, cache.placement.uid, self._clock.now() + seconds, self._new_id(12), keys)
+        return WriteSession(session_id, cache.placement.uid, self._clock.now() + seconds, self._new_id(12), plan.keys)
 
     async def _begin(
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed
@@ -283,13 +276,13 @@ class WriteSessions:
         stored = 0
         try:
             await self._endings.open(session)
-            for page in pages(placed.plan.blocks):
+            for page in placed.pages:
                 self._check_in_time(placed.reservation)
-                lost |= await self._add(cache, session, request, page, placed.locations)
-                stored += len(page)
+                lost |= await self._add(cache, session, request, page)
+                stored += 1
                 await asyncio.sleep(0)
         except BaseException:
-            unstored = [placed.locations[block.key] for block in placed.plan.blocks[stored:]]
+            unstored = [run.blocks for page in placed.pages[stored:] for run in page]
             await uninterrupted(self._addresses.discard(unstored))
             raise
         return lost
@@ -301,25 +294,25 @@ class WriteSessions:
     async def _answer(
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed, lost: set[int]
     ) -> StartedWrite:
-        plan, _, opened, locations = placed
-        session = await self._without(session, locations, lost)
+        plan, opened = placed.plan, placed.opened
+        session = await self._without(session, placed, lost)
         self._check_same(opened)
         if not await self._endings.is_open(session):
             # It expired while the store was busy: blocks that came later have no owner.
             raise NotReadyError("the write session ended before its blocks were stored: start the write again")
-        won = [block for block in plan.blocks if block.key not in lost]
+        won, _ = _parted(placed, lost)
         flags = [True] * len(request.keys)
-        for block in won:
-            flags[block.position] = False
-        await self._addresses.make([locations[block.key] for block in won])
-        chunks = [locations[block.key].chunk for block in won]
+        for (position, keys, *_), _blocks in won:
+            flags[position : position + len(keys)] = [False] * len(keys)
+        await self._addresses.make([blocks for _, blocks in won])
+        chunks = [chunk for _, blocks in won for chunk in blocks.chunks]
         return StartedWrite(session, BlockMask.of(flags), chunks, plan.refused, plan.refusal)
 
-    async def _without(self, session: WriteSession, locations: Mapping[int, Location], lost: set[int]) -> WriteSession:
+    async def _without(self, session: WriteSession, placed: _Placed, lost: set[int]) -> WriteSession:
         """Take the blocks that another writer began in the meantime out of the session."""
         if not lost:
             return session
-        await self._addresses.discard([locations[key] for key in lost])
+        await self._addresses.discard(run.blocks for run in _parted(placed, lost)[1])
         kept = replace(session, keys=tuple(key for key in session.keys if key not in lost))
         await self._endings.change(session, kept)
         return kept
@@ -338,29 +331,54 @@ class WriteSessions:
                 )
 
     async def _add(
-        self,
-        cache: InstanceCache,
-        session: WriteSession,
-        request: WriteRequest,
-        blocks: Sequence[PlannedBlock],
-        locations: Mapping[int, Location],
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, page: Sequence[PlacedRun]
     ) -> set[int]:
         """Add the locations to the records; return the blocks that another writer began in the meantime."""
-        planned = {block.key: block for block in blocks}
+        rest = [run for run in page if not (run.planned.is_fresh and cache.index.begin(run.blocks))]
+        planned = {
+            key: (run.planned.specs, record)
+            for run in rest
+            for key, record in zip(run.blocks.keys, run.blocks.records(), strict=True)
+        }
         is_leaving, view = self._storages.is_draining, self._storages.for_node(request.node_id)
 
         def add_location(key: int, old: BlockRecord | None) -> BlockRecord | None:
-            block = planned[key]
+            specs, fresh = planned[key]
             if old is None:
-                return _new_record(BlockRecord, (block[2], block[3], (locations[key],)))
+                return fresh
             if any(location.id == session.location_id for location in old.locations):
                 return old  # the store answered too late and we asked again: it is there already
-            if missing_specs(old, block.specs, view, request.replicas, is_leaving) != block.specs:
+            if missing_specs(old, specs, view, request.replicas, is_leaving) != specs:
                 return old
-            return old._replace(locations=(*old.locations, locations[key]))
+            return old._replace(locations=(*old.locations, *fresh.locations))
 
+        if not planned:
+            return set()
         changes = await cache.index.read_modify_write(planned, add_location, reserved=True)
         return {key for key, _, record, _ in changes if not _holds(record, session.location_id)}
+
+
+async def _each(
+    lacks: Callable[[BlockRecord, Specs], Specs], records: Sequence[BlockRecord | None], wanted: Sequence[Specs]
+) -> Sequence[Specs]:
+    """Return what each block lacks of what is wanted; what is wanted where there is no record."""
+    if not any(records):
+        return wanted
+    missing: list[Specs] = []
+    for page in pages(list(zip(records, wanted, strict=True))):
+        missing += [specs if record is None else lacks(record, specs) for record, specs in page]
+        if len(page) < len(records):
+            await asyncio.sleep(0)
+    return missing
+
+
+def _parted(placed: _Placed, lost: Collection[int]) -> tuple[list[PlacedRun], list[PlacedRun]]:
+    """Return what a write begins, and what it lost to others, in the order of the request."""
+    runs = [run for page in placed.pages for run in page]
+    if not lost:
+        return runs, []
+    parts = [part for run in runs for part in run.parts(lost)]
+    return [run for is_lost, run in parts if not is_lost], [run for is_lost, run in parts if is_lost]
 
 
 def _holds(record: BlockRecord | None, location_id: str) -> bool:

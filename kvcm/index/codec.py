@@ -30,6 +30,7 @@ import msgspec
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.runs import BlockRun
 from kvcm.model.storages import StorageType
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "decode_payload",
     "decode_record",
     "encode_payload",
+    "encode_payloads",
     "encode_record",
 ]
 
@@ -104,6 +106,14 @@ def decode_record(data: bytes) -> StampedRecord:
 def encode_payload(record: BlockRecord) -> bytes:
     """Return the record without a stamp, for a store that nobody shares."""
     return _VERSION_BYTE + _encode(_body_of(record))
+
+
+def encode_payloads(run: BlockRun) -> list[bytes]:
+    """Return what `encode_payload` makes of every block of a run."""
+    header = _header_bytes(run.location[:5] + run.location[6:])
+    parents = (run.parent, *run.keys[:-1])
+    links = zip(parents, range(run.depth, run.depth + len(run.keys)), run.chunks, strict=True)
+    return [_VERSION_BYTE + _encode([parent, depth, header, chunk]) for parent, depth, chunk in links]
 
 
 def decode_payload(data: bytes) -> BlockRecord:

@@ -18,24 +18,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from random import Random, uniform
 from typing import cast
 
-from kvcm.index.answers import StorageView, compose_answer
+from kvcm.index.answer_book import AnswerBook
+from kvcm.index.answers import StorageView
+from kvcm.index.backends.alike import Ending
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, IndexBackend, usage_difference
 from kvcm.index.backends.rows import RowObserver, Rows
-from kvcm.index.node_answers import NodeAnswers
-from kvcm.index.search_cache import CacheBudget, SearchCache
+from kvcm.index.search_cache import CacheBudget
 from kvcm.index.shards import ShardLocks, plan_sub_batches
 from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.errors import NotReadyError
 from kvcm.model.locations import BlockRecord, Place
+from kvcm.model.runs import BlockRun
 
 __all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
-_FIRST_WINDOW = 16  # records a prefix match reads first: nearly always it ends there
-_WINDOW = 1024
 _MOST_ATTEMPTS = 32
 _LONGEST_PAUSE_SECONDS = 0.05
 
@@ -87,10 +86,7 @@ class MetaIndex:
         if shard_count < 1 or shard_count & (shard_count - 1):
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
-        self._budget = budget if budget is not None else CacheBudget()
-        self._view = view
-        self._cache = SearchCache(view, self._budget, compose_answer, is_bounded=backend.is_shared)
-        self._on_nodes = NodeAnswers(backend, self._budget)
+        self._answers = AnswerBook(backend, view, budget if budget is not None else CacheBudget())
         self._locks = ShardLocks(shard_count)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
@@ -163,47 +159,15 @@ class MetaIndex:
             stop_at_miss: return only the answers before the first miss.
             view: which storages the caller can read; None is the index's own view.
         """
-        if view is not None and view is not self._view:
-            return await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
-        found = self._cache.lookup(keys)
-        window = _FIRST_WINDOW if stop_at_miss else len(keys)
-        position, asked = -1 if all(found) else found.index(None), 0  # no answer is empty; `all` is three times as fast
-        self._budget.hits += len(found) - (found.count(None) if position >= 0 else 0)
-        while position >= 0:
-            # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
-            unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
-            for i, answer in zip(unknown, await self._fill([keys[i] for i in unknown]), strict=True):
-                found[i] = answer
-            asked, window, end = asked + len(unknown), _WINDOW, unknown[-1] + 1
-            if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
-                del found[miss:]
-                break
-            position = _next_none(found, end, len(found))
-        self._budget.misses += asked
-        return found
-
-    async def _fill(self, keys: Sequence[int]) -> list[bytes | None]:
-        if not self._backend.awaits:
-            return list(map(self._cache.note, keys, await self._backend.get_many(keys)))
-        read = self._cache.begin(keys)
-        try:
-            return self._cache.end(read, await self._backend.get_many(keys))
-        except BaseException:
-            self._cache.abandon(read)
-            raise
+        return await self._answers.answers(keys, stop_at_miss=stop_at_miss, view=view)
 
     def invalidate(self, keys: Iterable[int]) -> None:
         """Another manager changed these keys."""
-        self._forget(list(keys))
-
-    def _forget(self, keys: Sequence[int]) -> None:
-        self._cache.forget(keys)
-        self._on_nodes.forget(keys)
+        self._answers.forget(list(keys))
 
     def invalidate_all(self) -> None:
         """Changes of other managers may have been missed."""
-        self._cache.clear()
-        self._on_nodes.clear()
+        self._answers.clear()
 
     async def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order."""
@@ -228,6 +192,42 @@ class MetaIndex:
     def reserve_keys(self, count: int) -> None:
         """Keep room for so many new blocks, for calls of read-modify-write with `reserved`; negative gives it back."""
         self._reserved += count
+
+    def begin(self, run: BlockRun) -> bool:
+        """Add fresh blocks that are beginning to be written, for which the caller holds a reservation, in one step:
+        what `read_modify_write` does with their records, in a tenth of the time.
+
+        Returns:
+            Whether it is done. If not, nothing is: a block is not fresh any more, or others work on the store too.
+
+        Raises:
+            StorageIOError: the store failed; nothing is done.
+        """
+        if self._backend.is_shared:
+            return False
+        note = self._on_usage()
+        usage = self._backend.begin(run)
+        if usage is None:
+            return False
+        self._generation += 1
+        self._answers.forget(run.keys)
+        note(usage, len(run.keys))
+        return True
+
+    def serve(self, keys: Sequence[int], ending: Ending) -> bool:
+        """Let distinct blocks serve whose writing ends, in one step; as `begin`.
+
+        Args:
+            keys: of the blocks; whoever follows is told of them in this order.
+            ending: what becomes of them.
+        """
+        served = None if self._backend.is_shared else self._backend.serve(keys, ending)
+        if served is None:
+            return False
+        self._generation += 1
+        for blocks in served:
+            self._answers.served(blocks)
+        return True
 
     async def read_modify_write(
         self,
@@ -295,7 +295,7 @@ class MetaIndex:
         try:
             outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
         except BaseException:
-            self._forget([change.key for change in written])  # who knows what was stored
+            self._answers.forget([change.key for change in written])  # who knows what was stored
             self._tell_possible_growth(written, note)
             raise
         finally:
@@ -306,10 +306,9 @@ class MetaIndex:
             changes = [change for change in changes if change.key not in lost]
             written = [change for change in written if change.key not in lost]
         if self._backend.is_shared:
-            self._forget([change.key for change in written])
+            self._answers.forget([change.key for change in written])
         else:
-            self._on_nodes.forget([change[0] for change in written])
-            self._cache.note_all([change[0] for change in written], [change[2] for change in written])
+            self._answers.stored([change[0] for change in written], [change[2] for change in written])
         _tell_usage(outcome.usage, written, note)
         done.update([(change[0], change) for change in changes])
         applied(changes)
@@ -391,10 +390,3 @@ def _tell_usage(usage: Mapping[Place, int], written: Sequence[Change], note: Usa
     keys = sum([(new is not None) - (old is not None) for _, old, new, _ in written])
     if keys or any(usage.values()):
         note(usage, keys)
-
-
-def _next_none(answers: list[bytes | None], start: int, end: int) -> int:
-    try:
-        return answers.index(None, start, end)
-    except ValueError:
-        return -1

@@ -124,27 +124,31 @@ class SearchCache(Generic[Kept]):
     def note_all(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
         """Do `note` for many keys."""
         answers = [None if record is None else self._compose(record, self._view) for record in records]
-        if self._is_bounded or None in answers:
+        if None in answers:
             self.forget([key for key, answer in zip(keys, answers, strict=True) if answer is None])
-            kept = {key: answer for key, answer in zip(keys, answers, strict=True) if answer is not None}
-        else:
-            kept = cast("dict[int, Kept]", dict(zip(keys, answers, strict=True)))
+            known = [(key, answer) for key, answer in zip(keys, answers, strict=True) if answer is not None]
+            keys, answers = [key for key, _ in known], [answer for _, answer in known]
+        self.note_answers(keys, cast("list[Kept]", answers))
+
+    def note_answers(self, keys: Sequence[int], answers: Sequence[Kept]) -> None:
+        """Keep the answers for records that are current right now."""
         if self._reading:
-            for key in kept:
+            for key in keys:
                 self._reading.pop(key, None)
         if self._is_bounded:
-            for key, answer in kept.items():
+            for key, answer in zip(keys, answers, strict=True):
                 self._keep(key, answer)
         else:
-            self._young.update(kept)
+            self._young.update(zip(keys, answers, strict=True))
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the answers of keys that changed, and keep nothing of reads that are under way."""
         keys = list(keys)
         tables: tuple[dict[int, Any], ...] = (self._young, self._old, self._reading)
-        for table in filter(None, tables):
-            for key in keys:
-                table.pop(key, None)
+        for table in tables:
+            if table and not table.keys().isdisjoint(keys):
+                for key in keys:
+                    table.pop(key, None)
 
     def clear(self) -> None:
         """Drop everything, reads under way included: changes may have been missed."""

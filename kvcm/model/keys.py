@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NewType
 
-__all__ = ["BlockKey", "InstanceId", "block_keys_from_tokens", "key_hex"]
+__all__ = ["BlockKey", "InstanceId", "block_keys_from_tokens", "key_hex", "keys_hex"]
 
 BlockKey = NewType("BlockKey", int)
 InstanceId = NewType("InstanceId", str)
@@ -35,6 +35,11 @@ def block_keys_from_tokens(token_ids: Sequence[int], block_size: int) -> list[in
             state = (state ^ (token + _GOLDEN_RATIO + (state << 12) + (signed >> 32))) & _MASK
         append(state - (1 << 64) if state & _SIGN else state)
     return keys
+
+
+def keys_hex(keys: Sequence[int]) -> list[str]:
+    """Return `key_hex` of many keys."""
+    return [f"{key & _MASK:x}" for key in keys]
 
 
 def key_hex(key: int) -> str:

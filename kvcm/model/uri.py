@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvcm.model.errors import InvalidArgumentError
@@ -55,8 +56,8 @@ class LocationUri(NamedTuple):
 
     def of_slots(self, count: int) -> list[str]:
         """Return the texts of the uris that differ from this one in their slot only: 0 and the following."""
-        before, after = str(self._replace(blkid=0)).rsplit("?blkid=0&", 1)
-        return [f"{before}?blkid={slot}&{after}" for slot in range(count)]
+        before, after = str(self if self.blkid is None else self._replace(blkid=None)).rsplit("?", 1)
+        return [before + text for text in _of_slots(count, after)]
 
     @classmethod
     def parse(cls, text: str) -> LocationUri:
@@ -87,6 +88,12 @@ class LocationUri(NamedTuple):
             range_id=None if range_id is None else _number(text, "range_id", range_id),
             location_id=params.get("location"),
         )
+
+
+@lru_cache(1024)
+def _of_slots(count: int, params: str) -> tuple[str, ...]:
+    """Return the ends of the texts of that many uris with these parameters, which differ in their slot."""
+    return tuple([f"?blkid={slot}&{params}" for slot in range(count)])
 
 
 def _number(uri: str, name: str, text: str | None) -> int:

@@ -116,17 +116,17 @@ class LiveOrder:
             lane.policy.insert(row, self._rows.key(row))
             self._put(row, lane.number, 0)
 
-    def added_together(self, rows: Sequence[int], priority: int) -> None:
+    def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
         if self.plan.classes:
             for row in rows:
                 self.added(row)
             return
-        lane, key = self._lanes.lane_of_priority(priority), self._rows.key
-        for row in rows:
-            lane.policy.insert(row, key(row))
+        lane = self._lanes.lane_of_priority(priority)
+        lane.policy.insert_all(rows, keys)
         self._put(max(rows), lane.number, 0)  # makes room for all
+        lane_of_row, number = self._lane_of_row, lane.number
         for row in rows:
-            self._lane_of_row[row] = lane.number
+            lane_of_row[row] = number
 
     def removed(self, row: int) -> None:
         if row in self._taken:

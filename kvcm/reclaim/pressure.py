@@ -8,16 +8,18 @@ worked out when they change.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.locations import Place
-from kvcm.model.storages import StorageConfig
+from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.reclaim.watermarks import Mark, global_mark, group_mark, key_mark, size_mark, storage_mark, type_mark
 from kvcm.registry.registry import Registry
 
 __all__ = ["Held", "Pressure"]
+
+_NO_MARK = 1 << 63  # more bytes than there are
 
 
 class Held(Protocol):
@@ -36,15 +38,35 @@ class Held(Protocol):
 class _OnStorage(NamedTuple):
     """The mark of a storage with a capacity, and what groups are guaranteed on it."""
 
-    mark: Mark | None
+    mark: Mark
     guaranteed: Mapping[str, int]
 
 
 class _Drawn(NamedTuple):
     """The mark of a global quota, and the groups that draw from it."""
 
-    mark: Mark | None
+    mark: Mark
     group_names: Sequence[str]
+
+
+class _Watch(NamedTuple):
+    """What the holdings of a group are compared with.
+
+    Attributes:
+        group: as configured when this was worked out.
+        total: most bytes.
+        by_type: most bytes on storage types that have a mark.
+        keys: most blocks of an instance, None without a mark.
+        storages: with a mark; the most bytes on each, and what groups are guaranteed there.
+        drawn: the global quota, None without a mark.
+    """
+
+    group: InstanceGroup
+    total: int
+    by_type: Sequence[tuple[StorageType, int]]
+    keys: int | None
+    storages: Sequence[tuple[str, int, Mapping[str, int]]]
+    drawn: _Drawn | None
 
 
 class Pressure:
@@ -66,34 +88,41 @@ class Pressure:
         self._blocks: Mapping[str, int] = {}
         self._storages: Mapping[str, _OnStorage] = {}
         self._quotas: Mapping[str, _Drawn] = {}
+        self._watches: dict[str, _Watch] = {}
 
     def is_above_a_mark(self, group: InstanceGroup) -> bool:
         """Return whether what is held is above a mark that concerns a group, which has just written."""
         if self._generation != self._registry.generation:
             self._generation = self._registry.generation
             self._read()
-        return any(amount > mark.high for mark, amount in self._marks(group, self._held()) if mark is not None)
+        watch = self._watches.get(group.name)
+        if watch is None or watch.group is not group:
+            watch = self._watches[group.name] = self._watch(group)
+        held = self._held()
+        by_place = held.held(group.name)
+        return (
+            sum(by_place.values()) > watch.total
+            or any(_on_type(by_place, kind) > most for kind, most in watch.by_type)
+            or (watch.keys is not None and any(count > watch.keys for count in self._key_counts(group.name)))
+            or any(_taken(group.name, held.held_on(name), kept) > most for name, most, kept in watch.storages)
+            or (watch.drawn is not None and _drawn_by(watch.drawn, held.held_by_group()) > watch.drawn.mark.high)
+        )
 
-    def _marks(self, group: InstanceGroup, held: Held) -> Iterator[tuple[Mark | None, int]]:
-        block, by_place = self._blocks.get(group.name, 0), held.held(group.name)
-        total = sum(by_place.values())
-        yield group_mark(group, block), total
-        yield size_mark(group), total
-        for kind in {place.storage_type for place in by_place}:
-            on_type = sum(size for place, size in by_place.items() if place.storage_type is kind)
-            yield type_mark(group, kind, block), on_type
+    def _watch(self, group: InstanceGroup) -> _Watch:
+        block, drawn = self._blocks.get(group.name, 0), self._quotas.get(group.global_quota_group_name)
+        totals = [mark.high for mark in (group_mark(group, block), size_mark(group)) if mark is not None]
+        kinds = [quota.storage_type for quota in group.quota.quota_config]
+        marks = [(kind, mark.high) for kind in kinds if (mark := type_mark(group, kind, block)) is not None]
         keys = key_mark(group, group.cache_config.meta_indexer_config.max_key_count)
-        if keys is not None:
-            for count in self._key_counts(group.name):
-                yield keys, count
-        for name in group.storage_candidates:
-            storage = self._storages.get(name)
-            if storage is not None:
-                yield storage.mark, _taken(group.name, held.held_on(name), storage.guaranteed)
-        quota = self._quotas.get(group.global_quota_group_name)
-        if quota is not None:
-            by_group = held.held_by_group()
-            yield quota.mark, sum(by_group.get(name, 0) for name in quota.group_names)
+        shared = [(name, self._storages[name]) for name in group.storage_candidates if name in self._storages]
+        return _Watch(
+            group,
+            min(totals, default=_NO_MARK),
+            marks,
+            keys.high if keys is not None else None,
+            [(name, mark.high, kept) for name, (mark, kept) in shared],
+            drawn,
+        )
 
     def _read(self) -> None:
         groups = self._registry.groups.all()
@@ -102,12 +131,19 @@ class Pressure:
             name = instance.instance_group_name
             blocks[name] = max(blocks[name], instance.block_bytes)
         self._blocks = blocks
-        self._storages = {
-            storage.global_unique_name: _on_storage(storage, groups, blocks)
-            for storage in self._registry.storages.all()
-            if storage.limit_bytes
-        }
-        self._quotas = {quota.name: _drawn(quota, groups, blocks) for quota in self._registry.quotas.all()}
+        on_storages = ((each, _on_storage(each, groups, blocks)) for each in self._registry.storages.all())
+        self._storages = {each.global_unique_name: found for each, found in on_storages if found is not None}
+        drawn = ((quota, _drawn(quota, groups, blocks)) for quota in self._registry.quotas.all())
+        self._quotas = {quota.name: found for quota, found in drawn if found is not None}
+        self._watches = {}
+
+
+def _on_type(by_place: Mapping[Place, int], kind: StorageType) -> int:
+    return sum([size for place, size in by_place.items() if place.storage_type is kind])
+
+
+def _drawn_by(drawn: _Drawn, by_group: Mapping[str, int]) -> int:
+    return sum([by_group.get(name, 0) for name in drawn.group_names])
 
 
 def _taken(writer: str, by_group: Mapping[str, int], guaranteed: Mapping[str, int]) -> int:
@@ -119,16 +155,20 @@ def _taken(writer: str, by_group: Mapping[str, int], guaranteed: Mapping[str, in
     return total + sum(max(0, size - by_group.get(name, 0)) for name, size in guaranteed.items())
 
 
-def _on_storage(storage: StorageConfig, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]) -> _OnStorage:
+def _on_storage(
+    storage: StorageConfig, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]
+) -> _OnStorage | None:
     users = [group.name for group in groups if storage.global_unique_name in group.storage_candidates]
     guarantors = (group for group in groups if group.storage_guarantees)  # few of many
     guaranteed = {group.name: size for group in guarantors if (size := group.guaranteed_on(storage))}
-    return _OnStorage(storage_mark(storage, _largest(blocks, users)), guaranteed)
+    mark = storage_mark(storage, _largest(blocks, users))
+    return _OnStorage(mark, guaranteed) if mark is not None else None
 
 
-def _drawn(quota: GlobalQuota, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]) -> _Drawn:
+def _drawn(quota: GlobalQuota, groups: Sequence[InstanceGroup], blocks: Mapping[str, int]) -> _Drawn | None:
     names = [group.name for group in groups if group.global_quota_group_name == quota.name]
-    return _Drawn(global_mark(quota, _largest(blocks, names)), names)
+    mark = global_mark(quota, _largest(blocks, names))
+    return _Drawn(mark, names) if mark is not None else None
 
 
 def _largest(blocks: Mapping[str, int], names: Iterable[str]) -> int:

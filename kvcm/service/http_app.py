@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
+from google.protobuf.message import Message
+
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate
 from kvcm.service.http_pages import PageRequest, PageRoute
@@ -23,6 +25,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+_OBJECTS_ON_LOOP = 2_000  # some 15 ms
 _JSON: Headers = [(b"content-type", b"application/json")]
 _LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
@@ -57,6 +60,7 @@ class HttpApp:
         self._texts = LocationTexts()
         self._pages = dict(pages or {})
         self._streams: dict[str, Callable[[], LineStream]] = {}
+        self._large_body = asyncio.Lock()
         self._calls: dict[str, Call] = {}
         self._caller: Caller | None = None
 
@@ -132,7 +136,7 @@ class HttpApp:
             await _respond(send, 413, b"{}", _reason(f"the body is larger than {self._max_body_bytes} bytes"))
             return
         try:
-            request = parse_request(body, call.request_type)
+            request = await self._parsed(body, call.request_type)
         except MalformedBody as error:
             await _respond(send, 400, b"{}", _reason(str(error)))
             return
@@ -143,6 +147,17 @@ class HttpApp:
             await _respond(send, error.http_status, b"{}", _turned_away(error))
             return
         await _respond(send, 200, await print_reply(reply, self._texts), _JSON)
+
+    async def _parsed(self, body: bytes, request_type: type[Message]) -> Message:
+        """Make a message out of a body; of one with thousands of objects in a thread, beside other requests.
+
+        Raises:
+            MalformedBody: it cannot be read as such a message.
+        """
+        if body.count(b"{") <= _OBJECTS_ON_LOOP:
+            return parse_request(body, request_type)
+        async with self._large_body:  # one at a time: the loop takes turns with a single thread
+            return await asyncio.to_thread(parse_request, body, request_type)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:

@@ -26,7 +26,8 @@ _NAME_TAG, _URI_TAG = 0x0A, 0x12
 _SPEC_CHECKSUM_TAG = b"\xc1\x3e"
 _SPEC_CHECKSUM_SIZE = 10  # of the field, tag included
 _NEGATIVE = 1 << 31  # from here on numbers of 32 bits wrap around
-_SLICE = 1024  # locations printed before other requests get their turn
+_MOST_AT_ONCE = 1024  # locations printed before other requests get their turn
+_MOST_BYTES_AT_ONCE = 256 << 10  # the same, in bytes as encoded: some milliseconds
 _MOST_BYTES = 64 << 20
 _MOST_HEADS = 4096
 
@@ -81,10 +82,11 @@ async def print_reply(reply: Reply, texts: LocationTexts) -> bytes:
     if not reply.chunks:
         return print_response(reply.message)
     printed: list[bytes] = []
-    for start in range(0, len(reply.chunks), _SLICE):
+    most = min(_MOST_AT_ONCE, 1 + _MOST_BYTES_AT_ONCE // len(reply.chunks[0]))  # those of one answer are alike
+    for start in range(0, len(reply.chunks), most):
         if start:
             await asyncio.sleep(0)
-        printed += texts.of(reply.chunks[start : start + _SLICE])
+        printed += texts.of(reply.chunks[start : start + most])
     rest: dict[str, Any] = shaped(reply.message)
     del rest[_FIELD]
     behind = json.dumps(rest, ensure_ascii=False, separators=(",", ":")).encode()

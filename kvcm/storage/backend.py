@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import NamedTuple, Protocol, overload
 
-__all__ = ["Allocation", "Hints", "ObjectPage", "Part", "StorageBackend", "StorageSpace", "StoredObject", "is_full"]
+__all__ = [
+    "Allocation",
+    "Hints",
+    "ObjectPage",
+    "Part",
+    "Parts",
+    "StorageBackend",
+    "StorageSpace",
+    "StoredObject",
+    "is_full",
+]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -34,6 +44,55 @@ class Part(NamedTuple):
     key: int
     size_bytes: int
     depth: int = 0
+
+
+class Parts(Sequence[Part]):
+    """Parts in columns: those of a whole write, without an object for each.
+
+    Args:
+        spec_names: of the parts.
+        keys: of their blocks.
+        sizes: of the places, bytes.
+        depths: of the blocks in their chain.
+    """
+
+    __slots__ = ("depths", "keys", "sizes", "spec_names")
+
+    def __init__(
+        self, spec_names: Sequence[str], keys: Sequence[int], sizes: Sequence[int], depths: Sequence[int]
+    ) -> None:
+        self.spec_names = spec_names
+        self.keys = keys
+        self.sizes = sizes
+        self.depths = depths
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Parts:
+        """Return parts in columns."""
+        if isinstance(parts, cls):
+            return parts
+        return cls(*zip(*parts, strict=True)) if parts else cls((), (), (), ())
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> Part: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Parts: ...
+
+    def __getitem__(self, at: int | slice) -> Part | Parts:
+        columns = self.spec_names[at], self.keys[at], self.sizes[at], self.depths[at]
+        return Part(*columns) if isinstance(at, int) else Parts(*columns)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Part]:
+        return map(Part, self.spec_names, self.keys, self.sizes, self.depths)
+
+    def only(self, indexes: Sequence[int]) -> Parts:
+        """Return some of them."""
+        columns = (self.spec_names, self.keys, self.sizes, self.depths)
+        return Parts(*([column[i] for i in indexes] for column in columns))  # type: ignore[arg-type]
 
 
 class Hints(NamedTuple):

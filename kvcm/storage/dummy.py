@@ -42,12 +42,10 @@ class DummyStorage:
         return cls(config.global_unique_name, directory, config.spec.key_count_per_file)
 
     async def allocate(self, allocation: Allocation) -> list[str]:
-        uris = [""] * len(allocation.parts)
+        uris: list[str] = []
         for packed in pack(allocation, self._keys_per_object):
             uri = LocationUri("dummy", self._name, self._directory + packed.name, packed.size_bytes)
-            texts = uri.of_slots(len(packed.indexes)) if self._keys_per_object > 1 else [str(uri)]
-            for index, text in zip(packed.indexes, texts, strict=True):
-                uris[index] = text
+            uris += uri.of_slots(len(packed.indexes)) if self._keys_per_object > 1 else [str(uri)]
         self._live |= dict.fromkeys(uris, self._now())
         return uris
 

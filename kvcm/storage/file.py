@@ -26,7 +26,7 @@ from typing import TypeVar
 from kvcm.model.errors import StorageIOError
 from kvcm.model.names import path_component
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
+from kvcm.storage.backend import Allocation, ObjectPage, Parts, StorageBackend, StorageSpace, StoredObject
 from kvcm.storage.file_listing import object_pages, remove_objects
 from kvcm.storage.file_making import make_files
 from kvcm.storage.file_probe import PROBE_PREFIX, probe
@@ -84,30 +84,33 @@ class FileStorage:
         self._is_succeeded = False
 
     async def allocate(self, allocation: Allocation) -> list[str]:
-        uris = await self._reused(allocation)
-        fresh = [index for index, uri in enumerate(uris) if not uri]
-        rest = allocation._replace(parts=[allocation.parts[index] for index in fresh])
-        for packed in pack(rest, self._keys_per_file):
+        reused = await self._reused(allocation)
+        if not reused:
+            return self._fresh(allocation)
+        parts = Parts.of(allocation.parts)
+        rest = parts.only([index for index in range(len(parts)) if index not in reused])
+        fresh = iter(self._fresh(allocation._replace(parts=rest)))
+        return [reused.get(index) or next(fresh) for index in range(len(parts))]
+
+    def _fresh(self, allocation: Allocation) -> list[str]:
+        """Return the uris of parts in files of their own."""
+        uris: list[str] = []
+        for packed in pack(allocation, self._keys_per_file):
             uri = LocationUri(self._scheme, self._name, self.directory + packed.name, packed.size_bytes)
-            texts = uri.of_slots(len(packed.indexes)) if self._is_packed else [str(uri)]
-            for index, text in zip(packed.indexes, texts, strict=True):
-                uris[fresh[index]] = text
+            uris += uri.of_slots(len(packed.indexes)) if self._is_packed else [str(uri)]
         return uris
 
-    async def _reused(self, allocation: Allocation) -> list[str]:
-        """Return the uris of parts that got a slot which others had before, "" for the others."""
-        parts, location_id = allocation.parts, allocation.location_id
+    async def _reused(self, allocation: Allocation) -> dict[int, str]:
+        """Return the uris of parts that got a slot which others had before, by their index."""
+        location_id = allocation.location_id
         if not self._is_packed or not (location_id.isascii() and location_id.isalnum()):
-            return [""] * len(parts)
+            return {}
+        parts = Parts.of(allocation.parts)
         places = await self._giver.give(path_component(allocation.instance_id), parts, location_id)
-        return [
-            ""
-            if place is None
-            else str(
-                LocationUri(self._scheme, self._name, place[0], part.size_bytes, place[1], location_id=location_id)
-            )
-            for part, place in zip(parts, places, strict=True)
-        ]
+        return {
+            index: str(LocationUri(self._scheme, self._name, path, parts.sizes[index], slot, location_id=location_id))
+            for index, (path, slot) in places.items()
+        }
 
     @property
     def _is_packed(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from kvcm.storage.backend import Part
+from kvcm.storage.backend import Parts
 from kvcm.storage.file_slots import PackedFiles, SlotsOfFile
 from kvcm.storage.slots import InFile, Pool
 from kvcm.storage.threads import StorageThreads
@@ -48,31 +48,29 @@ class SlotGiver:
         self._seconds = seconds
         self._hanging: _Giving | None = None
 
-    async def give(self, instance: str, parts: Sequence[Part], location_id: str) -> list[tuple[str, int] | None]:
-        """Return per part path and slot, None where it needs a fresh one.
+    async def give(self, instance: str, parts: Parts, location_id: str) -> dict[int, tuple[str, int]]:
+        """Return path and slot of parts by their index; those that are left out need fresh ones.
 
         Args:
             instance: owner of the blocks, as a path component.
             parts: what needs a place.
             location_id: whose the slots will be.
         """
-        places: list[tuple[str, int] | None] = [None] * len(parts)
         taken = self._take(instance, parts)
         if not taken:
-            return places
+            return {}
         given = await self._ask(_Giving(self._files, taken, location_id, self._seconds))
         slots: dict[int, list[tuple[str, int]]] = {}
         for path, pool, numbers in given:
             slots.setdefault(pool.size_bytes, []).extend((path, number) for number in numbers)
         ways = {size: iter(found) for size, found in slots.items()}
-        for index, part in enumerate(parts):
-            places[index] = next(ways.get(part.size_bytes, iter(())), None)
-        return places
+        found = ((index, next(ways.get(size, iter(())), None)) for index, size in enumerate(parts.sizes))
+        return {index: place for index, place in found if place is not None}
 
-    def _take(self, instance: str, parts: Sequence[Part]) -> list[InFile]:
+    def _take(self, instance: str, parts: Parts) -> list[InFile]:
         if not len(self._files.free) or (self._hanging is not None and not self._hanging.is_over):
             return []
-        wanted = Counter(part.size_bytes for part in parts)
+        wanted = Counter(parts.sizes)
         return [each for size, count in wanted.items() for each in self._files.free.take(Pool(instance, size), count)]
 
     async def _ask(self, giving: _Giving) -> Sequence[InFile]:

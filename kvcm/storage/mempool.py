@@ -22,7 +22,7 @@ from kvcm.model.memory_pool import extent_bytes
 from kvcm.model.names import path_component
 from kvcm.model.storages import StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
+from kvcm.storage.backend import Allocation, ObjectPage, Parts, StorageBackend, StorageSpace, StoredObject
 from kvcm.storage.packing import object_name
 from kvcm.storage.pool_chunks import Extent
 from kvcm.storage.pool_documents import PoolDocuments
@@ -75,9 +75,10 @@ class MempoolStorage:
     async def allocate(self, allocation: Allocation) -> list[str]:
         if reason := await self._why_not_usable():
             raise NotReadyError(reason)
-        taken = await self._extents.take(Counter(extent_bytes(part.size_bytes) for part in allocation.parts))
+        sizes = Parts.of(allocation.parts).sizes
+        taken = await self._extents.take(Counter(map(extent_bytes, sizes)))
         places = {size: iter(extents) for size, extents in taken.items()}
-        return [self._uri(next(places[extent_bytes(part.size_bytes)]), part.size_bytes) for part in allocation.parts]
+        return [self._uri(next(places[extent_bytes(size)]), size) for size in sizes]
 
     def _uri(self, extent: Extent, size_bytes: int) -> str:
         path = f"/{extent.offset}"

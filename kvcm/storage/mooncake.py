@@ -72,10 +72,10 @@ class MooncakeStorage:
         return storage
 
     async def allocate(self, allocation: Allocation) -> list[str]:
-        uris = [""] * len(allocation.parts)
+        uris: list[str] = []
         for packed in pack(allocation, keys_per_object=1):
             uri = LocationUri("mooncake", self._name, "/", packed.size_bytes, key=self._directory + packed.name)
-            uris[packed.indexes[0]] = str(uri)
+            uris.append(str(uri))
         return uris
 
     @property

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
+from operator import add
 from typing import NamedTuple
 
-from kvcm.model.keys import key_hex
+from kvcm.model.keys import keys_hex
 from kvcm.model.names import path_component
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part
+from kvcm.storage.backend import Allocation, Parts
 
 __all__ = ["Packed", "object_name", "owner_of", "pack", "slot_count"]
 
@@ -24,12 +25,12 @@ class Packed(NamedTuple):
     Attributes:
         name: below the deployment's directory.
         size_bytes: of each of its slots.
-        indexes: of the parts in the allocation, one per slot.
+        indexes: of the parts in the allocation, one per slot; neighbours.
     """
 
     name: str
     size_bytes: int
-    indexes: Sequence[int]
+    indexes: range
 
 
 def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
@@ -42,22 +43,23 @@ def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
         allocation: parts ordered by spec, then by key.
         keys_per_object: parts per object; 1 and less mean that every part is an object of its own.
     """
-    parts, most = allocation.parts, max(1, keys_per_object)
-    instance = path_component(allocation.instance_id)
-    folders = {name: f"{instance}/{path_component(name)}/" for name in {part[0] for part in parts}}
-    names = [folders[part[0]] + key_hex(part[1]) for part in parts]
+    parts, most = Parts.of(allocation.parts), max(1, keys_per_object)
+    instance, location_id, sizes = path_component(allocation.instance_id), allocation.location_id, parts.sizes
+    folders = {name: f"{instance}/{path_component(name)}/" for name in set(parts.spec_names)}
+    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(parts.keys)))
     for indexes in _lists(parts):
-        for start in range(0, len(indexes), most):
-            chunk = indexes[start : start + most]
-            name = _object_name(allocation.location_id, [names[i] for i in chunk])
-            yield Packed(name, parts[chunk[0]].size_bytes, chunk)
+        for start in range(indexes.start, indexes.stop, most):
+            chunk = range(start, min(start + most, indexes.stop))
+            yield Packed(_object_name(location_id, names[start : chunk.stop]), sizes[start], chunk)
 
 
-def _lists(parts: Sequence[Part]) -> list[Sequence[int]]:
-    if len({part[2] for part in parts}) <= 1:
-        return [range(len(parts))] if parts else []
-    by_spec = groupby(range(len(parts)), key=lambda i: parts[i].spec_name)
-    return [list(indexes) for _, indexes in by_spec]
+def _lists(parts: Parts) -> list[range]:
+    if len(set(parts.sizes)) <= 1:
+        return [range(len(parts))]
+    lists, start = [], 0
+    for _, names in groupby(parts.spec_names):
+        lists.append(range(start, start := start + len(list(names))))
+    return lists
 
 
 def _object_name(location_id: str, names: Sequence[str]) -> str:

@@ -9,8 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import repeat
 from math import inf
 from typing import Generic, TypeVar
 
@@ -67,8 +69,7 @@ class DueQueue(Generic[Key]):
 
     def discard_all(self, keys: Iterable[Key]) -> None:
         """Forget the deadlines of keys that have one."""
-        for key in keys:
-            self._deadlines.pop(key, None)
+        deque(map(self._deadlines.pop, keys, repeat(None)), maxlen=0)  # a loop in C
         self._tidy()
 
     def until(self, now: float, most: int) -> list[Key]:

@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from cache_rig import Rig, group, opened
+from cache_rig import Rig, group, instance, opened
 
+from kvcm.cache.checksums import ToldLocation
+from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.pages import PAGE_KEYS, pages
 from kvcm.cache.pin_values import PinRequest
 from kvcm.cache.sessions import WriteRequest
@@ -50,6 +53,48 @@ async def test_every_call_over_many_blocks_lets_others_in_between() -> None:
         removed, turns = await turns_of_others(manager.remove("i", KEYS, NO_MASK))
         assert removed == len(KEYS)
         assert turns >= PAGES
+
+
+@pytest.mark.parametrize("mode", [MatchMode.BATCH_GET, MatchMode.REVERSE_ROLL_SW_MATCH])
+async def test_a_match_of_many_unknown_blocks_lets_others_in_between(mode: MatchMode) -> None:
+    with opened() as rig:
+        await rig.store([1, 2])
+        answered: list[int] = []
+
+        async def match(keys: list[int]) -> None:
+            found = await rig.manager.match("i", MatchQuery(mode, keys, window=2))
+            answered.append(len(found.chunks))
+
+        unknown = [-key for key in KEYS]
+        _, turns = await turns_of_others(asyncio.gather(match(unknown), match([1, 2])))
+        assert answered == [2, len(unknown)]
+        assert turns >= PAGES
+
+
+async def test_a_match_of_many_blocks_that_are_not_cached_lets_others_in_between() -> None:
+    with opened() as rig:
+        await rig.store(KEYS)
+        rig.manager.cache("i").index.invalidate_all()
+        found, turns = await turns_of_others(rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, KEYS)))
+        assert found.keys == KEYS
+        assert turns >= PAGES - 1
+
+
+async def test_blocks_with_many_checksums_serve_some_at_a_time() -> None:
+    """A turn of the loop is for some two thousand parts at most."""
+    parts, most = 8, 2000
+    with opened(registered=instance({f"tp{number}": 10 for number in range(parts)})) as rig:
+        started = await rig.start(KEYS[:PAGE_KEYS])
+        told = [ToldLocation([(f"tp{number}", 1 + key) for number in range(parts)]) for key in started.session.keys]
+        index, served = rig.manager.cache("i").index, [0]
+        finish = asyncio.create_task(
+            rig.manager.finish_write("i", started.session.id, BlockMask(offset=PAGE_KEYS), told=told)
+        )
+        while not finish.done():
+            served.append(sum(answer is not None for answer in await index.answers(KEYS[:PAGE_KEYS])))
+            await asyncio.sleep(0)
+        assert (await finish).served == served[-1] == PAGE_KEYS
+        assert max(after - before for before, after in pairwise(served)) * parts <= most
 
 
 async def test_many_pins_of_the_same_blocks_let_others_in_between() -> None:

@@ -188,9 +188,10 @@ def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
     rows=st.lists(
         st.tuples(st.booleans(), st.dictionaries(st.sampled_from("abc"), st.integers(0, MOST)), st.integers(0, MOST)),
         max_size=6,
-    )
+    ),
+    most=st.integers(1, 7),
 )
-def test_what_was_told_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]]) -> None:
+def test_what_was_told_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
     told = [ToldLocation(list(row.items()), of_only) for _, row, of_only in rows]
     keys = range(100, 100 + len(rows))
     stored = asyncio.run(checksums_of(told, [is_written for is_written, _, _ in rows], ("a", "b", "c")))
@@ -200,5 +201,7 @@ def test_what_was_told_comes_back_by_key(rows: list[tuple[bool, dict[str, int], 
         positive = {name: value for name, value in row.items() if value} or ({"": of_only} if of_only else {})
         if is_written and positive:
             expected[key] = positive
-    by_key = Checksums(*stored).by_key(keys)
+    pages = [Checksums(*stored).by_key(keys, begin, begin + most) for begin in range(0, len(keys), most)]
+    assert all(set(page) <= set(keys[i * most : (i + 1) * most]) for i, page in enumerate(pages))
+    by_key = {key: row for page in pages for key, row in page.items()}
     assert {key: {name: value for name, value in row.items() if value} for key, row in by_key.items()} == expected

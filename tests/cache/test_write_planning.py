@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from cache_rig import TableView, group, location
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
 from kvcm.cache.usage import Room, Taken
-from kvcm.cache.write_plan import Planner, WritePlan, missing_specs, plan_write
+from kvcm.cache.write_plan import Planner, Specs, WritePlan, missing_specs, plan_write
 from kvcm.model.groups import GlobalQuota
 from kvcm.model.instances import LocationSpecInfo
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
@@ -91,40 +93,62 @@ def plan(
     return plan_write(planner, keys, lacking, found, head)
 
 
+class Block(NamedTuple):
+    """One block of a plan."""
+
+    position: int
+    key: int
+    parent: int | None
+    depth: int
+    specs: Specs
+    place: Place
+    size_bytes: int
+    is_fresh: bool
+
+
+def blocks_of(planned: WritePlan) -> list[Block]:
+    """Return the blocks of a plan one by one."""
+    return [
+        Block(run.position + i, key, run.keys[i - 1] if i else run.parent, run.depth + i, *run[4:])
+        for run in planned.runs
+        for i, key in enumerate(run.keys)
+    ]
+
+
 def test_new_blocks_are_written_in_order_with_parents_and_depths() -> None:
-    blocks = plan([7, 8, 9]).blocks
+    blocks = blocks_of(plan([7, 8, 9]))
     assert [(b.position, b.key, b.parent, b.depth) for b in blocks] == [(0, 7, None, 0), (1, 8, 7, 1), (2, 9, 8, 2)]
     assert [(b.place.storage, b.size_bytes, b.specs) for b in blocks] == [("a", 20, INFOS)] * 3
 
 
 def test_a_chain_goes_on_behind_its_parent() -> None:
-    blocks = plan([7, 8], head=(5, 3)).blocks
+    blocks = blocks_of(plan([7, 8], head=(5, 3)))
     assert [(b.parent, b.depth) for b in blocks] == [(5, 3), (7, 4)]
 
 
 def test_depth_follows_what_is_known() -> None:
     """A masked block keeps its recorded depth, and what follows counts on from there."""
-    blocks = plan([7, 8, 9], {8: BlockRecord(7, 11, (location("a"),))}).blocks
+    blocks = blocks_of(plan([7, 8, 9], {8: BlockRecord(7, 11, (location("a"),))}))
     assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (9, 8, 12)]
 
 
 def test_a_key_repeated_in_one_request_is_masked_at_its_later_positions() -> None:
-    assert [b.position for b in plan([7, 7, 8, 7, 8]).blocks] == [0, 2]
+    assert [b.position for b in blocks_of(plan([7, 7, 8, 7, 8]))] == [0, 2]
 
 
 def test_what_follows_a_repeated_key_hangs_on_its_first_position() -> None:
-    blocks = plan([7, 8, 7, 9]).blocks
+    blocks = blocks_of(plan([7, 8, 7, 9]))
     assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (8, 7, 1), (9, 7, 1)]
 
 
 def test_a_repeated_key_is_masked_with_another_spec_group_too() -> None:
     first = plan([7, 7], wanted=[INFOS[:1], INFOS])
-    assert [(b.position, b.specs) for b in first.blocks] == [(0, INFOS[:1])]
+    assert [(b.position, b.specs) for b in blocks_of(first)] == [(0, INFOS[:1])]
 
 
 def test_missing_specs_go_to_the_type_of_the_others() -> None:
     records = {7: BlockRecord(None, 0, (location("b", TP0, storage_type=POOL),))}
-    assert [(b.key, b.place.storage, b.specs) for b in plan([7, 8], records).blocks] == [
+    assert [(b.key, b.place.storage, b.specs) for b in blocks_of(plan([7, 8], records))] == [
         (7, "b", INFOS[1:]),
         (8, "a", INFOS),
     ]
@@ -132,23 +156,23 @@ def test_missing_specs_go_to_the_type_of_the_others() -> None:
 
 def test_missing_specs_go_elsewhere_when_that_type_is_full() -> None:
     records = {7: BlockRecord(None, 0, (location("b", TP0, storage_type=POOL),))}
-    (block,) = plan([7], records, quotas={POOL: 0}).blocks
+    (block,) = blocks_of(plan([7], records, quotas={POOL: 0}))
     assert block.place.storage == "a"
 
 
 def test_a_full_type_makes_way_for_the_next_candidate() -> None:
-    assert [b.place.storage for b in plan([1, 2, 3], quotas={DUMMY: 45}).blocks] == ["a", "a", "b"]
+    assert [b.place.storage for b in blocks_of(plan([1, 2, 3], quotas={DUMMY: 45}))] == ["a", "a", "b"]
 
 
 def test_a_full_storage_makes_way_for_the_next_candidate_of_the_same_type_too() -> None:
     places = [Place("a", DUMMY), Place("b", DUMMY), Place("c", POOL)]
     result = plan([1, 2, 3, 4], storages={"a": 25, "b": 45}, candidates=places)
-    assert [b.place.storage for b in result.blocks] == ["a", "b", "b", "c"]
+    assert [b.place.storage for b in blocks_of(result)] == ["a", "b", "b", "c"]
 
 
 def test_a_refusal_names_the_limit_of_every_candidate() -> None:
     result = plan([1, 2], quotas={POOL: 5}, storages={"a": 25})
-    assert ([b.key for b in result.blocks], result.refused) == ([1], 1)
+    assert ([b.key for b in blocks_of(result)], result.refused) == ([1], 1)
     for text in ("storage 'a' is full", "capacity_bytes of 25", "'group' is full on pace", "quota of 5 bytes"):
         assert text in result.refusal, result.refusal
 
@@ -156,20 +180,20 @@ def test_a_refusal_names_the_limit_of_every_candidate() -> None:
 def test_the_suffix_of_a_refused_block_is_refused_too() -> None:
     """The third would fit on its own, being smaller."""
     result = plan([1, 2, 3], capacity=45, wanted=[INFOS, (*INFOS, LocationSpecInfo("big", 90)), INFOS[:1]])
-    assert [b.key for b in result.blocks] == [1]
+    assert [b.key for b in blocks_of(result)] == [1]
     assert result.refused == 2
     assert "45 bytes" in result.refusal
 
 
 def test_masked_blocks_behind_a_refused_one_are_not_refused() -> None:
     result = plan([1, 2, 3], {3: BlockRecord(2, 2, (location("a"),))}, capacity=20)
-    assert ([b.key for b in result.blocks], result.refused) == ([1], 1)
+    assert ([b.key for b in blocks_of(result)], result.refused) == ([1], 1)
 
 
 def test_the_key_limit_refuses_new_blocks_only() -> None:
     known = {1: BlockRecord(None, 0, (location("a", TP0),)), 2: BlockRecord(1, 1, (location("a", TP0),))}
     result = plan([1, 2, 3, 4], known, free_keys=1)
-    assert ([b.key for b in result.blocks], result.refused) == ([1, 2, 3], 1)
+    assert ([b.key for b in blocks_of(result)], result.refused) == ([1, 2, 3], 1)
     assert "max_key_count of 100" in result.refusal
 
 
@@ -195,13 +219,13 @@ def test_a_plan_is_a_prefix_that_fits(
     limits = {"capacity": capacity, "quotas": {DUMMY: quota}, "used": {DUMMY: used}, "free_keys": free_keys}
     result = plan(keys, records, **limits)  # type: ignore[arg-type]
     wanted = [key for key in dict.fromkeys(keys) if key not in known]
-    planned = [block.key for block in result.blocks]
+    planned = [block.key for block in blocks_of(result)]
     assert planned == wanted[: len(planned)]
     assert result.refused == len(wanted) - len(planned)
     assert bool(result.refusal) == bool(result.refused)
-    assert [keys.index(block.key) for block in result.blocks] == [block.position for block in result.blocks]
-    on_dummy = sum(block.size_bytes for block in result.blocks if block.place.storage_type is DUMMY)
-    total = used + sum(block.size_bytes for block in result.blocks)
+    assert [keys.index(block.key) for block in blocks_of(result)] == [block.position for block in blocks_of(result)]
+    on_dummy = sum(block.size_bytes for block in blocks_of(result) if block.place.storage_type is DUMMY)
+    total = used + sum(block.size_bytes for block in blocks_of(result))
     assert not planned or (total <= capacity and len(planned) <= free_keys)
     assert on_dummy == 0 or used + on_dummy <= quota
     if result.refused:
@@ -256,8 +280,26 @@ def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
             each.add(position, key, (parent, depth), specs, record)
         parent, depth = key, depth + 1
     together = planner()
-    assert plan_write(together, keys, lacking, records, (7, 2)) == each.plan
+    plan_write(together, keys, lacking, records, (7, 2))
+    assert blocks_of(together.plan) == blocks_of(each.plan)
+    assert replace(together.plan, runs=[]) == replace(each.plan, runs=[])
+    assert all(len(run.keys) == 1 or run.is_fresh for run in together.plan.runs)
     assert together.room is not None
     assert each.room is not None
     assert together.room.free_keys == each.room.free_keys
-    assert together.plan.wanted_bytes == sum((Counter({b.place: b.size_bytes}) for b in each.plan.blocks), Counter())
+    assert together.plan.wanted_bytes == sum(
+        (Counter({b.place: b.size_bytes}) for b in blocks_of(each.plan)), Counter()
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(fresh=st.lists(st.booleans(), max_size=12), most=st.integers(1, 5))
+def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
+    keys = list(range(1, len(fresh) + 1))
+    records = {key: BlockRecord(None, key, ()) for key, is_fresh in zip(keys, fresh, strict=True) if not is_fresh}
+    whole = plan(keys, records)
+    pages = [WritePlan(runs) for runs in whole.pages(most)]
+    assert [block for page in pages for block in blocks_of(page)] == blocks_of(whole)
+    assert [len(page.keys) for page in pages[:-1]] == [most] * (len(pages) - 1)
+    assert all(0 < len(page.keys) <= most for page in pages)
+    assert whole.keys == tuple(keys)

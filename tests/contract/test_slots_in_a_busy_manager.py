@@ -11,7 +11,7 @@ import pytest
 from slot_world import GRACE_SECONDS, MOST_PENDING_SECONDS, SlotWorld, notes_of, slots, wait_for_slots
 from storage_rig import files_below
 
-from kvcm.storage.backend import Part
+from kvcm.storage.backend import Part, Parts
 from kvcm.storage.file_reuse import SlotGiver
 from kvcm.storage.file_slots import PackedFiles
 from kvcm.storage.packing import slot_count
@@ -111,18 +111,19 @@ async def test_while_all_threads_are_busy_only_the_first_writer_waits(
     clock[0] += GRACE_SECONDS
     threads, end = StorageThreads("busy", 1), threading.Event()
     giver = SlotGiver("s-1", PackedFiles(f"{tmp_path}/", free), threads)
+    one = Parts.of([Part("tp0", 1, 512)])
     busy = asyncio.create_task(threads.run(lambda: end.wait(60)))
     await asyncio.sleep(0)
-    assert await giver.give("inst", [Part("tp0", 1, 512)], "a1") == [None]
+    assert await giver.give("inst", one, "a1") == {}
     began = time.monotonic()
     for _ in range(3):
-        assert await giver.give("inst", [Part("tp0", 1, 512)], "a2") == [None]
+        assert await giver.give("inst", one, "a2") == {}
     assert time.monotonic() - began < HELD_SECONDS
     wait_for_slots(monkeypatch)
     end.set()
     assert await busy
     until = time.monotonic() + 60
-    while (await giver.give("inst", [Part("tp0", 1, 512)], "a3")) == [None]:
+    while not await giver.give("inst", one, "a3"):
         assert time.monotonic() < until
         await asyncio.sleep(0)
     assert free.usable(path) == 7

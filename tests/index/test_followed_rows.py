@@ -39,7 +39,7 @@ class Follower:
         self.blocks[row] = self.rows.key(row)
         self.note("added", row)
 
-    def added_together(self, rows: Sequence[int], priority: int) -> None:
+    def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
         for row in rows:
             assert self.rows.priority(row) == priority
             self.added(row)

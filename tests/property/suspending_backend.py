@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from kvcm.index.backends.alike import Ending
 from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.shards import ShardLocks
 from kvcm.model.locations import BlockRecord, Place
+from kvcm.model.runs import BlockRun
 
 
 @dataclass
@@ -104,6 +106,12 @@ class SuspendingBackend:
         for version in versions:
             version.settled = self.steps.next()
         return written
+
+    def begin(self, run: BlockRun) -> None:
+        """As a backend that asks a store: left to `write_many`."""
+
+    def serve(self, keys: Sequence[int], ending: Ending) -> None:
+        """As a backend that asks a store: left to `write_many`."""
 
     def versions_between(self, key: int, begin: int, end: int) -> list[BlockRecord | None]:
         """Return every version of a key that a read from step `begin` to step `end` may see."""

@@ -95,7 +95,7 @@ class Deployment:
         """What the stored decision says of a block; whoever carries it out has not forgotten it yet."""
         (document,) = self.store.table("sessions")._documents.values()
         session = WriteSession.decoded("", document)
-        row = session.checksums.by_key(session.keys).get(key, {})
+        row = session.checksums.by_key(session.keys, 0, len(session.keys)).get(key, {})
         return {name: row.get(name, 0) for name in parts_of(key)}
 
     async def perform(self, op: Op, started: StartedWrite) -> None:

@@ -8,9 +8,11 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from kvcm.index.backends.access import Access
+from kvcm.index.backends.alike import Alike, Ending
 from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.backends.tally import PlaceTally
 from kvcm.model.locations import BlockRecord, Place
+from kvcm.model.runs import BlockRun
 
 __all__ = ["NOTHING_WRITTEN", "Access", "Change", "IndexBackend", "Written", "usage_difference"]
 
@@ -91,6 +93,30 @@ class IndexBackend(Protocol):
 
         Each key by itself; keys of one lock shard become visible together. `old` is what `get_many` returned.
         Usage, children, due times and access order change in the same step.
+        """
+
+    def begin(self, run: BlockRun) -> Mapping[Place, int] | None:
+        """Add blocks that are beginning to be written, none of which has a record, in one step that never suspends:
+        what `write_many` does with their records.
+
+        Returns:
+            By how many bytes usage grows, by place. None, and nothing is done, where a key has a record, or a store has
+            to be asked.
+
+        Raises:
+            StorageIOError: the store failed.
+        """
+
+    def serve(self, keys: Sequence[int], ending: Ending) -> Sequence[Alike] | None:
+        """Let distinct blocks serve whose writing is done, in one step that never suspends: what `write_many` does with
+        their records. Usage stays as it is.
+
+        Returns:
+            The blocks as they serve, in their order. None, and nothing is done, where one of them is not the only
+            location of a block that ends like this, or a store has to be asked.
+
+        Raises:
+            StorageIOError: the store failed.
         """
 
     async def children(self, key: int) -> list[int]:

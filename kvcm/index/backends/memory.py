@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import groupby
 from random import Random
 
+from kvcm.index.backends.alike import Alike, Ending
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
 from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.backends.tally import PlaceTally
 from kvcm.index.backends.written_columns import WrittenColumns
-from kvcm.model.locations import BlockRecord, LocationStatus, Place
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
+from kvcm.model.runs import BlockRun
 from kvcm.store.due_queue import DueQueue
 
 __all__ = ["MemoryBackend"]
@@ -59,10 +60,6 @@ class MemoryBackend:
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN
-        difference = self._begun(changes) if changes[0].old is None else self._served(changes)
-        if difference is not None:
-            self._tally.update(difference)
-            return Written((), difference.used)
         lost: list[int] = []
         difference = PlaceTally()
         for key, old, new, _ in changes:
@@ -74,37 +71,24 @@ class MemoryBackend:
         self._tally.update(difference)
         return Written(lost, difference.used)
 
-    def _begun(self, changes: Sequence[Change]) -> PlaceTally | None:
-        """Write the changes of a start, which only adds blocks; None, and nothing is done, where they are others."""
-        records = [change.new for change in changes if change.new is not None and change.old is None]
-        if len(records) != len(changes):
+    def begin(self, run: BlockRun) -> Mapping[Place, int] | None:
+        if not self._blocks.begin(run):
             return None
-        keys = [change.key for change in changes]
-        headers = self._blocks.begin(keys, records)
-        if headers is None:
-            return None
-        difference, begin = PlaceTally(), 0
-        for header, alike in groupby(headers):
-            count = len(list(alike))
-            difference.add(Place(header[1], header[2]), count * header[5])
-            self._due.put_all(keys[begin : begin + count], header[8])
-            begin += count
-        return difference
+        self._due.put_all(run.keys, run.location.deadline)
+        difference = PlaceTally()
+        difference.add(run.location.place, len(run.keys) * run.location.size_bytes)
+        self._tally.update(difference)
+        return difference.used
 
-    def _served(self, changes: Sequence[Change]) -> PlaceTally | None:
-        """Write the changes of a finish whose blocks all serve; None, and nothing is done, where they are others."""
-        olds = [change.old for change in changes if change.old is not None]
-        news = [change.new for change in changes if change.new is not None]
-        keys = [change.key for change in changes]
-        if not len(olds) == len(news) == len(changes) or not self._blocks.serve(keys, olds, news):
-            return None
-        lives = [new[2][0][9] for new in news]
-        if any(lives):
-            for key, new in zip(keys, news, strict=True):
-                self._schedule(key, new)
-        else:
-            self._due.discard_all(keys)
-        return PlaceTally()
+    def serve(self, keys: Sequence[int], ending: Ending) -> Sequence[Alike] | None:
+        served = self._blocks.serve(keys, ending)
+        for alike in served or ():
+            due = _due_of_only(alike.location)
+            if due is None:
+                self._due.discard_all(alike.keys)
+            else:
+                self._due.put_all(alike.keys, due)
+        return served
 
     def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
         """Add a record that was stored before this process began, with its last access if it was read."""
@@ -161,8 +145,10 @@ class MemoryBackend:
 
 
 def _due(record: BlockRecord) -> float | None:
-    locations = record.locations
-    if len(locations) == 1:  # nearly every block: a third of the time of the property
-        deadline = locations[0].deadline
-        return deadline if deadline or locations[0].status is not LocationStatus.SERVING else None
+    if len(record.locations) == 1:  # nearly every block: a third of the time of the property
+        return _due_of_only(record.locations[0])
     return record.due
+
+
+def _due_of_only(location: Location) -> float | None:
+    return location.deadline if location.deadline or location.status is not LocationStatus.SERVING else None

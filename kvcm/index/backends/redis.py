@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Final, TypeVar
 
+from kvcm.index.backends.alike import Ending
 from kvcm.index.backends.backend import NOTHING_WRITTEN, Access, Change, Written
 from kvcm.index.backends.redis_keys import KEY, RELATION, ShardKeys
 from kvcm.index.backends.redis_order import Placed, access_of, merged, requeue_call, touch_call
@@ -39,6 +40,7 @@ from kvcm.index.backends.rows import RowObserver
 from kvcm.index.codec import decode_record
 from kvcm.index.shards import shard_of
 from kvcm.model.locations import BlockRecord, Place
+from kvcm.model.runs import BlockRun
 from kvcm.store.redis.client import RedisClient, ScriptCall
 
 __all__ = ["RedisBackend"]
@@ -111,6 +113,12 @@ class RedisBackend:
             for (shard, write), (turn, *losers) in zip(some, answers, strict=True):
                 lost += self._note(shard, write, turn, losers, usage)
         return Written(lost, usage)
+
+    def begin(self, run: BlockRun) -> None:
+        """Records are added in Redis, by `write_many`."""
+
+    def serve(self, keys: Sequence[int], ending: Ending) -> None:
+        """Records are changed in Redis, by `write_many`."""
 
     async def children(self, key: int) -> list[int]:
         parent = KEY.pack(key)

@@ -22,11 +22,14 @@ from struct import error as struct_error
 from typing import Final
 
 from kvcm.index.backends.access import is_resident, stored_at
+from kvcm.index.backends.alike import Alike, Ending
 from kvcm.index.backends.backend import Access, Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.rocks_rows import ADDRESS, BLOCKS, READS
-from kvcm.index.codec import decode_payload, encode_payload
+from kvcm.index.codec import decode_payload, encode_payload, encode_payloads
 from kvcm.model.errors import StorageIOError
+from kvcm.model.locations import BlockRecord, Place
+from kvcm.model.runs import BlockRun
 from kvcm.store.rocks.database import Row
 from kvcm.store.rocks.log import CommitLog, RowChange
 from kvcm.store.rocks.progress import LoadProgress
@@ -66,21 +69,40 @@ class RocksBackend(MemoryBackend):
             lost = set(written.lost)
             changes = [change for change in changes if change.key not in lost]
         if changes:
-            self._log.append(await self._rows(changes, read_before))
+            self._log.append(self._rows(changes, read_before))
         return written
+
+    def begin(self, run: BlockRun) -> Mapping[Place, int] | None:
+        self._log.admit()
+        used = super().begin(run)
+        if used is not None:
+            pairs = zip(run.keys, encode_payloads(run), strict=True)
+            self._log.append([(ADDRESS.pack(BLOCKS, self._uid, key), payload) for key, payload in pairs])
+        return used
+
+    def serve(self, keys: Sequence[int], ending: Ending) -> Sequence[Alike] | None:
+        self._log.admit()
+        accesses = self._blocks.accesses(keys)
+        served = super().serve(keys, ending)
+        if served is not None:
+            records = self._blocks.get(keys)
+            pairs = zip(keys, records, accesses, strict=True)
+            read_before = {key for key, record, access in pairs if record is not None and _has_reads(access, record)}
+            self._log.append(self._rows(list(map(Change, keys, records, records)), read_before))
+        return served
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         self._log.admit()
         await super().touch(counts, at, moves=moves)
-        await self._log_accesses(list(counts))
+        self._log_accesses(list(counts))
 
     async def requeue(self, counts: Mapping[int, int], at: float) -> None:
         self._log.admit()
         await super().requeue(counts, at)
-        await self._log_accesses(list(counts))
+        self._log_accesses(list(counts))
 
-    async def _log_accesses(self, keys: Sequence[int]) -> None:
-        rows = await self._access_rows(keys)
+    def _log_accesses(self, keys: Sequence[int]) -> None:
+        rows = self._access_rows(keys)
         if rows:
             self._log.append(rows)
 
@@ -99,13 +121,9 @@ class RocksBackend(MemoryBackend):
             if old is not None and new is not None and is_resident(new) and not is_resident(old)
         ]
         accesses = zip(coming, self._blocks.accesses([key for key, _ in coming]), strict=True)
-        return {
-            key
-            for (key, old), access in accesses
-            if access is not None and (access[1] or access[0] != int(stored_at(old)))
-        }
+        return {key for (key, old), access in accesses if _has_reads(access, old)}
 
-    async def _rows(self, changes: Sequence[Change], read_before: Collection[int]) -> list[RowChange]:
+    def _rows(self, changes: Sequence[Change], read_before: Collection[int]) -> list[RowChange]:
         uid, pack = self._uid, ADDRESS.pack
         rows: list[RowChange] = []
         stored_anew: list[int] = []
@@ -118,16 +136,21 @@ class RocksBackend(MemoryBackend):
                 rows.append((pack(BLOCKS, uid, key), None))
                 rows.append((pack(READS, uid, key), None))
         if stored_anew:
-            rows += await self._access_rows(stored_anew)
+            rows += self._access_rows(stored_anew)
         return rows
 
-    async def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:
-        accesses = zip(keys, await self.accesses(keys), strict=True)
+    def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:
+        accesses = zip(keys, self._blocks.accesses(keys), strict=True)
         return [
             (ADDRESS.pack(READS, self._uid, key), _ACCESS.pack(*access))
             for key, access in accesses
             if access is not None
         ]
+
+
+def _has_reads(access: Access | None, record: BlockRecord) -> bool:
+    """Return whether a block that is not resident has, or may have, a row of reads."""
+    return access is not None and bool(access[1] or access[0] != int(stored_at(record)))
 
 
 class RocksIndex:

@@ -21,8 +21,9 @@ class RowObserver(Protocol):
     def added(self, row: int) -> None:
         """The block became resident."""
 
-    def added_together(self, rows: Sequence[int], priority: int) -> None:
-        """Blocks became resident, one after the other; the serving location of each has this priority."""
+    def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
+        """The blocks of these keys became resident, one after the other; the serving location of each has this
+        priority."""
 
     def removed(self, row: int) -> None:
         """The block is not resident any more; its row may be about to be given to another one.

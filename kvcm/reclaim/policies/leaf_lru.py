@@ -6,7 +6,7 @@ to its head spares these looks: every block is then newer than those that follow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvcm.reclaim.policies.ordered import Ordered
 from kvcm.reclaim.policies.policy import IsLeaf, Summary
@@ -33,6 +33,10 @@ class LeafLru(Ordered):
     def insert(self, slot: int, key: int) -> None:
         """Add a block as the newest."""
         self._queue.push(slot)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks, the last as the newest."""
+        self._queue.push_all(slots)
 
     def touch(self, slot: int, reads: int = 1) -> None:
         """Make a block the newest."""

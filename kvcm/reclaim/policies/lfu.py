@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from kvcm.reclaim.policies.ordered import Ordered
 from kvcm.reclaim.policies.policy import Summary
@@ -43,6 +44,11 @@ class Lfu(Ordered):
     def insert(self, slot: int, key: int) -> None:
         """Add a block; the write is its first access."""
         self._place(slot, 1)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks one after the other."""
+        for slot, key in zip(slots, keys, strict=True):
+            self.insert(slot, key)
 
     def touch(self, slot: int, reads: int = 1) -> None:
         """Add to a block's frequency."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcm.reclaim.policies.ordered import Ordered
 from kvcm.reclaim.policies.policy import Summary
 
@@ -16,6 +18,10 @@ class Lru(Ordered):
     def insert(self, slot: int, key: int) -> None:
         """Add a block as the newest."""
         self._queue.push(slot)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks, the last as the newest."""
+        self._queue.push_all(slots)
 
     def touch(self, slot: int, reads: int = 1) -> None:
         """Make a block the newest."""

@@ -7,7 +7,7 @@ of its trace; on a shared store slots are positions in a window of candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 __all__ = ["IsLeaf", "Policy", "Summary"]
@@ -41,6 +41,9 @@ class Policy(Protocol):
 
     def insert(self, slot: int, key: int) -> None:
         """Add a block that was just written. `key` is its name for ever, a slot only while it is resident."""
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks that were written together: what `insert` does with one after the other."""
 
     def touch(self, slot: int, reads: int = 1) -> None:
         """Count reads of a resident block, the last of them just now."""

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 __all__ = ["END", "Cursor", "Links", "Queue"]
 
@@ -161,6 +162,21 @@ class Queue:
     def push(self, slot: int) -> None:
         """Add a slot as the newest."""
         self.put(slot, self._older[self._end])
+
+    def push_all(self, slots: Sequence[int]) -> None:
+        """Add slots as the newest, one after the other; written out, since every block that is written passes here."""
+        if not slots:
+            return
+        self._links.make_room(max(slots))
+        older, newer, end = self._older, self._newer, self._end
+        newest = older[end]
+        for slot in slots:
+            assert newer[slot] == slot
+            older[slot] = newest
+            newer[newest] = newest = slot
+        newer[newest] = end
+        older[end] = newest
+        self._count += len(slots)
 
     def put(self, slot: int, after: int) -> None:
         """Add a slot as the newer neighbour of `after`; of the end: as the oldest."""

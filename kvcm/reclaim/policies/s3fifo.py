@@ -7,7 +7,7 @@ number of blocks resident when one is evicted, since a live cache has a size in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvcm.reclaim.policies.ghost import Ghost
 from kvcm.reclaim.policies.policy import Summary
@@ -55,6 +55,11 @@ class S3Fifo:
         self._ghost.shrink(self._ghost_room)
         is_warming_up = self._warmup is not None and len(self._small) >= self._warmup
         self._add(slot, key, _IN_MAIN if came_back or is_warming_up else 0)
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks one after the other."""
+        for slot, key in zip(slots, keys, strict=True):
+            self.insert(slot, key)
 
     def touch(self, slot: int, reads: int = 1) -> None:
         """Count reads, three at most."""

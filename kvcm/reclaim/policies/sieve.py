@@ -6,7 +6,7 @@ is the victim, and the hand rests on its newer neighbour. A block that is passed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvcm.reclaim.policies.policy import Summary
 from kvcm.reclaim.policies.queue import END, Cursor, Links, Queue
@@ -35,6 +35,11 @@ class Sieve:
         """Add a block as the newest."""
         self._queue.push(slot)
         self._visited[slot] = 0
+
+    def insert_all(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+        """Add blocks one after the other."""
+        for slot, key in zip(slots, keys, strict=True):
+            self.insert(slot, key)
 
     def touch(self, slot: int, reads: int = 1) -> None:
         """Set a block's bit."""

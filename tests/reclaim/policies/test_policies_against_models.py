@@ -89,6 +89,18 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.insert(slot, block)
         self.model.insert(block)
 
+    @precondition(lambda self: len(self.blocks) < SLOTS)
+    @rule(slots=st.lists(PICKS, min_size=1, max_size=4), blocks=st.lists(st.integers(0, BLOCKS - 1), unique=True))
+    def insert_all(self, slots: list[int], blocks: list[int]) -> None:
+        free = [slot for slot in range(SLOTS) if slot not in self.blocks]
+        chosen = list(dict.fromkeys(free[pick % len(free)] for pick in slots))
+        new = [block for block in blocks if block not in self.blocks.values()][: len(chosen)]
+        together = dict(zip(chosen, new, strict=False))
+        self.blocks |= together
+        self.policy.insert_all(list(together), list(together.values()))
+        for block in together.values():
+            self.model.insert(block)
+
     @precondition(lambda self: self.blocks)
     @rule(pick=PICKS, reads=st.integers(1, 4))
     def touch(self, pick: int, reads: int) -> None:

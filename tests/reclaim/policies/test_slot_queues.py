@@ -30,7 +30,7 @@ def backwards(queue: Queue, end: int) -> list[int]:
     return found
 
 
-@given(st.lists(st.tuples(st.sampled_from(["push", "after", "remove", "renew", "move"]), SLOTS, SLOTS)))
+@given(st.lists(st.tuples(st.sampled_from(["push", "push all", "after", "remove", "renew", "move"]), SLOTS, SLOTS)))
 def test_queues_that_share_their_links_keep_their_order(steps: list[tuple[str, int, int]]) -> None:
     links = Links(queues=3)
     column = links.column("q")
@@ -38,7 +38,13 @@ def test_queues_that_share_their_links_keep_their_order(steps: list[tuple[str, i
     lists: list[list[int]] = [[], [], []]
     for verb, slot, other in steps:
         owner = next((at for at, each in enumerate(lists) if slot in each), None)
-        if owner is None and verb in ("push", "after"):
+        if owner is None and verb == "push all":
+            together = [each for each in dict.fromkeys((slot, other)) if not any(each in queue for queue in lists)]
+            lists[slot % 3] += together
+            queues[slot % 3].push_all(together)
+            for each in together:
+                column[each] = each << 32
+        elif owner is None and verb in ("push", "after"):
             at = slot % 3
             place = other % len(lists[at]) if lists[at] and verb == "after" else len(lists[at]) - 1
             after = lists[at][place] if place >= 0 else -1 - at

@@ -1,0 +1,209 @@
+"""What goes through a write as a run of blocks leaves behind what the same blocks leave one record at a time: records,
+answers, usage, due times, orders of eviction, events and what callers are told (invariants 2, 3, 4 and 7)."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cache_world import CountingIds, FakeClock, dummy, group_of, instance
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcm.cache import addresses, settling
+from kvcm.cache.checksums import ToldLocation
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.write_values import Retention
+from kvcm.index.backends.alike import Ending
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.model.errors import KvcmError
+from kvcm.model.groups import EvictionPolicy, MetaIndexerConfig, PrefixClass
+from kvcm.model.masks import BlockMask
+from kvcm.model.runs import BlockRun
+from kvcm.model.storages import StorageType
+from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.reclaim.lanes import OrderPlan
+from kvcm.reclaim.live_order import LiveOrder
+from kvcm.reclaim.policies import POLICIES
+from kvcm.registry.registry import Registry
+from kvcm.storage.directory import StorageDirectory
+from kvcm.telemetry.events import EventLog
+
+SPECS = {"tp0": 10, "tp1": 10}
+GROUPS = {"all": ("tp0", "tp1"), "first": ("tp0",), "second": ("tp1",)}
+KEYS = st.integers(1, 12)
+MANY = st.lists(KEYS, min_size=1, max_size=9, unique=True)
+CHAIN = st.integers(1, 9).flatmap(lambda first: st.integers(first, 12).map(lambda last: list(range(first, last + 1))))
+HEADS = PrefixClass("head", end_depth=2, priority=1, policy=EvictionPolicy("fifo"), budget=0.1)
+PLANS = [
+    *(OrderPlan(EvictionPolicy(name, ttl_seconds=5)) for name in sorted(POLICIES)),
+    OrderPlan(EvictionPolicy("lru"), (HEADS,)),
+]
+
+
+class OneByOne(MemoryBackend):
+    """A memory backend that knows records only."""
+
+    def begin(self, run: BlockRun) -> None:
+        """Left to `write_many`."""
+
+    def serve(self, keys: Sequence[int], ending: Ending) -> None:
+        """Left to `write_many`."""
+
+
+class World:
+    """A manager's core over one backend, with an order of eviction and a listener to events."""
+
+    def __init__(self, backend: MemoryBackend, plan: OrderPlan, keys_per_object: int) -> None:
+        self.backend = backend
+        self.clock = FakeClock()
+        ids = CountingIds()
+        self.events = EventLog(now=self.clock.now, new_id=lambda: "")
+        self.heard = self.events.subscribe()
+        self.storages = StorageDirectory("cluster")
+        self.registry = Registry(self.storages)
+        self.manager = CacheManager(
+            self.registry, self.storages, self.clock, ids, lambda _placement: backend, events=self.events
+        )
+        self.executor = DeletionExecutor(self.storages, self.clock)
+        self.executor.serve(self.manager)
+        self.plan = plan
+        self.keys_per_object = keys_per_object
+        self.sessions: list[StartedWrite] = []
+
+    async def open(self) -> None:
+        for name in ("a", "b"):
+            config = replace(dummy(name, self.keys_per_object), capacity_bytes=120 if name == "a" else 0)
+            await self.registry.storages.add(config)
+        quotas = {StorageType.ST_DUMMY: 300}
+        await self.registry.groups.create(
+            group_of(["a", "b"], quotas=quotas, indexer=MetaIndexerConfig(max_key_count=11))
+        )
+        await self.manager.register_instance(instance("i", SPECS, GROUPS))
+        self.index = self.manager.cache("i").index
+        order = LiveOrder.over(self.index, self.plan)
+        assert order is not None
+        self.order = order
+
+    async def do(self, step: tuple[str, Any]) -> object:
+        """Do a step; return what the caller is told."""
+        name, what = step
+        try:
+            return await getattr(self, name)(what)
+        except KvcmError as error:
+            return type(error), str(error)
+
+    async def start(self, fields: dict[str, Any]) -> object:
+        started = await self.manager.start_write("i", WriteRequest(**fields))
+        self.sessions.append(started)
+        return started
+
+    async def start_two(self, both: Sequence[dict[str, Any]]) -> object:
+        """Two writers at once: where they meet, one of them loses blocks."""
+        outcomes = await asyncio.gather(*(self.do(("start", fields)) for fields in both))
+        return list(outcomes)
+
+    async def finish(self, what: tuple[int, int, list[bool] | None, Retention, bool]) -> object:
+        number, offset, flags, retention, has_checksums = what
+        if not self.sessions:
+            return None
+        started = self.sessions[number % len(self.sessions)]
+        count = len(started.chunks)
+        mask = BlockMask(offset=min(offset, count)) if flags is None else BlockMask(flags=(flags * count)[:count])
+        told = [ToldLocation([("tp0", 7 + i % 2), ("tp1", i)], 5) for i in range(count if has_checksums else 0)]
+        return await self.manager.finish_write("i", started.session.id, mask, retention, told)
+
+    async def remove(self, keys: Sequence[int]) -> object:
+        return await self.manager.remove("i", keys, BlockMask())
+
+    async def match(self, keys: Sequence[int]) -> object:
+        found = await self.manager.match("i", MatchQuery(MatchMode.BATCH_GET, keys))
+        await self.manager.accesses.drain()
+        return found
+
+    async def wait(self, seconds: int) -> object:
+        self.clock.advance(seconds)
+        await self.manager.expire()
+        return await self.executor.run_due()
+
+    async def enable(self, what: tuple[str, bool]) -> object:
+        name, enabled = what
+        return await self.registry.storages.set_enabled(name, enabled=enabled)
+
+    async def state(self) -> list[object]:
+        """Everything that is left behind."""
+        keys = range(13)
+        await self.events._hand_out()
+        return [
+            await self.index.get(keys),
+            await self.index.answers(keys),
+            await self.index.accesses(keys),
+            await self.index.families(keys),
+            await self.index.due(1e12, 100),
+            await self.index.coldest(100),
+            self.index.key_count,
+            self.index.free_key_count,
+            (dict(self.index.usage_bytes), dict(self.index.deleting_bytes), self.index.deleting_keys),
+            dict(self.manager.usage.used("group")),
+            list(self.order.candidates(lambda _class: False)),
+            list(self.order.expired(self.clock.now())),
+            self.heard.waiting(),
+            self.index.generation > 0,
+        ]
+
+
+REQUESTS = st.fixed_dictionaries(
+    {"keys": CHAIN | CHAIN | MANY | st.lists(KEYS, min_size=1, max_size=6)},
+    optional={"parent_key": st.integers(13, 14) | KEYS, "timeout_seconds": st.integers(1, 20)},
+).flatmap(
+    lambda fields: st.one_of(
+        st.just(fields),
+        st.lists(st.sampled_from(sorted(GROUPS)), min_size=len(fields["keys"]), max_size=len(fields["keys"])).map(
+            lambda names: fields | {"spec_groups": names}
+        ),
+    )
+)
+FINISHES = st.tuples(
+    st.integers(-2, 3),
+    st.sampled_from([99, 99, 0, 1, 3]),
+    st.none() | st.none() | st.lists(st.booleans(), min_size=1, max_size=4),
+    st.builds(Retention, st.sampled_from([0, 0, 4]), st.sampled_from([0, 0, 3])),
+    st.booleans(),
+)
+STEPS = st.one_of(
+    st.tuples(st.just("start"), REQUESTS),
+    st.tuples(st.just("start_two"), st.tuples(REQUESTS, REQUESTS)),
+    st.tuples(st.just("finish"), FINISHES),
+    st.tuples(st.just("finish"), FINISHES),
+    st.tuples(st.just("remove"), MANY),
+    st.tuples(st.just("match"), CHAIN),
+    st.tuples(st.just("wait"), st.integers(0, 12)),
+    st.tuples(st.just("enable"), st.tuples(st.sampled_from(["a", "b"]), st.booleans())),
+)
+
+
+@pytest.mark.parametrize("page_keys", [1024, 3])
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(STEPS, max_size=12), st.sampled_from(PLANS), st.sampled_from([1, 4]))
+def test_runs_leave_what_records_leave(
+    page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int
+) -> None:
+    monkeypatch.setattr(addresses, "PAGE_KEYS", page_keys)
+    monkeypatch.setattr(settling, "PAGE_KEYS", page_keys)
+
+    async def compare() -> None:
+        together, one_by_one = (World(backend, plan, per_object) for backend in (MemoryBackend(), OneByOne()))
+        await together.open()
+        await one_by_one.open()
+        for step in steps:
+            assert await together.do(step) == await one_by_one.do(step)
+            assert await together.state() == await one_by_one.state()
+        for world in (together, one_by_one):
+            world.storages.close_all()
+
+    asyncio.run(compare())
