@@ -29,8 +29,8 @@ _FREE_TEXTS: Final = {"extra", "user_data", "lora_name"}
 
 
 class _List(NamedTuple):
-    """Limit of a list: of so many entries, 0 as many as keys, -1 as many as tokens; and of `most` bytes each if they are
-    texts. `has_parts` if they are messages to be looked at, too."""
+    """Limit of a list: of so many entries, 0 as many as keys, -1 as many as tokens; and of `most` bytes each if they
+    are texts. `has_parts` if they are messages to be looked at, too."""
 
     field: str
     entries: int
