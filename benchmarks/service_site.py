@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 
@@ -29,6 +29,8 @@ __all__ = ["Client", "Floor", "Manager", "Run", "Site", "hash_keys", "site"]
 
 HERE = Path(__file__).parent
 SPEC_BYTES = 4096
+_SETTLE_SECONDS = 1.3  # a manager writes down once a second what was read; the time of that belongs to the readers
+_IDLE_SECONDS = 3.0
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
 
 
@@ -44,15 +46,29 @@ class Process:
     Attributes:
         pid: of the process.
         ports: by transport.
+        idle: seconds of CPU that it uses per second while nobody asks.
     """
 
     pid: int
     ports: dict[str, int]
+    idle: float = 0.0
 
     def cpu_seconds(self) -> float:
         """Return what the process used so far, all threads, user and system: its CPU clock, as clock_getcpuclockid(3)
         names it. The same figure as utime + stime, in ns instead of ticks of 10 ms."""
         return time.clock_gettime((~self.pid << 3) | 2)
+
+    def settled_seconds(self) -> float:
+        """Return the same after what requests left to do is done, less what the process does meanwhile anyway."""
+        time.sleep(_SETTLE_SECONDS)
+        return self.cpu_seconds() - self.idle * _SETTLE_SECONDS
+
+    def knowing_idle(self) -> Self:
+        """Return this with `idle` measured."""
+        time.sleep(_SETTLE_SECONDS)
+        begin = self.cpu_seconds()
+        time.sleep(_IDLE_SECONDS)
+        return replace(self, idle=(self.cpu_seconds() - begin) / _IDLE_SECONDS)
 
 
 class Manager(Process):
@@ -66,6 +82,10 @@ class Manager(Process):
             answer = response_type.FromString(send(request.SerializeToString(), wait_for_ready=True, timeout=600))
         assert answer.header.status.code == pb.OK, answer.header
         return answer
+
+    def ready(self) -> None:
+        """Return when it serves."""
+        self.call("GetClusterInfo", pb.GetClusterInfoRequest(), pb.GetClusterInfoResponse)
 
     def register(self, instance: str, specs: int) -> None:
         """Register an instance with so many specs of equal size."""
@@ -97,7 +117,7 @@ class Run(NamedTuple):
     """What was measured of one run of units.
 
     Attributes:
-        cpu_us: of the server, per unit.
+        cpu_us: of the server, per unit, with what it did in the background for them.
         times_us: of the units, as the client saw them.
         answers: to the last unit.
         sent: the last unit.
@@ -134,19 +154,25 @@ class Client:
     def fill(self, server: Process, instance: str, blocks: int, first: int, count: int) -> None:
         """Write blocks `first` and following, so many to a request."""
         write = {"instance": instance, "blocks": blocks, "first": first}
-        self._run(server, "grpc", {"write": write}, count, 2)
+        self._ask(server, "grpc", {"write": write}, count, 2)
 
     def _run(self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int) -> Run:
+        begin, told = self._ask(server, transport, what, count, concurrency)
+        cpu_us = (server.settled_seconds() - begin) / count * 1e6
+        answers = [base64.b64decode(answer) for answer in told["answers"]]
+        sent = [Exchange(target, base64.b64decode(body)) for target, body in told["sent"]]
+        return Run(cpu_us, told["times_us"], answers, sent, told["smallest"])
+
+    def _ask(
+        self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int
+    ) -> tuple[float, dict[str, Any]]:
+        """Return the server's CPU seconds when the requests begin, and what the client tells of them."""
         job = {"transport": transport, "port": server.ports[transport], "count": count, "concurrency": concurrency}
         self._say(json.dumps(job | what))
         assert self._hear() == "ready"
         begin = server.cpu_seconds()
         self._say("go")
-        told = json.loads(self._hear())
-        cpu_us = (server.cpu_seconds() - begin) / count * 1e6
-        answers = [base64.b64decode(answer) for answer in told["answers"]]
-        sent = [Exchange(target, base64.b64decode(body)) for target, body in told["sent"]]
-        return Run(cpu_us, told["times_us"], answers, sent, told["smallest"])
+        return begin, json.loads(self._hear())
 
     def _say(self, line: str) -> None:
         assert self.running.stdin is not None
@@ -191,8 +217,10 @@ def site(settings: Sequence[str] = ()) -> Iterator[Site]:
         client = stack.enter_context(process(str(HERE / "service_client.py"), **pipes))
         assert floor.stdout is not None
         floor_ports = {"grpc": int(floor.stdout.readline())}
+        running = Manager(manager.pid, {"grpc": ports["rpc_port"], "http": ports["http_port"]})
+        running.ready()
         yield Site(
-            Manager(manager.pid, {"grpc": ports["rpc_port"], "http": ports["http_port"]}),
+            running.knowing_idle(),
             Floor(floor.pid, floor_ports),
             Client(client),
         )

@@ -19,6 +19,7 @@ import structlog
 
 from kvcm.config import ConfigError, Settings
 from kvcm.draining import drain
+from kvcm.freed_memory import keep_freed_memory
 from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
@@ -100,6 +101,7 @@ class Manager:
             # write.
             gc.freeze()
             gc.set_threshold(200_000, 20, 100)
+            keep_freed_memory()
             _log.info("serving", **_addresses(endpoint))
             await self._stopping.wait()
 

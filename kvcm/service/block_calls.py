@@ -51,7 +51,8 @@ class BlockCalls:
         instance = self._cache.cache(request.instance_id).instance
         self._limits.check(len(request.block_keys), len(request.token_ids))
         if request.block_keys:
-            return list(request.block_keys)
+            keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
+            return keys
         require(request.token_ids, f"{api}.block_keys and token_ids", "is required: one of the two")
         if instance.block_size <= 0:
             raise InvalidArgumentError(
