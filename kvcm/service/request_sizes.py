@@ -14,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.service.limits import RequestLimits
 
-__all__ = ["MOST_ENTRIES", "MOST_FREE_TEXT_BYTES", "MOST_NAME_BYTES", "MOST_TEXT_BYTES", "RequestSizes"]
+__all__ = ["MOST_ENTRIES", "MOST_FREE_TEXT_BYTES", "MOST_NAME_BYTES", "MOST_TEXT_BYTES", "RequestSizes", "check_text"]
 
 MOST_ENTRIES: Final = 1024
 """Of a list that has nothing to do with keys; more than any model has parts."""
@@ -69,7 +69,7 @@ class RequestSizes:
         for field, most in bounds.texts:
             text = getattr(message, field)
             if len(text) * 4 > most:
-                _check_text(f"{path}{field}", text, most)
+                check_text(f"{path}{field}", text, most)
         for bound in bounds.lists:
             if items := getattr(message, bound[0]):
                 self._check_list(items, path, *bound)
@@ -85,14 +85,19 @@ class RequestSizes:
             raise InvalidArgumentError(f"{path}{field} has {count} entries, at most {entries} are allowed")
         if most and max(map(len, items)) * 4 > most:
             for position, text in enumerate(items):
-                _check_text(f"{path}{field}[{position}]", text, most)
+                check_text(f"{path}{field}[{position}]", text, most)
         if has_parts:
             for position, item in enumerate(items):
                 self._check(item, f"{path}{field}[{position}].")
 
 
-def _check_text(name: str, text: str, most: int) -> None:
-    length = len(text.encode())
+def check_text(name: str, text: str, most: int) -> None:
+    """Refuse a text of more bytes than that.
+
+    Raises:
+        InvalidArgumentError: naming it, its size and the limit.
+    """
+    length = len(text.encode()) if len(text) * 4 > most else 0
     if length > most:
         raise InvalidArgumentError(f"{name} has {length} bytes of UTF-8, at most {most} are allowed")
 
