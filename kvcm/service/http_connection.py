@@ -8,6 +8,9 @@ them now and then: a timer for each request would cost more than the rest of thi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +22,7 @@ CAME: Final = "kvcm.came"
 """Key of a scope: when the head of the request was read, on the event loop's clock, which is `time.monotonic`'s."""
 
 _MOST_HEAD_BYTES: Final = 1 << 16
+_AT_ONCE: Final = struct.pack("ii", 1, 0)
 _LEAST_LOOK_SECONDS: Final = 0.05
 _MOST_LOOK_SECONDS: Final = 1.0
 
@@ -80,6 +84,7 @@ class WatchedConnection(HttpToolsProtocol):
         self.idle_since: float | None = None
         self._head_bytes = 0
         self._in_head = True
+        self._running: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; a connection too many is told so and closed."""
@@ -135,7 +140,11 @@ class WatchedConnection(HttpToolsProtocol):
         """End the connection where its client is too slow or has been silent for too long."""
         limits = self._limits
         if _is_over(self.sending_since, limits.send_seconds, now):
-            self.transport.abort()  # what is not sent will not be taken either
+            self._tell_gone()
+            # What is not sent will not be taken either: the system is to forget it, too, in place of trying on.
+            with contextlib.suppress(OSError):
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            self.transport.abort()
         elif _is_over(self.receiving_since, limits.receive_seconds, now):
             self.refuse(_TOO_SLOW)
         elif _is_over(self.idle_since, limits.idle_seconds, now):
@@ -143,13 +152,27 @@ class WatchedConnection(HttpToolsProtocol):
 
     def refuse(self, answer: bytes) -> None:
         """End the connection; with an answer, if its client asked for something that is not answered yet."""
-        is_answered = self.cycle is not None and self.cycle.response_started
-        if not is_answered and not (self._in_head and not self._head_bytes):
+        is_answered = not self._in_head and self._running is not None and self._running.response_started
+        if not is_answered and (self._head_bytes or not self._in_head):
             self.transport.write(answer)
+        self._tell_gone()
         self.transport.close()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Have nobody write to what is closed."""
+        self._tell_gone()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle  # uvicorn knows only the latest: of requests that are sent before answers, the last
+        super()._start_asgi_task(cycle, app)
+
+    def _tell_gone(self) -> None:
+        """Have nobody wait for more of the client, nor write to it."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
 
 def _is_over(since: float | None, seconds: float, now: float) -> bool:
