@@ -130,6 +130,7 @@ class Manager:
             listeners = Listeners(self._settings, self._gate)
             stack.push_async_callback(listeners.stop)
             await listeners.start()
+            self._reloader.follow(lambda new, _changed: listeners.apply(new))
             self._tell_rows = listeners.probes.note_rows
             _log.info("listening", **_addresses(listeners.endpoint("", self._settings.bind_address)))
             rooms = await stack.enter_async_context(self.opened())

@@ -170,6 +170,17 @@ class Settings:
     max_keys_per_request: int = _setting("kvcm.limits.max_keys_per_request", 65536, _number(1, 1 << 24), hot=True)
     max_tokens_per_request: int = _setting("kvcm.limits.max_tokens_per_request", 1 << 20, _number(1, 1 << 28), hot=True)
     max_body_bytes: int = _setting("kvcm.limits.max_body_bytes", 64 << 20, _number(1 << 10, 1 << 30))
+    keys_per_second: int = _setting("kvcm.limits.keys_per_second", 0, _number(0, 1 << 40), hot=True)
+    burst_keys: int = _setting("kvcm.limits.burst_keys", 131_072, _number(1, 1 << 40), hot=True)
+    max_queue_ms: int = _setting("kvcm.limits.max_queue_ms", 2000, _number(0, 3_600_000), hot=True)
+    long_request_keys: int = _setting("kvcm.limits.long_request_keys", 4096, _number(1, 1 << 24), hot=True)
+    long_requests: int = _setting("kvcm.limits.long_requests", 4, _number(1, 1 << 16), hot=True)
+    queued_long_requests: int = _setting("kvcm.limits.queued_long_requests", 64, _number(0, 1 << 16), hot=True)
+    receive_timeout_ms: int = _setting("kvcm.limits.receive_timeout_ms", 30_000, _number(1, 3_600_000), hot=True)
+    send_timeout_ms: int = _setting("kvcm.limits.send_timeout_ms", 60_000, _number(1, 3_600_000), hot=True)
+    idle_timeout_ms: int = _setting("kvcm.limits.idle_timeout_ms", 75_000, _number(1, 3_600_000), hot=True)
+    max_connections: int = _setting("kvcm.limits.max_connections", 4096, _number(1, 1 << 20))
+    max_streams: int = _setting("kvcm.limits.max_streams_per_connection", 128, _number(1, 1 << 20))
 
     @property
     def log_level_name(self) -> str:

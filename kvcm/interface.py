@@ -11,6 +11,8 @@ from kvcm.reload import Reloader
 from kvcm.rooms import Rooms
 from kvcm.service.access_log import AccessLog
 from kvcm.service.admin_api import AdminApi
+from kvcm.service.admission import REASONS, AdmissionSettings, GuardedAdmission
+from kvcm.service.bodies import BodyReader
 from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Call, Caller, CallObserver
 from kvcm.service.capacity_api import CapacityApi
@@ -30,6 +32,7 @@ from kvcm.service.pool_api import PoolApi
 from kvcm.service.prometheus_page import MetricsPage
 from kvcm.service.prometheus_state import ManagerState
 from kvcm.service.request_context import RequestContext
+from kvcm.service.request_sizes import RequestSizes
 from kvcm.service.storage_api import StorageApi
 from kvcm.telemetry.logs import LEVELS, set_format, set_level
 from kvcm.telemetry.metrics import ApiMetrics
@@ -45,6 +48,7 @@ class Interface:
         data: calls of engines.
         admin: calls of operators.
         caller: runs them.
+        bodies: reads requests.
         streams: what GET of a path of the admin port begins to listen to.
         pages: what GET of a path of the admin port answers, beside probes.
         debug: calls that make others fail; none unless they are switched on.
@@ -53,6 +57,7 @@ class Interface:
     data: list[Call]
     admin: list[Call]
     caller: Caller
+    bodies: BodyReader
     streams: Mapping[str, Callable[[], LineStream]]
     pages: Mapping[str, PageRoute] = field(default_factory=dict)
     debug: list[Call] = field(default_factory=list)
@@ -65,9 +70,12 @@ class Interface:
         view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
-        counted = CallMetrics(metrics, [Phase.CLOSED.value])
+        counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS])
+        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.now_seconds)
         observers: list[CallObserver] = [counted, access_log, RequestContext()]
-        caller = Caller(observers, rooms.refuse_unless_leading, rooms.labels, refresh)
+        caller = Caller(
+            observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, RequestSizes(limits).check
+        )
         data, admin = _data_calls(rooms, limits), _admin_calls(rooms, limits, metrics, view)
         admin += ConfigApi(reloader.reload).calls()
         faults = Faults()
@@ -76,6 +84,7 @@ class Interface:
 
         def apply(new: Settings, changed: Container[str]) -> None:
             limits.max_keys, limits.max_tokens = new.max_keys_per_request, new.max_tokens_per_request
+            admission.set(_admission(new))
             access_log.set(new.access_log_sample, new.slow_request_ms / 1000)
             rooms.prober.set_times(new.probe_interval_ms / 1000, new.probe_timeout_ms / 1000)
             _apply_to_logs(new, changed)
@@ -86,7 +95,18 @@ class Interface:
             counted.declare(call)
         rooms.cache.observe(rooms.counts.cache)
         pages = {"/metrics": MetricsPage(counted, rooms.counts, _state(rooms, view))}
-        return cls(data, admin, caller, {"/api/events": rooms.events.subscribe}, pages, debug)
+        return cls(data, admin, caller, BodyReader(limits), {"/api/events": rooms.events.subscribe}, pages, debug)
+
+
+def _admission(settings: Settings) -> AdmissionSettings:
+    return AdmissionSettings(
+        settings.keys_per_second,
+        settings.burst_keys,
+        settings.max_queue_ms / 1000,
+        settings.long_request_keys,
+        settings.long_requests,
+        settings.queued_long_requests,
+    )
 
 
 def _data_calls(rooms: Rooms, limits: RequestLimits) -> list[Call]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import time
 
@@ -10,8 +11,9 @@ from kvcm.config import DEBUG_PORT_OFFSET, Settings
 from kvcm.interface import Interface
 from kvcm.model.nodes import Endpoint
 from kvcm.service.gate import Gate
-from kvcm.service.grpc_server import GrpcServer
+from kvcm.service.grpc_server import GrpcLimits, GrpcServer
 from kvcm.service.http_app import HttpApp
+from kvcm.service.http_connection import ConnectionLimits
 from kvcm.service.http_server import HttpServer
 from kvcm.service.probes import Probes
 
@@ -32,13 +34,16 @@ class Listeners:
     def __init__(self, settings: Settings, gate: Gate) -> None:
         host, body = settings.bind_address, settings.max_body_bytes
         self._settings = settings
+        self._connections = _connection_limits(settings)
         self.probes = Probes(gate, self._note_readiness)
         shared = settings.admin_rpc_port in {0, settings.rpc_port}
-        self._rpc = GrpcServer(host, settings.rpc_port, body, gate)
-        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, body, gate)
-        self._http = HttpServer(host, settings.http_port)
-        self._admin_http = HttpServer(host, settings.admin_http_port)
-        self._debug_http = HttpServer(host, _debug_port(settings)) if settings.enable_debug_service else None
+        of_grpc = GrpcLimits(body, settings.max_connections, settings.max_streams, settings.receive_timeout_ms)
+        of_http = self._connections
+        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate)
+        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate)
+        self._http = HttpServer(host, settings.http_port, of_http)
+        self._admin_http = HttpServer(host, settings.admin_http_port, of_http)
+        self._debug_http = HttpServer(host, _debug_port(settings), of_http) if settings.enable_debug_service else None
         self._data = HttpApp(gate, body, self.probes.pages(has_detail=False))
         self._admin = HttpApp(gate, body, self.probes.pages(has_detail=True))
         self._debug = HttpApp(gate, body)
@@ -67,17 +72,23 @@ class Listeners:
 
     async def serve(self, interface: Interface) -> None:
         """Answer calls from now on, as far as the gate is open."""
-        data, caller = interface.data, interface.caller
+        data, caller, bodies = interface.data, interface.caller, interface.bodies
         admin = [*interface.admin, *interface.debug]
         has_reflection = self._settings.reflection
         if self._admin_rpc is None:
-            await self._rpc.serve([*data, *admin], caller, has_reflection=has_reflection)
+            await self._rpc.serve([*data, *admin], caller, bodies, has_reflection=has_reflection)
         else:
-            await self._rpc.serve(data, caller, has_reflection=has_reflection)
-            await self._admin_rpc.serve(admin, caller, has_reflection=has_reflection)
-        self._data.serve(data, caller)
-        self._admin.serve(interface.admin, caller, interface.streams, interface.pages)
-        self._debug.serve(interface.debug, caller)
+            await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
+            await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
+        self._data.serve(data, caller, bodies)
+        self._admin.serve(interface.admin, caller, bodies, interface.streams, interface.pages)
+        self._debug.serve(interface.debug, caller, bodies)
+
+    def apply(self, settings: Settings) -> None:
+        """Take over what can be changed of a running manager."""
+        new = _connection_limits(settings)
+        for field in dataclasses.fields(new):
+            setattr(self._connections, field.name, getattr(new, field.name))
 
     def stop_accepting(self, drain_seconds: float) -> None:
         """Take no new connections; requests in flight may go on for so long."""
@@ -104,6 +115,15 @@ class Listeners:
     async def _note_readiness(self, is_ready: bool) -> None:
         for rpc in self._rpcs:
             await rpc.health.note(is_ready)
+
+
+def _connection_limits(settings: Settings) -> ConnectionLimits:
+    return ConnectionLimits(
+        settings.receive_timeout_ms / 1000,
+        settings.send_timeout_ms / 1000,
+        settings.idle_timeout_ms / 1000,
+        settings.max_connections,
+    )
 
 
 def _debug_port(settings: Settings) -> int:

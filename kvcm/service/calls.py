@@ -101,12 +101,14 @@ class Arrival(NamedTuple):
             principal.
         deadline: on `time.monotonic`'s clock, when the client gives up; None when it does not say.
         trace_parent: W3C trace context that the client sent, "" for none.
+        came: on the same clock, when its first bytes were seen; None when the transport does not say.
     """
 
     transport: str = ""
     peer: str = ""
     deadline: float | None = None
     trace_parent: str = ""
+    came: float | None = None
 
 
 LOCAL = Arrival()
@@ -144,29 +146,39 @@ class CallObserver(Protocol):
 class Admission(Protocol):
     """Decides whether a request is worked on now."""
 
-    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
-        """Return when the request's turn has come.
+    def refusal(self, call: Call, arrival: Arrival) -> TurnedAwayError | None:
+        """Return why a request that has come is not even read; None while it may be served."""
+
+    async def enter(self, call: Call, request: Any, arrival: Arrival) -> Any:
+        """Return when the request's turn has come; what is returned comes back when it leaves.
 
         Raises:
             TurnedAwayError: it is not served, and when to try again.
         """
 
-    def leave(self, call: Call, request: Any) -> None:
+    def leave(self, entered: Any) -> None:
         """The request that entered was answered."""
 
 
 class _AllAtOnce:
     """Admits everybody."""
 
+    def refusal(self, _call: Call, _arrival: Arrival) -> TurnedAwayError | None:
+        return None
+
     async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
         pass
 
-    def leave(self, call: Call, request: Any) -> None:
+    def leave(self, _entered: None) -> None:
         pass
 
 
 async def _nothing_new() -> bool:
     return False
+
+
+def _any_size(_request: Any) -> None:
+    pass
 
 
 class Caller:
@@ -178,6 +190,7 @@ class Caller:
         labels: from an instance id to the labels of its metrics; empty when it is not registered.
         refresh: brings in what other managers changed, and says whether there was anything.
         admission: whom to serve.
+        check_sizes: raises InvalidArgumentError for a request that has too much of something.
     """
 
     def __init__(
@@ -187,12 +200,22 @@ class Caller:
         labels: Callable[[str], Mapping[str, str]],
         refresh: Callable[[], Awaitable[bool]] = _nothing_new,
         admission: Admission | None = None,
+        check_sizes: Callable[[Any], None] = _any_size,
     ) -> None:
         self._observers = tuple(observers)
         self._refuse = refuse
         self._labels = labels
         self._refresh = refresh
         self._admission: Admission = admission if admission is not None else _AllAtOnce()
+        self._check_sizes = check_sizes
+
+    def refusal(self, call: Call, arrival: Arrival) -> TurnedAwayError | None:
+        """Return why a request that has come is not to be read, None where it is; observers are told. To be asked
+        before `answer`."""
+        error = self._admission.refusal(call, arrival)
+        if error is not None:
+            self.tell_turned_away(call, arrival, error)
+        return error
 
     async def answer(self, call: Call, request: Any, arrival: Arrival = LOCAL) -> Reply:
         """Answer a request; any outcome is in the header (invariant 9).
@@ -201,14 +224,14 @@ class Caller:
             TurnedAwayError: the request was not admitted; the transport says so in its own way (design.md decision 9).
         """
         try:
-            await self._admission.enter(call, request, arrival)
+            entered = await self._admission.enter(call, request, arrival)
         except TurnedAwayError as error:
             self.tell_turned_away(call, arrival, error)
             raise
         try:
             return await self._admitted(call, request, arrival)
         finally:
-            self._admission.leave(call, request)
+            self._admission.leave(entered)
 
     def tell_turned_away(self, call: Call, arrival: Arrival, error: TurnedAwayError) -> None:
         """Tell the observers of a request that is not served, where a transport finds that out itself."""
@@ -222,6 +245,7 @@ class Caller:
         try:
             if call.leader_only:
                 self._refuse(call.plane)
+            self._check_sizes(request)
             reply = await self._run(call, request)
             code, text = ErrorCode.OK, ""
         except KvcmError as error:

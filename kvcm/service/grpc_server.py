@@ -8,6 +8,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -15,6 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvcm.model.errors import StorageIOError
+from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.grpc_health import GrpcHealth, reflect
@@ -22,8 +24,11 @@ from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["GrpcServer"]
 
-# Clients of the original ping every 10 s on idle channels (wire.md 2.3): without these they are thrown out.
+# Clients of the original ping every 10 s on idle channels (wire.md 2.3): without these they are thrown out. A peer that
+# does not answer a ping of ours is dead, or takes nothing of what it is sent.
 _KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -34,24 +39,44 @@ _CLOSE_SECONDS = 1.0  # for answers that are being sent
 _TURNED_AWAY = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
 
 
+@dataclass(frozen=True, slots=True)
+class GrpcLimits:
+    """What gRPC itself refuses.
+
+    Attributes:
+        max_body_bytes: largest request; answers have no limit.
+        max_connections: that are open at a time; more are closed at once.
+        max_streams: requests of one connection at a time; clients keep further ones back.
+        handshake_ms: time in which a connection has to become one of HTTP/2.
+    """
+
+    max_body_bytes: int
+    max_connections: int
+    max_streams: int
+    handshake_ms: int
+
+
 class GrpcServer:
     """One gRPC listener, bound at once. To be made inside the event loop.
 
     Args:
         host: address to bind.
         port: port to bind; 0 takes a free one.
-        max_body_bytes: largest request; answers have no limit.
+        limits: of requests and connections.
         gate: whether calls are served.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, max_body_bytes: int, gate: Gate) -> None:
+    def __init__(self, host: str, port: int, limits: GrpcLimits, gate: Gate) -> None:
         _check_free(host, port)
         options = (
             *_KEEPALIVE,
-            ("grpc.max_receive_message_length", max_body_bytes),
+            ("grpc.max_receive_message_length", limits.max_body_bytes),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.max_concurrent_streams", limits.max_streams),
+            ("grpc.server_handshake_timeout_ms", limits.handshake_ms),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # a second manager on the same port has to fail, not to share its requests
         )
@@ -71,17 +96,18 @@ class GrpcServer:
         await self.health.note(is_serving=False)
         await self._server.start()
 
-    async def serve(self, calls: Iterable[Call], caller: Caller, *, has_reflection: bool) -> None:
+    async def serve(self, calls: Iterable[Call], caller: Caller, bodies: BodyReader, *, has_reflection: bool) -> None:
         """Answer calls from now on, as far as the gate is open.
 
         Args:
             calls: what to serve.
             caller: runs them.
+            bodies: reads requests.
             has_reflection: whether clients may ask for services and messages.
         """
         by_service: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for call in calls:
-            method: Any = grpc.unary_unary_rpc_method_handler(_method(call, caller, self._gate))
+            method: Any = grpc.unary_unary_rpc_method_handler(_method(call, caller, bodies, self._gate))
             by_service[call.service][call.name] = method
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(service, methods) for service, methods in by_service.items())
@@ -132,27 +158,29 @@ def _check_free(host: str, port: int) -> None:
             raise StorageIOError(f"gRPC address {host}:{port} cannot be bound: {error.strerror}") from error
 
 
-def _method(call: Call, caller: Caller, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    parse = call.request_type.FromString
-
+def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
     async def serve(body: bytes, context: Any) -> bytes:
+        arrival = _arrival(context)
         refusal = gate.refusal()
         if refusal is not None:
-            caller.tell_turned_away(call, _arrival(context), refusal)
+            caller.tell_turned_away(call, arrival, refusal)
+        else:
+            refusal = caller.refusal(call, arrival)
+        if refusal is not None:
             await _turn_away(context, refusal)
         gate.enter()
         try:
-            return await answer(body, context)
+            return await answer(body, context, arrival)
         finally:
             gate.leave()
 
-    async def answer(body: bytes, context: Any) -> bytes:
+    async def answer(body: bytes, context: Any, arrival: Arrival) -> bytes:
         try:
-            request = parse(body)
+            request = await bodies.proto(call, body)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
         try:
-            reply = await caller.answer(call, request, _arrival(context))
+            reply = await caller.answer(call, request, arrival)
         except TurnedAwayError as error:
             await _turn_away(context, error)
         return reply.encoded()

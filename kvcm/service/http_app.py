@@ -7,15 +7,16 @@ what is wrong with it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from google.protobuf.message import Message
-
+from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate
+from kvcm.service.http_connection import CAME
 from kvcm.service.http_pages import PageRequest, PageRoute
-from kvcm.service.json_codec import MalformedBody, parse_request
+from kvcm.service.json_codec import MalformedBody
 from kvcm.service.json_locations import LocationTexts, print_reply
 from kvcm.service.turned_away import TurnedAwayError
 
@@ -25,7 +26,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-_OBJECTS_ON_LOOP = 2_000  # some 15 ms
 _JSON: Headers = [(b"content-type", b"application/json")]
 _LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
@@ -45,6 +45,10 @@ class _BodyTooLargeError(Exception):
     pass
 
 
+class _ClientGoneError(Exception):
+    pass
+
+
 class HttpApp:
     """ASGI application for one port: answers pages at once, and calls when it is told of them.
 
@@ -60,14 +64,15 @@ class HttpApp:
         self._texts = LocationTexts()
         self._pages = dict(pages or {})
         self._streams: dict[str, Callable[[], LineStream]] = {}
-        self._large_body = asyncio.Lock()
         self._calls: dict[str, Call] = {}
         self._caller: Caller | None = None
+        self._bodies: BodyReader | None = None
 
     def serve(
         self,
         calls: Iterable[Call],
         caller: Caller,
+        bodies: BodyReader,
         streams: Mapping[str, Callable[[], LineStream]] | None = None,
         pages: Mapping[str, PageRoute] | None = None,
     ) -> None:
@@ -76,11 +81,12 @@ class HttpApp:
         Args:
             calls: what to serve.
             caller: runs them.
+            bodies: reads requests.
             streams: what GET of a path begins to listen to.
             pages: further pages.
         """
         self._calls.update((call.path, call) for call in calls)
-        self._caller = caller
+        self._caller, self._bodies = caller, bodies
         self._streams.update(streams or {})
         self._pages.update(pages or {})
 
@@ -98,21 +104,31 @@ class HttpApp:
 
     async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         call, headers = self._calls.get(scope["path"]), dict(scope["headers"])
-        arrival = Arrival("http", scope["client"][0] if scope["client"] else "")
+        arrival = Arrival("http", scope["client"][0] if scope["client"] else "", came=scope.get(CAME))
         if b"origin" in headers:
             await _refuse_page(send)
-        elif (refusal := self._gate.refusal()) is not None:
-            if call is not None and self._caller is not None:
-                self._caller.tell_turned_away(call, arrival, refusal)
+        elif (refusal := self._refusal(call, arrival)) is not None:
             await _respond(send, refusal.http_status, b"{}", _turned_away(refusal))
         elif call is None:
             await _not_found(send)
+        elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            await _respond(send, 415, b"{}", _reason("a body with a content-encoding is not understood"))
         else:
             self._gate.enter()
             try:
                 await self._answer(call, headers, arrival, receive, send)
             finally:
                 self._gate.leave()
+
+    def _refusal(self, call: Call | None, arrival: Arrival) -> TurnedAwayError | None:
+        """Return why a request is not to be read; the observers are told."""
+        refusal = self._gate.refusal()
+        if call is None or self._caller is None:
+            return refusal
+        if refusal is None:
+            return self._caller.refusal(call, arrival)
+        self._caller.tell_turned_away(call, arrival, refusal)
+        return refusal
 
     async def _get(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         page, stream = self._pages.get(scope["path"]), self._streams.get(scope["path"])
@@ -135,29 +151,21 @@ class HttpApp:
         except _BodyTooLargeError:
             await _respond(send, 413, b"{}", _reason(f"the body is larger than {self._max_body_bytes} bytes"))
             return
+        except _ClientGoneError:
+            return
+        assert self._caller is not None
+        assert self._bodies is not None
         try:
-            request = await self._parsed(body, call.request_type)
+            request = await self._bodies.json(call, body)
         except MalformedBody as error:
             await _respond(send, 400, b"{}", _reason(str(error)))
             return
-        assert self._caller is not None
         try:
             reply = await self._caller.answer(call, request, arrival)
         except TurnedAwayError as error:
             await _respond(send, error.http_status, b"{}", _turned_away(error))
             return
         await _respond(send, 200, await print_reply(reply, self._texts), _JSON)
-
-    async def _parsed(self, body: bytes, request_type: type[Message]) -> Message:
-        """Make a message out of a body; of one with thousands of objects in a thread, beside other requests.
-
-        Raises:
-            MalformedBody: it cannot be read as such a message.
-        """
-        if body.count(b"{") <= _OBJECTS_ON_LOOP:
-            return parse_request(body, request_type)
-        async with self._large_body:  # one at a time: the loop takes turns with a single thread
-            return await asyncio.to_thread(parse_request, body, request_type)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
@@ -166,6 +174,8 @@ class HttpApp:
         size = 0
         while True:
             event = await receive()
+            if event["type"] == "http.disconnect":
+                raise _ClientGoneError  # what came of the body may look like a whole one
             parts.append(event.get("body", b""))
             size += len(parts[-1])
             if size > self._max_body_bytes:
@@ -181,7 +191,7 @@ def _reason(text: str) -> Headers:
 
 
 def _turned_away(error: TurnedAwayError) -> Headers:
-    return [*_reason(str(error)), (b"retry-after", str(max(1, round(error.retry_after_seconds))).encode())]
+    return [*_reason(str(error)), (b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode())]
 
 
 async def _not_found(send: Send) -> None:

@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 
 from kvcm.model.errors import StorageIOError
 from kvcm.service.http_app import HttpApp
+from kvcm.service.http_connection import ConnectionLimits, ConnectionWatch, WatchedConnection
 
 __all__ = ["HttpServer"]
 
 
-# Clients pool connections; one that the server closes first costs them a failed request now and then.
-_KEEP_ALIVE_SECONDS = 75
 _CLOSE_SECONDS = 1
 
 
@@ -32,12 +32,14 @@ class HttpServer:
     Args:
         host: address to bind.
         port: port to bind; 0 takes a free one.
+        limits: of its connections.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, limits: ConnectionLimits) -> None:
+        self._limits = limits
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -48,6 +50,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         self._server: _QuietServer | None = None
         self._task: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self, app: HttpApp) -> None:
         """Begin to serve; returns when requests are accepted."""
@@ -58,7 +61,8 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            proxy_headers=False,  # a client's address is what it connects from, not what it says
+            http=partial(WatchedConnection, self._limits),  # type: ignore[arg-type]
         )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
@@ -66,6 +70,8 @@ class HttpServer:
             if self._task.done():
                 return await self._task
             await asyncio.sleep(0.005)
+        watch = ConnectionWatch(self._server.server_state.connections, self._limits)
+        self._watch = asyncio.create_task(watch.run())
         return None
 
     def stop_accepting(self) -> None:
@@ -82,3 +88,6 @@ class HttpServer:
             self._server.config.timeout_graceful_shutdown = max(_CLOSE_SECONDS, round(seconds))
             self._server.should_exit = True
             await self._task
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)

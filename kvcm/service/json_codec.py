@@ -11,6 +11,7 @@ module for about 5 ms. Tests use json_format as the oracle wherever both must ag
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -114,8 +115,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuses a repeated key: readers disagree about which of its values counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        repeated = next(key for key, count in counts.items() if count > 1)
         raise _WrongValueError(f"the key {repeated!r:.80} is given twice")
     return found
 

@@ -15,6 +15,7 @@ from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.limits import RequestLimits
+from kvcm.service.request_sizes import MOST_TEXT_BYTES, check_text
 
 __all__ = ["PinApi"]
 
@@ -88,6 +89,8 @@ class PinApi:
             raise InvalidArgumentError(
                 f"parts has {len(request.parts)} entries, at most {self._limits.max_keys} are allowed"
             )
+        for position, part in enumerate(request.parts):
+            check_text(f"parts[{position}].uri", part.uri, MOST_TEXT_BYTES)
         parts = [MissingPart(part.block_key, part.uri, part.mismatched_checksum) for part in request.parts]
         report = await self._cache.report_missing(request.instance_id, parts)
         return Reply(pb.ReportMissingResponse(**report._asdict()))

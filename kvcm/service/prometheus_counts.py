@@ -23,13 +23,19 @@ class LoopLag:
 
     def __init__(self) -> None:
         self._histogram = Histogram()
+        self._last_seconds = 0.0
 
     async def run(self) -> None:
         """Measure for good."""
         while True:
             due = time.perf_counter() + _LAG_SECONDS  # the loop's own clock has milliseconds
             await asyncio.sleep(_LAG_SECONDS)
-            self._histogram.observe(max(0.0, time.perf_counter() - due))
+            self._last_seconds = max(0.0, time.perf_counter() - due)
+            self._histogram.observe(self._last_seconds)
+
+    def now_seconds(self) -> float:
+        """Return how late it was the last time."""
+        return self._last_seconds
 
     def readings(self) -> Iterator[Reading]:
         """Yield what was measured."""

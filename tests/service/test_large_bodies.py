@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Call, Caller, Plane, Reply
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_app import HttpApp
+from kvcm.service.limits import RequestLimits
 
 BLOCKS, PARTS = 1024, 8
 
@@ -32,7 +34,7 @@ class Served:
             Call("s", "FinishWriteCache", Plane.DATA, pb.FinishWriteCacheRequest, pb.CommonResponse, self._handle),
             Call("s", "GetClusterInfo", Plane.DATA, pb.GetClusterInfoRequest, pb.GetClusterInfoResponse, self._handle),
         ]
-        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}))
+        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), BodyReader(RequestLimits()))
 
     async def _handle(self, request: Any) -> Reply:
         self.seen.append(request)

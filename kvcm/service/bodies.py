@@ -1,0 +1,141 @@
+"""Turns bodies into requests: small ones at once, large ones beside the event loop, and those that are made to be
+slow to read not at all.
+
+A body may be of 64 MiB and hold a value in every second byte. Reading that takes seconds and gigabytes, and takes
+them under Python's global lock, so a thread alone does not help: the values of a large body are counted first. What
+honest requests hold at most follows from how many keys and tokens they may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from kvcm.service.calls import Call
+from kvcm.service.json_codec import MalformedBody, parse_request
+from kvcm.service.limits import RequestLimits
+
+__all__ = ["BodyReader"]
+
+_SMALL_JSON_BYTES: Final = 1 << 16  # some milliseconds to read, whatever it holds
+_SMALL_PROTO_BYTES: Final = 1 << 22
+_MOST_PARTS_PER_KEY: Final = 16  # a location with a part for each of so many ranks
+_MOST_PAIRS_PER_KEY: Final = 40  # of JSON: name and checksum of each, and some more
+_MOST_PAIRS: Final = 16_384  # of requests without such locations
+
+
+class BodyReader:
+    """Reads bodies.
+
+    Args:
+        limits: of keys and tokens.
+    """
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._large = asyncio.Lock()
+
+    async def json(self, call: Call, body: bytes) -> Any:
+        """Read a JSON body.
+
+        Raises:
+            MalformedBody: it is not the JSON form of the request, or holds more values than any request may.
+        """
+        if len(body) <= _SMALL_JSON_BYTES:
+            return parse_request(body, call.request_type)
+        keys = self._limits.max_keys
+        is_bulky = bool(_messages_of(call.request_type.DESCRIPTOR))
+        most_pairs = _MOST_PAIRS_PER_KEY * keys if is_bulky else _MOST_PAIRS
+        _refuse_more(body.count(b":"), most_pairs, "pairs")
+        _refuse_more(body.count(b","), most_pairs + 2 * keys + self._limits.max_tokens, "values")
+        _refuse_more(body.count(b"{"), _MOST_PARTS_PER_KEY * keys, "objects")
+        async with self._large:  # one at a time: the loop takes turns with a single thread
+            return await asyncio.to_thread(parse_request, body, call.request_type)
+
+    async def proto(self, call: Call, body: bytes) -> Any:
+        """Read a protobuf body.
+
+        Raises:
+            DecodeError: it is no such message, or has more fields than any request may.
+        """
+        if len(body) <= _SMALL_PROTO_BYTES:
+            return call.request_type.FromString(body)
+        most = _MOST_PARTS_PER_KEY * self._limits.max_keys
+        async with self._large:
+            await asyncio.to_thread(_check_fields, body, call.request_type.DESCRIPTOR, most)
+            return await asyncio.to_thread(call.request_type.FromString, body)
+
+
+def _refuse_more(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise MalformedBody(f"body: has {count} {what}, no request has more than {most}")
+
+
+def _check_fields(body: bytes, descriptor: Any, most: int) -> None:
+    """Refuse a body with more fields than that, or with one that is cut off. Counted with those of messages inside, but
+    of such as hold no messages themselves: any number of them is one value in the end."""
+    left = most
+    spans = [(0, len(body), descriptor)]
+    try:
+        while spans:
+            position, end, kind = spans.pop()
+            below = _messages_of(kind)
+            while position < end:
+                left -= 1
+                if left < 0:
+                    raise DecodeError(f"more than {most} fields")
+                tag, position = _varint(body, position)
+                match tag & 7:
+                    case 0:
+                        _, position = _varint(body, position)
+                    case 1:
+                        position += 8
+                    case 2:
+                        size, position = _varint(body, position)
+                        inner = below.get(tag >> 3)
+                        if inner is not None and _messages_of(inner):
+                            spans.append((position, min(position + size, end), inner))
+                        position += size
+                    case 5:
+                        position += 4
+                    case _:
+                        raise DecodeError("a group or an unknown kind of field")
+    except IndexError:
+        raise DecodeError("a field is cut off") from None
+
+
+def _messages_of(descriptor: Any) -> dict[int, Any]:
+    """Return the fields that can hold any number of messages, by number, however deep inside."""
+    found = _messages.get(descriptor.full_name)
+    if found is None:
+        found = _messages[descriptor.full_name] = {}
+        for field in descriptor.fields:
+            inner = field.message_type if field.type == FieldDescriptor.TYPE_MESSAGE else None
+            if inner is not None and (field.is_repeated or _messages_of(inner)):
+                found[field.number] = inner
+    return found
+
+
+_messages: dict[str, dict[int, Any]] = {}
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the number at a position and where it ends."""
+    value = data[position]
+    position += 1
+    if value < 128:
+        return value, position
+    value &= 127
+    shift = 7
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise DecodeError("a number is longer than 64 bits")

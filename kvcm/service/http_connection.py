@@ -1,0 +1,202 @@
+"""One HTTP connection whose client may be slow, silent or endless: each of them is bounded.
+
+uvicorn's connection waits for ever for the rest of a request, reads any number of bytes of headers and waits for ever
+for its answer to be taken. This one keeps the times at which something began, and `ConnectionWatch` looks over all of
+them now and then: a timer for each request would cost more than the rest of this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["CAME", "ConnectionLimits", "ConnectionWatch", "WatchedConnection"]
+
+CAME: Final = "kvcm.came"
+"""Key of a scope: when the head of the request was read, on the event loop's clock, which is `time.monotonic`'s."""
+
+_MOST_HEAD_BYTES: Final = 1 << 16
+_AT_ONCE: Final = struct.pack("ii", 1, 0)
+_LEAST_LOOK_SECONDS: Final = 0.05
+_MOST_LOOK_SECONDS: Final = 1.0
+
+_BUSY: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 2\r\n"
+    b"x-kvcm-error: too many connections\r\n\r\n{}"
+)
+_TOO_SLOW: Final = (
+    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 2\r\n"
+    b"x-kvcm-error: the request did not arrive in time\r\n\r\n{}"
+)
+_TOO_LONG: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 2\r\n"
+    b"x-kvcm-error: the head of the request is larger than 65536 bytes\r\n\r\n{}"
+)
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """Of every connection of a server, and looked at all the time: they may change.
+
+    Attributes:
+        receive_seconds: from the first byte of a request, or the connection, to the last of its body; > 0.
+        send_seconds: for the client to take an answer; > 0.
+        idle_seconds: between requests; > 0.
+        most: connections of one port that are open at a time.
+    """
+
+    receive_seconds: float = 30.0
+    send_seconds: float = 60.0
+    idle_seconds: float = 75.0
+    most: int = 4096
+
+    @property
+    def look_seconds(self) -> float:
+        """How often to look, so that a limit is exceeded by a quarter at most."""
+        shortest = min(self.receive_seconds, self.send_seconds, self.idle_seconds)
+        return min(_MOST_LOOK_SECONDS, max(_LEAST_LOOK_SECONDS, shortest / 4))
+
+
+class WatchedConnection(HttpToolsProtocol):
+    """A connection that knows since when its client has been doing what it does.
+
+    Args:
+        limits: of the connections of its server.
+        uvicorn: what uvicorn makes connections of.
+
+    Attributes:
+        receiving_since: when the request began that is not complete yet, None while none is; on the loop's clock.
+        sending_since: when the client began to take its answer too slowly, None while it does not.
+        idle_since: when the last request ended, None while there is one.
+    """
+
+    def __init__(self, limits: ConnectionLimits, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._limits = limits
+        self.receiving_since: float | None = None
+        self.sending_since: float | None = None
+        self.idle_since: float | None = None
+        self._head_bytes = 0
+        self._in_head = True
+        self._running: Any = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin; a connection too many is told so and closed."""
+        self.receiving_since = self.loop.time()
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.most:
+            transport.write(_BUSY)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Note when a request begins."""
+        if self.transport.is_closing():
+            return
+        if self.receiving_since is None:
+            self.receiving_since, self.idle_since = self.loop.time(), None
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > _MOST_HEAD_BYTES:
+            self.refuse(_TOO_LONG)
+
+    def on_headers_complete(self) -> None:
+        """Note when a request waits to be answered."""
+        self._in_head, self._head_bytes = False, 0
+        self.scope[CAME] = self.loop.time()  # type: ignore[typeddict-unknown-key]
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Note when a request is complete."""
+        self.receiving_since, self._in_head = None, True
+        if self.cycle.response_complete:  # it was refused before it was complete
+            self.idle_since = self.loop.time()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Note when nothing is to be done."""
+        if self.receiving_since is None and not self.pipeline:
+            self.idle_since = self.loop.time()
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # idle connections are looked for, too
+
+    def pause_writing(self) -> None:
+        """Note when the client does not take what it is sent."""
+        self.sending_since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self.sending_since = None
+        super().resume_writing()
+
+    def look(self, now: float) -> None:
+        """End the connection where its client is too slow or has been silent for too long."""
+        limits = self._limits
+        if _is_over(self.sending_since, limits.send_seconds, now):
+            self._tell_gone()
+            # What is not sent will not be taken either: the system is to forget it, too, in place of trying on.
+            with contextlib.suppress(OSError):
+                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            self.transport.abort()
+        elif _is_over(self.receiving_since, limits.receive_seconds, now):
+            self.refuse(_TOO_SLOW)
+        elif _is_over(self.idle_since, limits.idle_seconds, now):
+            self.transport.close()
+
+    def refuse(self, answer: bytes) -> None:
+        """End the connection; with an answer, if its client asked for something that is not answered yet."""
+        is_answered = not self._in_head and self._running is not None and self._running.response_started
+        if not is_answered and (self._head_bytes or not self._in_head):
+            self.transport.write(answer)
+        self._tell_gone()
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Have nobody write to what is closed."""
+        self._tell_gone()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle  # uvicorn knows only the latest: of requests that are sent before answers, the last
+        super()._start_asgi_task(cycle, app)
+
+    def _tell_gone(self) -> None:
+        """Have nobody wait for more of the client, nor write to it."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+
+def _is_over(since: float | None, seconds: float, now: float) -> bool:
+    return since is not None and now - since > seconds
+
+
+class ConnectionWatch:
+    """Looks over the connections of one server for good.
+
+    Args:
+        connections: those that are open.
+        limits: of them.
+    """
+
+    def __init__(self, connections: set[Any], limits: ConnectionLimits) -> None:
+        self._connections = connections
+        self._limits = limits
+
+    async def run(self) -> None:
+        """Look now and then."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._limits.look_seconds)
+            now = loop.time()
+            for connection in list(self._connections):
+                if isinstance(connection, WatchedConnection):
+                    connection.look(now)
