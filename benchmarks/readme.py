@@ -47,14 +47,14 @@ def cpu_table(rows: Rows) -> list[str]:
 def calls_table(rows: Rows) -> list[str]:
     """A row for each case and number of clients, of benchmarks/service.py."""
     cost = {row["case"]: row for row in rows if row["metric"].startswith("server CPU")}
-    tail = {row["case"]: row for row in rows if row["metric"] == "p99/p50"}
+    tail = {row["case"]: row["ratio"] for row in rows if row["metric"] == "p99/p50"}
     header = [
         "| call | gRPC | floor | gRPC/floor, or per block beside it | HTTP | HTTP/gRPC | tail/floor's, gRPC | HTTP |",
         "|---|---|---|---|---|---|---|---|",
     ]
     return header + [
         f"| {case} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | {_beside_floor(row)} | "
-        f"{http['value']:,.0f} µs | {http['ratio']:.2f} | {tail[case]['ratio']:.2f} | {tail[f'{case}, HTTP']['ratio']:.2f} |"
+        f"{http['value']:,.0f} µs | {http['ratio']:.2f} | {tail[case]:.2f} | {tail[f'{case}, HTTP']:.2f} |"
         for case, row in cost.items()
         if (http := cost.get(f"{case}, HTTP")) is not None
     ]
