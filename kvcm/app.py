@@ -18,7 +18,7 @@ from random import Random
 import structlog
 
 from kvcm.config import ConfigError, Settings
-from kvcm.draining import drain
+from kvcm.draining import drain, tell_left_tasks
 from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
@@ -90,6 +90,7 @@ class Manager:
             except asyncio.CancelledError:
                 if not self._stopping.is_set():  # else it was told to stop before it served
                     raise
+        await tell_left_tasks()
         if self._failure:
             raise StorageIOError(self._failure)
         _log.info("stopped")

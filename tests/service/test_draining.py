@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import signal
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from probe_clients import ask, starting_manager, watched
 from redis_servers import standalone
 from test_transport_drivers import eventually, post
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
+
+from kvcm.draining import tell_left_tasks
 
 
 @contextlib.contextmanager
@@ -101,6 +105,22 @@ def test_while_the_last_requests_finish_others_are_turned_away(tmp_path: Path) -
         assert (watch.seen, watch.ended) == (["SERVING", "NOT_SERVING"], [grpc.StatusCode.UNAVAILABLE])
         assert process.events("stopped")
         assert not process.events("requests_cut_off")
+        assert process.events("tasks_left") == []
+
+
+async def test_a_task_that_is_left_at_the_end_is_told() -> None:
+    async def forgotten() -> None:
+        await asyncio.sleep(3600)
+
+    with structlog.testing.capture_logs() as quiet:
+        await tell_left_tasks()
+    task = asyncio.create_task(forgotten())
+    with structlog.testing.capture_logs() as told:
+        await tell_left_tasks()
+    task.cancel()
+    assert quiet == []
+    assert [(event["event"], event["count"]) for event in told] == [("tasks_left", 1)]
+    assert "forgotten" in told[0]["tasks"][0]
 
 
 def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
@@ -177,6 +197,7 @@ def test_under_load_requests_fail_because_of_the_drain_alone(tmp_path: Path) -> 
             client.join(30)
         assert process.wait() == 0
         assert "Traceback" not in process.log_text()
+        assert process.events("tasks_left") == []
     assert len(endings) == 6
     assert [ending for ending in endings if not _is_draining(*ending)] == []
 
