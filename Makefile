@@ -145,11 +145,12 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
 # Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; a quarter of an hour of
-# everything at once. An hour on two idle cores, 3 GB of memory.
+# everything at once; managers stopped under load. An hour and a half on two idle cores, 3 GB of memory.
 acceptance-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
+	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

@@ -35,13 +35,13 @@ def slow_request(process: ManagerProcess) -> Iterator[socket.socket]:
         yield connection
 
 
-def finish(connection: socket.socket) -> int:
-    """Send the last byte and return the status of the answer."""
+def finish(connection: socket.socket) -> tuple[int, str | None]:
+    """Send the last byte and return the status of the answer, and what it says of the connection."""
     connection.sendall(b"}")
     response = http.client.HTTPResponse(connection)
     response.begin()
     response.read()
-    return response.status
+    return response.status, response.headers["connection"]
 
 
 def refuses_connections(address: str) -> bool:
@@ -99,7 +99,7 @@ def test_while_the_last_requests_finish_others_are_turned_away(tmp_path: Path) -
             with pytest.raises(grpc.RpcError) as refused:
                 over_grpc.ok("GetClusterInfo")
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert finish(in_flight) == 200
+            assert finish(in_flight) == (200, "close")  # or its client would send the next request into nothing
             assert process.wait() == 0
             eventually(lambda: watch.ended)
         assert (watch.seen, watch.ended) == (["SERVING", "NOT_SERVING"], [grpc.StatusCode.UNAVAILABLE])
