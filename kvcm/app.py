@@ -18,7 +18,7 @@ from random import Random
 import structlog
 
 from kvcm.config import ConfigError, Settings
-from kvcm.draining import drain
+from kvcm.draining import drain, tell_left_tasks
 from kvcm.freed_memory import keep_freed_memory
 from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
@@ -91,6 +91,7 @@ class Manager:
             except asyncio.CancelledError:
                 if not self._stopping.is_set():  # else it was told to stop before it served
                     raise
+        await tell_left_tasks()
         if self._failure:
             raise StorageIOError(self._failure)
         _log.info("stopped")

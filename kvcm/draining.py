@@ -6,7 +6,8 @@
 4. Requests are turned away; then it accepts no connections.
 5. What is in flight is finished, within a time.
 
-Whoever calls then stops the duties, closes the listeners, writes down what is left and closes the store.
+Whoever calls then stops the duties, closes the listeners, writes down what is left and closes the store. At the very
+end nothing may be running any more: a task that is left was forgotten by whoever began it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from kvcm.registry.leadership import Leadership
 from kvcm.service.gate import Gate, Phase
 from kvcm.serving import Listeners
 
-__all__ = ["drain"]
+__all__ = ["drain", "tell_left_tasks"]
+
+_TURNS = 3  # of the event loop, for tasks that have just ended
+_MOST_TOLD = 10
 
 _log = structlog.get_logger("kvcm")
 
@@ -46,3 +50,13 @@ async def drain(
     listeners.stop_accepting(timeout_seconds)
     if not await gate.emptied(timeout_seconds):
         _log.warning("requests_cut_off", in_flight=gate.in_flight, after_seconds=timeout_seconds)
+
+
+async def tell_left_tasks() -> None:
+    """Log the tasks that are still there although everything is closed."""
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        names = sorted(getattr(task.get_coro(), "__qualname__", task.get_name()) for task in left)
+        _log.warning("tasks_left", count=len(left), tasks=names[:_MOST_TOLD])

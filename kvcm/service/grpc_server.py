@@ -143,8 +143,7 @@ class _WhileStarting(grpc.GenericRpcHandler):
     async def _refuse(self, _body: bytes, context: Any) -> bytes:
         refusal = self._gate.refusal()
         if refusal is None:  # the manager began to serve a moment ago
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the manager has just started; retry")
-            raise AssertionError  # abort raises
+            refusal = TurnedAwayError("the manager has just started; retry", Phase.STARTING.value, 0.05)
         return await _turn_away(context, refusal)
 
 

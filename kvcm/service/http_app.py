@@ -27,6 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _JSON: Headers = [(b"content-type", b"application/json")]
+_CLOSE = (b"connection", b"close")
 _LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
 
@@ -165,7 +166,8 @@ class HttpApp:
         except TurnedAwayError as error:
             await _respond(send, error.http_status, b"{}", _turned_away(error))
             return
-        await _respond(send, 200, await print_reply(reply, self._texts), _JSON)
+        body = await print_reply(reply, self._texts)
+        await _respond(_closing(send) if self._gate.is_leaving else send, 200, body, _JSON)  # perhaps since it came
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
@@ -210,7 +212,7 @@ def _closing(send: Send) -> Send:
 
     async def closing(event: MutableMapping[str, Any]) -> None:
         if event["type"] == "http.response.start":
-            event["headers"] = [*event["headers"], (b"connection", b"close")]
+            event["headers"] = [*(each for each in event["headers"] if each != _CLOSE), _CLOSE]
         await send(event)
 
     return closing

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -18,6 +19,8 @@ __all__ = ["HttpServer"]
 
 
 _CLOSE_SECONDS = 1
+_HEAR_LOOKS = 30  # for the first request of connections that have just come
+_LOOK_SECONDS = 0.01
 
 
 class _QuietServer(uvicorn.Server):
@@ -51,6 +54,7 @@ class HttpServer:
         self._server: _QuietServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._late: list[asyncio.Task[Any]] = []
 
     async def start(self, app: HttpApp) -> None:
         """Begin to serve; returns when requests are accepted."""
@@ -75,19 +79,49 @@ class HttpServer:
         return None
 
     def stop_accepting(self) -> None:
-        """Take no new connections; those that are open go on."""
+        """Take no new connections; those that are open go on, also those that the system has accepted already."""
+        if self._socket.fileno() < 0:
+            return
         if self._server is not None and self._server.started:
+            self._take_waiting(self._server)
             for listener in self._server.servers:
                 listener.close()
         self._socket.close()
+
+    def _take_waiting(self, server: _QuietServer) -> None:
+        """Accept whoever has connected and perhaps sent a request: closing the socket would cut them off."""
+        loop, config = asyncio.get_running_loop(), server.config
+
+        def protocol() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            made: asyncio.Protocol = kind(config=config, server_state=server.server_state, app_state={})
+            return made
+
+        with contextlib.suppress(OSError):  # nobody waits
+            while True:
+                connection, _ = self._socket.accept()
+                self._late.append(loop.create_task(loop.connect_accepted_socket(protocol, connection)))
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)  # now, and not in the loop's next turn: more are refused
 
     async def stop(self, seconds: float = 0.0) -> None:
         """Close everything; what is in flight has so long to end."""
         self.stop_accepting()
         if self._server is not None and self._task is not None:
+            await asyncio.gather(*self._late, return_exceptions=True)
+            await _heard(self._server)
             self._server.config.timeout_graceful_shutdown = max(_CLOSE_SECONDS, round(seconds))
             self._server.should_exit = True
             await self._task
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+
+
+async def _heard(server: _QuietServer) -> None:
+    """Wait a moment for the requests of connections that have just come: uvicorn closes those that have sent none."""
+    connections: set[Any] = server.server_state.connections
+    for _ in range(_HEAR_LOOKS):
+        if all(connection.cycle is not None for connection in connections):
+            return
+        await asyncio.sleep(_LOOK_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -78,6 +79,12 @@ class Manager:
         return [part for key, value in own.items() for part in ("-e", f"{key}={value}")]
 
     @property
+    def pid(self) -> int:
+        """Id of the running process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
@@ -133,9 +140,18 @@ class Manager:
 
     def stop(self) -> int:
         """End it the polite way; returns the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait(20)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
         assert self._process is not None
-        self._process.terminate()
-        return self._process.wait(20)
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> int:
+        """Return the exit code when it has ended."""
+        assert self._process is not None
+        return self._process.wait(seconds)
 
     def connect(self) -> Wire:
         """Return a new connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import signal
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from probe_clients import ask, starting_manager, watched
 from redis_servers import standalone
 from test_transport_drivers import eventually, post
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
+
+from kvcm.draining import tell_left_tasks
 
 
 @contextlib.contextmanager
@@ -31,13 +35,13 @@ def slow_request(process: ManagerProcess) -> Iterator[socket.socket]:
         yield connection
 
 
-def finish(connection: socket.socket) -> int:
-    """Send the last byte and return the status of the answer."""
+def finish(connection: socket.socket) -> tuple[int, str | None]:
+    """Send the last byte and return the status of the answer, and what it says of the connection."""
     connection.sendall(b"}")
     response = http.client.HTTPResponse(connection)
     response.begin()
     response.read()
-    return response.status
+    return response.status, response.headers["connection"]
 
 
 def refuses_connections(address: str) -> bool:
@@ -95,12 +99,28 @@ def test_while_the_last_requests_finish_others_are_turned_away(tmp_path: Path) -
             with pytest.raises(grpc.RpcError) as refused:
                 over_grpc.ok("GetClusterInfo")
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert finish(in_flight) == 200
+            assert finish(in_flight) == (200, "close")  # or its client would send the next request into nothing
             assert process.wait() == 0
             eventually(lambda: watch.ended)
         assert (watch.seen, watch.ended) == (["SERVING", "NOT_SERVING"], [grpc.StatusCode.UNAVAILABLE])
         assert process.events("stopped")
         assert not process.events("requests_cut_off")
+        assert process.events("tasks_left") == []
+
+
+async def test_a_task_that_is_left_at_the_end_is_told() -> None:
+    async def forgotten() -> None:
+        await asyncio.sleep(3600)
+
+    with structlog.testing.capture_logs() as quiet:
+        await tell_left_tasks()
+    task = asyncio.create_task(forgotten())
+    with structlog.testing.capture_logs() as told:
+        await tell_left_tasks()
+    task.cancel()
+    assert quiet == []
+    assert [(event["event"], event["count"]) for event in told] == [("tasks_left", 1)]
+    assert "forgotten" in told[0]["tasks"][0]
 
 
 def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
@@ -177,6 +197,7 @@ def test_under_load_requests_fail_because_of_the_drain_alone(tmp_path: Path) -> 
             client.join(30)
         assert process.wait() == 0
         assert "Traceback" not in process.log_text()
+        assert process.events("tasks_left") == []
     assert len(endings) == 6
     assert [ending for ending in endings if not _is_draining(*ending)] == []
 

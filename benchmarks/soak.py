@@ -1,0 +1,237 @@
+"""Claim: a manager works for long under all kinds of requests at once without an error, a leak or a hiccup.
+
+64 clients in other processes, half of them over gRPC and half over HTTP, look up, write, remove, pin and ask for a
+quarter of an hour (two minutes with --quick), while blocks are evicted all the time and a storage is drained now and
+then. Judged: every answer has one of the codes that its request may get; memory does not grow after a third of the
+time; the event loop is not late; scrapes are complete, valid and do not grow; at the end nothing is left unfinished,
+and what the store holds is consistent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from report import Row, arguments, is_sound, publish
+from soak_deeds import MARKER
+from soak_site import Drains, ports_of, set_up, settled, soaked, verified
+from soak_talk import TRANSPORTS
+from soak_watch import Watch, growth_per_second, lag_quantile
+
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
+
+CLIENTS, PROCESSES = 64, 4
+MOST_GROWTH = 0.02  # of the memory, in ten minutes
+MOST_RSS_MB = 600.0
+MOST_LAG_SECONDS = 0.05
+WARM_UP = 1 / 3  # of the time
+
+
+@dataclass(slots=True)
+class Soaked:
+    """What the soak showed.
+
+    Attributes:
+        seconds: that it lasted.
+        watch: what was seen meanwhile.
+        warm: monotonic seconds at the end of the warm-up.
+        drains: of a storage, done and given up.
+        answers: by call, transport and code.
+        times: in seconds, of all answers, by transport.
+        failed: requests without an answer, or with a code that they may not get.
+        failures: some of them, in words.
+        unbalanced: groups whose parts are not their whole.
+        exit_code: of the manager.
+        left_tasks: that it left unfinished.
+        defects: that it logged.
+        findings: of `kvcm index verify`.
+        cpu_seconds: of the manager.
+    """
+
+    seconds: float
+    watch: Watch
+    warm: float
+    drains: Drains
+    answers: Counter[str]
+    times: dict[str, list[float]]
+    failed: int
+    failures: list[str]
+    unbalanced: list[str]
+    exit_code: int = -1
+    left_tasks: int = -1
+    defects: tuple[str, ...] = ()
+    findings: str = ""
+
+
+async def soak(directory: Path, seconds: float) -> Soaked:
+    """Run everything."""
+    with soaked(directory) as manager:
+        wire = manager.connect()
+        ports = ports_of(manager)
+        await set_up(wire, directory)
+        watch = Watch(manager.pid, ports["admin"]["http"], MARKER)
+        drains, begin = Drains(manager), time.monotonic()
+        background = [asyncio.create_task(watch.run()), asyncio.create_task(drains.run(seconds / 16))]
+        each = CLIENTS // PROCESSES
+        jobs = [
+            {"first": first, "clients": each, "seconds": seconds, "ports": ports} for first in range(0, CLIENTS, each)
+        ]
+        told = await asyncio.gather(*map(client_process, jobs))
+        wrong = await ended(background)
+        usage = await settled(wire)
+        watch.look()
+        await wire.close()
+        found = Soaked(
+            seconds,
+            watch,
+            begin + seconds * WARM_UP,
+            drains,
+            sum((Counter(done["answers"]) for done in told), Counter()),
+            {name: [each for done in told for each in done["seconds"][name]] for name in TRANSPORTS},
+            sum(done["failed"] for done in told) + len(wrong),
+            [*wrong, *(failure for done in told for failure in done["failures"])],
+            unbalanced(usage),
+        )
+        found.exit_code = manager.stop()
+        found.left_tasks = sum(event["count"] for event in manager.events() if event["event"] == "tasks_left")
+        found.defects = tuple(manager.failures())
+        found.findings = verified(manager)
+    return found
+
+
+async def client_process(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one process of clients and return what it did."""
+    command = [sys.executable, str(Path(__file__).with_name("soak_client.py")), json.dumps(job)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, limit=1 << 24)
+    output, _ = await process.communicate()
+    assert process.returncode == 0, "a client process failed"
+    done: dict[str, Any] = json.loads(output)
+    return done
+
+
+async def ended(tasks: Iterable[asyncio.Task[None]]) -> list[str]:
+    """Cancel tasks, and return how some of them failed before."""
+    wrong = []
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await task
+            except Exception as error:  # whatever it is, it is told
+                wrong.append(repr(error))
+    return wrong
+
+
+def unbalanced(usage: capacity_pb.GetUsageResponse) -> list[str]:
+    """Return the groups whose use is not the sum of what their instances use."""
+    return [
+        f"{group.name}: {group.total.used_bytes} bytes in all, {parts} in instances"
+        for group in usage.groups
+        if group.total.used_bytes != (parts := sum(instance.used_bytes for instance in group.instances))
+    ]
+
+
+def rows(found: Soaked, *, is_quick: bool) -> list[Row]:
+    """Return the figures."""
+    case = f"{CLIENTS} clients, {found.seconds:g} s"
+    return [*_of_requests(case, found), *_of_memory(case, found, is_quick=is_quick), *_of_the_end(case, found)]
+
+
+def _none(case: str, metric: str, count: int, texts: Iterable[str] = ()) -> Row:
+    """Return the row of something that may not be, and say what it was."""
+    for text in texts:
+        print(f"{metric}: {text}", file=sys.stderr)
+    return Row(case, metric, count, "", target="= 0", ok=count == 0)
+
+
+def _of_requests(case: str, found: Soaked) -> list[Row]:
+    by_code: Counter[str] = Counter()
+    for name, count in found.answers.items():
+        by_code[name.rpartition(":")[2]] += count
+    print(f"answers: {dict(by_code)}; {dict(sorted(found.answers.items()))}", file=sys.stderr)
+    samples = found.watch.looks[-1].samples
+
+    def total(metric: str) -> float:
+        return sum(value for (name, _), value in samples.items() if name == metric)
+
+    evicted = total("kvcm_evicted_keys_total")
+    return [
+        *(row for transport in TRANSPORTS for row in _times(f"{case}, {transport}", found, found.times[transport])),
+        _none(case, "requests that failed", found.failed, found.failures),
+        Row(case, "blocks evicted", evicted, "", target="> 0", ok=evicted > 0),
+        Row(case, "drains of a storage", found.drains.done, "", target="> 0", ok=found.drains.done > 0),
+        _none(case, "deletions that failed", int(total("kvcm_delete_failures_total"))),
+        Row(case, "server CPU", _cpu_share(found), "of a core"),
+    ]
+
+
+def _times(case: str, found: Soaked, times: list[float]) -> list[Row]:
+    cuts = statistics.quantiles(times, n=100)
+    return [
+        Row(case, "requests answered", len(times) / found.seconds, "1/s"),
+        Row(case, "time to the answer, p50", cuts[49], "s"),
+        Row(case, "time to the answer, p99", cuts[98], "s"),
+    ]
+
+
+def _cpu_share(found: Soaked) -> float:
+    first, last = found.watch.looks[0], found.watch.looks[-2]
+    name = ("process_cpu_seconds_total", ())
+    return (last.samples[name] - first.samples[name]) / (last.at - first.at)
+
+
+def _of_memory(case: str, found: Soaked, *, is_quick: bool) -> list[Row]:
+    looks = found.watch.after(found.warm)[:-1]  # the last one is after the load
+    sizes = [look.rss_bytes for look in looks]
+    growth = growth_per_second(looks) * 600
+    share, rss_mb = growth / statistics.median(sizes), max(sizes) / 1e6
+    lag = lag_quantile(looks[0], looks[-1], 0.99)
+    new, most = found.watch.new_series(found.warm), f"<= {MOST_LAG_SECONDS:g} s"
+    # A line through a minute says nothing of ten.
+    target, ok = ("", None) if is_quick else (f"value/RSS <= {MOST_GROWTH}", share <= MOST_GROWTH)
+    return [
+        Row(case, "growth of RSS in 10 min", growth / 1e6, "MB", statistics.median(sizes) / 1e6, share, target, ok),
+        Row(case, "largest RSS", rss_mb, "MB", target=f"<= {MOST_RSS_MB:g} MB", ok=rss_mb <= MOST_RSS_MB),
+        Row(case, "event-loop lag p99, upper bound", lag, "s", target=most, ok=lag <= MOST_LAG_SECONDS),
+        Row(case, "scrapes", len(found.watch.looks), ""),
+        Row(case, "scrape, longest", max(look.seconds for look in looks), "s"),
+        Row(case, "series", len(looks[-1].samples), ""),
+        _none(case, "scrapes not complete or not valid", len(found.watch.wrong), found.watch.wrong[:20]),
+        _none(case, "series added after warm-up", len(new), map(str, new)),
+    ]
+
+
+def _of_the_end(case: str, found: Soaked) -> list[Row]:
+    findings = [found.findings] if found.findings else []
+    return [
+        _none(case, "exit code", found.exit_code),
+        _none(case, "tasks left at exit", found.left_tasks),
+        _none(case, "defects in the log", len(found.defects), found.defects[:10]),
+        _none(case, "groups that are not the sum of their instances", len(found.unbalanced), found.unbalanced),
+        _none(case, "failed checks of `kvcm index verify`", len(findings), findings),
+    ]
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=0.0, help="how long (default: 900, 120 with --quick)")
+    options = parser.parse_args()
+    seconds = options.seconds or (120.0 if options.quick else 900.0)
+    with tempfile.TemporaryDirectory(prefix="kvcm-soak-") as directory:
+        found = rows(asyncio.run(soak(Path(directory), seconds)), is_quick=options.quick)
+    is_met = publish("soak: mixed traffic for long", found, options.json)
+    return 0 if is_met or (options.quick and is_sound(found)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
