@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcm.index.codec import StampedRecord, decode_payload, decode_record, encode_payload, encode_record
+from kvcm.index.codec import (
+    StampedRecord,
+    decode_payload,
+    decode_record,
+    encode_payload,
+    encode_payloads,
+    encode_record,
+)
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
+from kvcm.model.runs import BlockRun
 from kvcm.model.storages import StorageType
 
 NAMES = st.text(max_size=12)
@@ -54,6 +62,18 @@ def test_records_come_back_equal(record: BlockRecord) -> None:
         assert type(location.status) is LocationStatus
         assert type(location.spec_names) is tuple
         assert type(location.written_at) is type(location.deadline) is type(location.pinned_until) is float
+
+
+@settings(deadline=None)
+@given(
+    keys=st.lists(KEYS, min_size=1, max_size=4),
+    parent=st.none() | KEYS,
+    depth=st.integers(0, 2**40),
+    location=LOCATIONS,
+)
+def test_a_run_is_encoded_as_its_records(keys: list[int], parent: int | None, depth: int, location: Location) -> None:
+    run = BlockRun(keys, parent, depth, location._replace(chunk=b""), [b"%d" % key for key in keys])
+    assert encode_payloads(run) == list(map(encode_payload, run.records()))
 
 
 def test_the_format_is_the_one_that_is_on_disks() -> None:

@@ -1,25 +1,30 @@
 """Blocks in RocksDB: whatever was written is there after a restart, and nothing else."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
+from kvcm.index.backends.alike import Alike
 from kvcm.index.backends.backend import Access, Change
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.runs import BlockRun
 from kvcm.model.storages import StorageType
 from kvcm.store.rocks.store import RocksStore
 
 KEYS = [0, -1, 2**63 - 1, -(2**63)]
 UIDS = [0, 2**32 - 1]
+WRITING = LocationStatus.WRITING
 
 
 def location(name: str, status: LocationStatus, size_bytes: int, written_at: float) -> Location:
@@ -38,12 +43,29 @@ RECORDS = st.builds(
     st.integers(0, 3),
     st.lists(LOCATIONS, min_size=1, max_size=3).map(tuple),
 )
+
+
+def run_of(keys: list[int], parent: int | None, written_at: float) -> BlockRun:
+    alike = location("r", LocationStatus.WRITING, 7, written_at)._replace(chunk=b"")
+    return BlockRun(keys, parent, 2, alike, [f"{written_at}/{key}".encode() for key in keys])
+
+
+RUNS = st.builds(
+    run_of,
+    st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True),
+    st.sampled_from([None, 5]),
+    st.integers(0, 5).map(float),
+)
 STEPS = st.one_of(
     st.tuples(st.just("write"), st.dictionaries(st.sampled_from(KEYS), st.one_of(st.none(), RECORDS), max_size=4)),
     st.tuples(
         st.sampled_from(["touch", "count", "requeue"]),
         st.dictionaries(st.sampled_from(KEYS), st.integers(1, 40_000), max_size=3),
     ),
+    st.tuples(st.just("begin"), RUNS),
+    st.tuples(st.just("begin"), RUNS),
+    st.tuples(st.just("serve"), st.tuples(st.randoms(use_true_random=False), st.sampled_from([0.0, 31.0]))),
+    st.tuples(st.just("serve"), st.tuples(st.randoms(use_true_random=False), st.sampled_from([0.0, 31.0]))),
     st.tuples(st.just("drop"), st.none()),
     st.tuples(st.just("restart"), st.none()),
 )
@@ -79,6 +101,22 @@ class Model:
         if key in self.records and self.is_resident(key):
             self.accesses[key] = Access(at, reads)
 
+    def begin(self, run: BlockRun) -> bool:
+        if any(key in self.records for key in run.keys):
+            return False
+        for key, record in zip(run.keys, run.records(), strict=True):
+            self.write(key, record)
+        return True
+
+    def writing(self) -> list[int]:
+        """The blocks whose only location is being written."""
+        return [key for key, record in self.records.items() if [*map(status_of, record.locations)] == [WRITING]]
+
+    def serve(self, keys: list[int], deadline: float) -> None:
+        for key in keys:
+            (only,) = self.records[key].locations
+            self.write(key, self.records[key]._replace(locations=(served(only, deadline),)))
+
     async def agrees_with(self, backend: RocksBackend) -> None:
         assert backend.key_count == len(self.records)
         assert await backend.get_many(KEYS) == [self.records.get(key) for key in KEYS]
@@ -101,6 +139,18 @@ class Model:
         assert backend.deleting_keys == statuses.count({LocationStatus.DELETING})
 
 
+def status_of(place: Location) -> LocationStatus:
+    return place.status
+
+
+def served(place: Location, deadline: float) -> Location:
+    return place._replace(status=LocationStatus.SERVING, session_id="", deadline=deadline)
+
+
+def serving(deadline: float, blocks: Alike) -> Alike:
+    return blocks._replace(location=served(blocks.location, deadline))
+
+
 async def write(backend: RocksBackend, records: dict[int, BlockRecord | None]) -> None:
     """Store or remove, telling the backend what was there before as MetaIndex does."""
     olds = await backend.get_many(list(records))
@@ -117,35 +167,47 @@ def opened(directory: Path) -> tuple[RocksStore, RocksIndex]:
         raise
 
 
+async def do(backend: RocksBackend, model: Model, at: int, verb: str, values: Any) -> None:
+    """Do a step with a backend and its model."""
+    if verb == "write":
+        await write(backend, values)
+        for key, record in values.items():
+            model.write(key, record)
+    elif verb in ("touch", "count"):
+        await backend.touch(values, at + 0.5, moves=verb == "touch")
+        for key, count in values.items():
+            model.touch(key, count, at, moves=verb == "touch")
+    elif verb == "begin":
+        assert (backend.begin(values) is not None) == model.begin(values)
+    elif verb == "serve":
+        (random, deadline), keys = values, model.writing()
+        random.shuffle(keys)
+        assert backend.serve(keys, partial(serving, deadline)) is not None
+        model.serve(keys, deadline)
+    else:
+        await backend.requeue(values, at + 0.5)
+        for key, count in values.items():
+            model.requeue(key, count, at)
+
+
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(steps=st.lists(st.tuples(st.sampled_from(UIDS), STEPS), min_size=4, max_size=40))
 async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
-    steps: list[tuple[int, tuple[str, dict[int, int]]]],
+    steps: list[tuple[int, tuple[str, Any]]],
 ) -> None:
     """Invariant 4 among others: usage after a restart is that of the records."""
     models = {uid: Model() for uid in UIDS}
     with TemporaryDirectory() as directory:
         store, index = opened(Path(directory))
         for at, (uid, (verb, values)) in enumerate(steps):
-            backend, model = index.backend(uid), models[uid]
-            if verb == "write":
-                await write(backend, values)
-                for key, record in values.items():
-                    model.write(key, record)
-            elif verb in ("touch", "count"):
-                await backend.touch(values, at + 0.5, moves=verb == "touch")
-                for key, count in values.items():
-                    model.touch(key, count, at, moves=verb == "touch")
-            elif verb == "requeue":
-                await backend.requeue(values, at + 0.5)
-                for key, count in values.items():
-                    model.requeue(key, count, at)
-            elif verb == "drop":
-                await backend.drop()
+            if verb == "drop":
+                await index.backend(uid).drop()
                 models[uid] = Model()
-            else:
+            elif verb == "restart":
                 await store.close()
                 store, index = opened(Path(directory))
+            else:
+                await do(index.backend(uid), models[uid], at, verb, values)
         await store.close()
         store, index = opened(Path(directory))
         assert index.uids() == [uid for uid in UIDS if models[uid].records]
@@ -156,6 +218,18 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
 
 def written_at(seconds: float) -> BlockRecord:
     return BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, seconds),))
+
+
+async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_together(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    backend = index.backend(1)
+    assert backend.begin(run_of([1, 2], None, 5.0)) is not None
+    await backend.touch({1: 3}, 50.0)
+    assert backend.serve([2, 1], partial(serving, 0.0)) is not None
+    await store.close()
+    store, index = opened(tmp_path)
+    assert await index.backend(1).accesses([1, 2]) == [Access(5, 0)] * 2
+    await store.close()
 
 
 async def after_restart(directory: Path, *records: BlockRecord | None) -> Access | None:
