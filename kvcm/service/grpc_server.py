@@ -132,6 +132,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _method(call: Call, caller: Caller, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    arrived = _traced_arrival if caller.wants_trace_parents else _arrival
     parse = call.request_type.FromString
 
     async def serve(body: bytes, context: Any) -> bytes:
@@ -151,7 +152,7 @@ def _method(call: Call, caller: Caller, gate: Gate) -> Callable[[bytes, Any], Aw
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
         try:
-            reply = await caller.answer(call, request, _arrival(context))
+            reply = await caller.answer(call, request, arrived(context))
         except TurnedAwayError as error:
             await _turn_away(context, error)
         return reply.encoded()
@@ -162,6 +163,12 @@ def _method(call: Call, caller: Caller, gate: Gate) -> Callable[[bytes, Any], Aw
 def _arrival(context: Any) -> Arrival:
     remaining = context.time_remaining()
     return Arrival("grpc", _host(context.peer()), None if remaining is None else time.monotonic() + remaining)
+
+
+def _traced_arrival(context: Any) -> Arrival:
+    parents = (value for key, value in context.invocation_metadata() or () if key == "traceparent")
+    parent = next(parents, "")
+    return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
 
 
 def _host(peer: str) -> str:

@@ -12,6 +12,7 @@ from kvcm.index.backends.tally import PlaceTally
 from kvcm.index.backends.written_columns import WrittenColumns
 from kvcm.model.locations import BlockRecord, LocationStatus, Place
 from kvcm.store.due_queue import DueQueue
+from kvcm.telemetry.stages import staged
 
 __all__ = ["MemoryBackend"]
 
@@ -56,6 +57,7 @@ class MemoryBackend:
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)
 
+    @staged("store")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN
