@@ -145,7 +145,7 @@ class Manager:
             stack.push_async_callback(self._drain, rooms, listeners)
             await rooms.leadership.publish(endpoint)
             await rooms.leadership.tick()
-            rooms.reclaimer.follow()  # reads every block once: nobody waits for that yet
+            await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
             ask = rooms.metadata.store.table("registry").version
             watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
             duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch)]
