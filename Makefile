@@ -20,7 +20,7 @@ $(VENV)/.server: pyproject.toml .ci/constraints.txt
 # it would bring a build for GPUs. triton interprets the kernels of GPUs in tests.
 $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
-	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,dev]'
 	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
 	touch $@
 

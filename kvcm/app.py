@@ -17,6 +17,7 @@ from random import Random
 
 import structlog
 
+from kvcm import __version__
 from kvcm.config import ConfigError, Settings
 from kvcm.draining import drain, tell_left_tasks
 from kvcm.freed_memory import keep_freed_memory
@@ -39,6 +40,7 @@ from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.mempool import PoolOpener
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks.progress import LoadProgress
+from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
 
 __all__ = ["Manager"]
 
@@ -127,7 +129,10 @@ class Manager:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Endpoint]:
         """Serve inside the block. Yields the endpoint with the ports that are really bound."""
+        spans = _opened_spans(self._settings)
         async with contextlib.AsyncExitStack() as stack:
+            if spans is not None:
+                stack.push_async_callback(spans.close)
             listeners = Listeners(self._settings, self._gate)
             stack.push_async_callback(listeners.stop)
             await listeners.start()
@@ -143,11 +148,11 @@ class Manager:
             stack.push_async_callback(self._drain, rooms, listeners)
             await rooms.leadership.publish(endpoint)
             await rooms.leadership.tick()
-            rooms.reclaimer.follow()  # reads every block once: nobody waits for that yet
+            await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
             ask = rooms.metadata.store.table("registry").version
             watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
             duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch)]
-            await listeners.serve(Interface.of(rooms, self._settings, self._reloader))
+            await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans))
             await self._gate.enter_phase(Phase.SERVING)
             yield endpoint
 
@@ -213,6 +218,17 @@ class Manager:
         self._failure = reason
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._stopping.set)
+
+
+def _opened_spans(settings: Settings) -> SpanExport | None:
+    """Return where spans go, None for that calls are not traced."""
+    if not settings.otlp_endpoint:
+        return None
+    instance = settings.node_id or f"{socket.gethostname()}:{settings.admin_http_port}"
+    try:
+        return open_export(settings.otlp_endpoint, __version__, instance)
+    except TracingMissingError as error:
+        raise ConfigError(f"kvcm.tracing.otlp_endpoint is set: {error}") from None
 
 
 async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:

@@ -29,6 +29,7 @@ _OWN_SECTIONS = (
     "kvcm.store.",
     "kvcm.limits.",
     "kvcm.reclaim.",
+    "kvcm.tracing.",
     "kvcm.cluster_id",
     "kvcm.data_dir",
 )
@@ -103,6 +104,12 @@ def _file(value: str) -> str:
     return value
 
 
+def _http_address(value: str) -> str:
+    if value and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", value):
+        raise ValueError("an http or https address like http://127.0.0.1:4318, or empty")
+    return value
+
+
 def _ratio(value: str) -> float:
     if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", value) or not 0 <= float(value) <= 1:
         raise ValueError("a number from 0 to 1")
@@ -147,6 +154,8 @@ class Settings:
     log_format: str = _setting("kvcm.logger.format", "auto", _one_of("auto", "json", "console"), hot=True)
     access_log_sample: float = _setting("kvcm.logger.access_log_sample", 0.0, _ratio, hot=True)
     slow_request_ms: int = _setting("kvcm.logger.slow_request_ms", 1000, _number(0, 3_600_000), hot=True)
+    otlp_endpoint: str = _setting("kvcm.tracing.otlp_endpoint", "", _http_address)
+    trace_sample: float = _setting("kvcm.tracing.sample", 0.01, _ratio, hot=True)
     startup_config: str = _setting("kvcm.startup_config", "")
     deletion_threads: int = _setting("kvcm.schedule_plan_executor_thread_count", 0, _COUNT)
     reporter_type: str = _setting("kvcm.metrics.reporter_type", "")

@@ -36,6 +36,7 @@ from kvcm.service.request_sizes import RequestSizes
 from kvcm.service.storage_api import StorageApi
 from kvcm.telemetry.logs import LEVELS, set_format, set_level
 from kvcm.telemetry.metrics import ApiMetrics
+from kvcm.telemetry.tracing import SpanExport
 
 __all__ = ["Interface"]
 
@@ -63,7 +64,7 @@ class Interface:
     debug: list[Call] = field(default_factory=list)
 
     @classmethod
-    def of(cls, rooms: Rooms, settings: Settings, reloader: Reloader) -> Interface:
+    def of(cls, rooms: Rooms, settings: Settings, reloader: Reloader, spans: SpanExport | None = None) -> Interface:
         """Wire the calls to the rooms, and what can be changed at runtime to its settings."""
         limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
         metrics = ApiMetrics()
@@ -72,9 +73,10 @@ class Interface:
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
         counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS])
         admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.now_seconds)
-        observers: list[CallObserver] = [counted, access_log, RequestContext()]
+        observers: list[CallObserver] = [counted, access_log, *_tracing(settings, reloader, spans), RequestContext()]
         caller = Caller(
-            observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, RequestSizes(limits).check
+            *(observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, RequestSizes(limits).check),
+            wants_trace_parents=spans is not None,
         )
         data, admin = _data_calls(rooms, limits), _admin_calls(rooms, limits, metrics, view)
         admin += ConfigApi(reloader.reload).calls()
@@ -107,6 +109,17 @@ def _admission(settings: Settings) -> AdmissionSettings:
         settings.long_requests,
         settings.queued_long_requests,
     )
+
+
+def _tracing(settings: Settings, reloader: Reloader, spans: SpanExport | None) -> list[CallObserver]:
+    if spans is None:
+        return []
+    from kvcm.service.call_tracing import CallTracing  # needs the extra that made the export possible
+
+    tracing = CallTracing(spans.tracer, Random().random)  # noqa: S311 - a sample, no secret
+    tracing.set(settings.trace_sample)
+    reloader.follow(lambda new, _changed: tracing.set(new.trace_sample))
+    return [tracing]
 
 
 def _data_calls(rooms: Rooms, limits: RequestLimits) -> list[Call]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 SERVER_ONLY = ("typer", "structlog", "uvicorn", "uvloop", "httptools", "rich", "msgspec", "redis", "rocksdict")
 ENGINE_ONLY = ("torch", "transformers", "triton")
 
 
+TRACING_ONLY = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.trace", "opentelemetry.context")
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({SERVER_ONLY + ENGINE_ONLY!r}))\n"
+    return run_without(SERVER_ONLY + ENGINE_ONLY, code)
+
+
+def run_without(modules: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))\n"
     return subprocess.run([sys.executable, "-c", blocked + code], capture_output=True, text=True, check=False)
 
 
@@ -36,3 +44,27 @@ def test_bytes_are_moved_and_checked_with_nothing_else() -> None:
         "assert checksum_of([memoryview(b'ab')]) == checksum_of([memoryview(b'a'), memoryview(b'b')])"
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_without_the_tracing_extra_the_server_serves_and_says_what_tracing_needs(tmp_path: Path) -> None:
+    serve = (
+        "import asyncio\n"
+        "from kvcm.app import Manager\n"
+        "from kvcm.config import ConfigError, Settings\n"
+        "ports = dict(rpc_port=0, http_port=0, admin_rpc_port=0, admin_http_port=0)\n"
+        "async def live(**settings):\n"
+        f"    async with Manager(Settings(**ports, **settings, data_dir={str(tmp_path)!r})).running():\n"
+        "        print('said: serves')\n"
+        "asyncio.run(live())\n"
+        "try:\n"
+        "    asyncio.run(live(otlp_endpoint='http://127.0.0.1:1'))\n"
+        "except ConfigError as error:\n"
+        "    print('said:', error)\n"
+    )
+    done = run_without(TRACING_ONLY, serve)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("said: ")]
+    assert said[0] == "said: serves"
+    assert len(said) == 2
+    assert "kvcm.tracing.otlp_endpoint" in said[1]
+    assert "pip install 'kvcm[tracing]'" in said[1]

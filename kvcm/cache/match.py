@@ -15,6 +15,7 @@ from kvcm.cache.instance_cache import InstanceCache
 from kvcm.index.answers import StorageView
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.telemetry.stages import note_stage, staged
 
 __all__ = ["Match", "MatchMode", "MatchQuery", "match"]
 
@@ -62,6 +63,7 @@ class Match:
     keys: Sequence[int]
 
 
+@staged("match")
 async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | None = None) -> Match:
     """Answer a query.
 
@@ -74,6 +76,7 @@ async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | Non
         InvalidArgumentError: the window does not fit the keys.
     """
     found = await _MODES[query.mode](cache, query, view)
+    note_stage(keys=len(query.keys), hits=len(found.keys))
     if not query.spec_names:
         return found
     return Match(cache.filtered(found.chunks, query.spec_names), found.keys)

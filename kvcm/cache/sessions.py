@@ -38,6 +38,7 @@ from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord
 from kvcm.model.masks import BlockMask
 from kvcm.storage.backend import Hints, StorageBackend
+from kvcm.telemetry.stages import staged
 
 __all__ = ["FinishedWrite", "StartedWrite", "WriteRequest", "WriteSession", "WriteSessions"]
 
@@ -143,6 +144,7 @@ class WriteSessions:
                 self._usage.settle(reservation, cache.index)
                 self.look_at_marks(group)
 
+    @staged("allocate")
     async def _allocate(
         self,
         cache: InstanceCache,
@@ -168,6 +170,7 @@ class WriteSessions:
         self._usage.refusals[group.name] += 1
         self._on_pressure(group.name)
 
+    @staged("plan")
     async def _reserved_plan(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: Mapping[str, KvcmError]
     ) -> tuple[WritePlan, Reservation | None]:

@@ -5,18 +5,39 @@ What it costs: 11 to 22 bytes per resident block, by policy, in arrays, and no o
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kvcm.index.backends.rows import Rows
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.locations import BlockRecord, LocationStatus
-from kvcm.reclaim.lanes import Candidate, IsOverBudget, Lanes, OrderPlan, SlotFacts
+from kvcm.reclaim.lanes import Candidate, IsOverBudget, Lane, Lanes, OrderPlan, SlotFacts
 from kvcm.reclaim.policies.policy import Summary
 
-__all__ = ["LiveOrder"]
+__all__ = ["LiveOrder", "to_its_end"]
 
 _NO_LANE = 0xFFFF
+_STEP_ROWS = 1024  # some milliseconds
+
+_Ranked = tuple[Any, int, int, int, Lane, SlotFacts]
+"""Where a block comes in the order (rank, depth negated, key), its row, its lane, and what is known of it."""
+
+Result = TypeVar("Result")
+
+
+def to_its_end(steps: Iterator[None] | Generator[None, None, Result]) -> Result | None:
+    """Do all steps in one go and return what they return."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def _place(ranked: _Ranked) -> tuple[Any, int, int]:
+    return ranked[:3]
 
 
 class LiveOrder:
@@ -42,29 +63,41 @@ class LiveOrder:
         self._is_disturbed = False
 
     @classmethod
-    def over(cls, index: MetaIndex, plan: OrderPlan) -> LiveOrder | None:
-        """Return the order over an index, with the blocks that it holds; None for an index that others share."""
+    def over(cls, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, LiveOrder | None]:
+        """Make the order over an index, with the blocks that it holds, in steps of some milliseconds.
+
+        Whoever lets others run between two steps sees to it that nobody changes the index meanwhile.
+
+        Returns:
+            The order; None for an index that others share.
+        """
         order = cls(plan)
         rows = index.follow(order)
         if rows is None:
             return None
-        order._begin(rows)
+        yield from order._begin(rows)
         return order
 
-    def _begin(self, rows: Rows) -> None:
+    def _begin(self, rows: Rows) -> Iterator[None]:
         self._rows = rows
-        resident = [row for row in range(len(rows)) if rows.is_resident(row)]
-        facts = {row: self._facts(row) for row in resident}
-        ranked = []
-        for row, fact in facts.items():
-            lane = self._lanes.lane_of(fact)
-            # Of blocks of the same second the tail of a chain is the colder one, then the one of the smallest key: rows
-            # say nothing, since blocks that were removed have left theirs to others.
-            ranked.append((lane.policy.rank(fact.summary), -fact.depth, fact.key, row, lane))
-        ranked.sort(key=lambda each: each[:3])
-        for _, _, _, row, lane in ranked:
-            lane.policy.restore(row, facts[row].key, facts[row].summary)
-            self._enter(row, lane.number, facts[row].size_bytes)
+        pages: list[list[_Ranked]] = []
+        for first in range(0, len(rows), _STEP_ROWS):
+            resident = filter(rows.is_resident, range(first, min(first + _STEP_ROWS, len(rows))))
+            pages.append(sorted(map(self._ranked, resident), key=_place))
+            yield
+        # Sorting all at once would be one step, of seconds where there are millions.
+        for number, (_, _, _, row, lane, fact) in enumerate(heapq.merge(*pages, key=_place)):
+            lane.policy.restore(row, fact.key, fact.summary)
+            self._enter(row, lane.number, fact.size_bytes)
+            if number % _STEP_ROWS == _STEP_ROWS - 1:
+                yield
+
+    def _ranked(self, row: int) -> _Ranked:
+        fact = self._facts(row)
+        lane = self._lanes.lane_of(fact)
+        # Of blocks of the same second the tail of a chain is the colder one, then the one of the smallest key: rows say
+        # nothing, since blocks that were removed have left theirs to others.
+        return lane.policy.rank(fact.summary), -fact.depth, fact.key, row, lane, fact
 
     async def prepare(self, count: int, window: int = 0) -> Mapping[int, BlockRecord]:
         """Nothing has to be fetched."""
@@ -72,7 +105,7 @@ class LiveOrder:
             self._is_disturbed = False
             self._lanes = Lanes(self.plan, self._facts, self._head, self._is_leaf)
             self._lane_of_row = array("H")
-            self._begin(self._rows)
+            to_its_end(self._begin(self._rows))
         return {}
 
     def class_bytes(self, name: str) -> int:

@@ -6,14 +6,15 @@ its group is another object than before, or when the limits above the groups mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.groups import InstanceGroup
 from kvcm.reclaim.custody import IndexInCustody
 from kvcm.reclaim.lanes import OrderPlan
-from kvcm.reclaim.live_order import LiveOrder
+from kvcm.reclaim.live_order import LiveOrder, to_its_end
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.window_order import WindowOrder
 
@@ -95,19 +96,27 @@ class Orders:
         self.expiring: Collection[int] = ()
 
     def follow(self, custodies: Iterable[IndexInCustody], limits: Limits) -> None:
-        """Bring the orders up to date. A new policy reads the whole index once.
+        """Bring the orders up to date. A new policy reads the whole index once, in one piece.
 
         Args:
             custodies: all instances; the others are forgotten.
             limits: above the groups.
         """
+        to_its_end(self._steps(custodies, limits))
+
+    async def begin(self, custodies: Iterable[IndexInCustody], limits: Limits) -> None:
+        """Do `follow` while nothing is served yet, and let others run meanwhile: they must not change any index."""
+        for _ in self._steps(custodies, limits):
+            await asyncio.sleep(0)
+
+    def _steps(self, custodies: Iterable[IndexInCustody], limits: Limits) -> Iterator[None]:
         above = _Above.of(limits)
         is_as_before, current = above == self._above, {}
         for custody in custodies:
             group = self._find_group(custody.instance.instance_group_name)
             known = self._followed.get(custody.uid)
             if known is None or known.group is not group or not is_as_before:
-                known = self._think(custody, group, above, known.order if known is not None else None)
+                known = yield from self._think(custody, group, above, known.order if known is not None else None)
             current[custody.uid] = known
         self._above, self._followed = above, current
         self.by_uid = {uid: each.order for uid, each in current.items() if each.order is not None}
@@ -115,18 +124,19 @@ class Orders:
 
     def _think(
         self, custody: IndexInCustody, group: InstanceGroup | None, above: _Above, order: Order | None
-    ) -> _Followed:
+    ) -> Generator[None, None, _Followed]:
         plan = OrderPlan.of(group, custody.instance.instance_id) if group is not None else None
         if group is not None and plan is not None and (plan.expires or above.gives_marks(group)):
-            order = order if order is not None and order.plan == plan else self._new_order(custody.meta_index, plan)
+            if order is None or order.plan != plan:
+                order = yield from self._new_order(custody.meta_index, plan)
         elif order is not None:
             custody.meta_index.follow(None)
             order = None
         expires = order is not None and order.plan.expires
         return _Followed(group, order, expires, _seconds_between_looks(custody, group, expires=expires))
 
-    def _new_order(self, index: MetaIndex, plan: OrderPlan) -> Order:
-        live = LiveOrder.over(index, plan)
+    def _new_order(self, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, Order]:
+        live = yield from LiveOrder.over(index, plan)
         return live if live is not None else self._window_order(index, plan)
 
     @property

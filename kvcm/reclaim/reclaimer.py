@@ -140,6 +140,12 @@ class Reclaimer:
         self._following.follow(self._indexes(), self._limits())
         self._orders = self._following.by_uid
 
+    async def begin(self) -> None:
+        """Do `follow` before anything is served: every block is read, and probes are answered meanwhile. Until this
+        returns nobody may change an index."""
+        await self._following.begin(self._indexes(), self._limits())
+        self._orders = self._following.by_uid
+
     async def look(self, *, is_hasty: bool = False) -> int:
         """Bring everything below its mark; return the number of blocks that were marked.
 

@@ -7,7 +7,6 @@ logs or traces calls (`CallObserver`) is told how it began and ended.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ import structlog
 from google.protobuf.message import Message
 
 from kvcm.model.errors import ErrorCode, KvcmError, UnknownInstanceError
+from kvcm.service.call_timing import CallTiming
 from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["LOCAL", "Admission", "Arrival", "Call", "CallObserver", "Caller", "Outcome", "Plane", "Reply"]
-
-_TRACER_SUFFIX = "__kvcm_need_span_tracer"
 
 _log = structlog.get_logger("kvcm.service")
 
@@ -100,7 +98,7 @@ class Arrival(NamedTuple):
         peer: address of the client without its port, "" when unknown. Nobody is authenticated: it stands for the
             principal.
         deadline: on `time.monotonic`'s clock, when the client gives up; None when it does not say.
-        trace_parent: W3C trace context that the client sent, "" for none.
+        trace_parent: W3C trace context that the client sent, "" for none, and while calls are not traced.
         came: on the same clock, when its first bytes were seen; None when the transport does not say.
     """
 
@@ -191,6 +189,7 @@ class Caller:
         refresh: brings in what other managers changed, and says whether there was anything.
         admission: whom to serve.
         check_sizes: raises InvalidArgumentError for a request that has too much of something.
+        wants_trace_parents: whether an observer looks at `Arrival.trace_parent`.
     """
 
     def __init__(
@@ -201,7 +200,10 @@ class Caller:
         refresh: Callable[[], Awaitable[bool]] = _nothing_new,
         admission: Admission | None = None,
         check_sizes: Callable[[Any], None] = _any_size,
+        *,
+        wants_trace_parents: bool = False,
     ) -> None:
+        self.wants_trace_parents = wants_trace_parents
         self._observers = tuple(observers)
         self._refuse = refuse
         self._labels = labels
@@ -242,11 +244,14 @@ class Caller:
         begin = time.perf_counter()
         begun = [observer.begin(call, request, arrival) for observer in self._observers]
         labels = self._labels(request.instance_id) if call.per_instance else {}
+        trace_id = request.trace_id if call.is_traced else None
+        timing = CallTiming.of(call.handler, call.name, trace_id)
         try:
             if call.leader_only:
                 self._refuse(call.plane)
             self._check_sizes(request)
-            reply = await self._run(call, request)
+            run = self._run(call, request)
+            reply = await (run if timing is None else timing.measure(run))
             code, text = ErrorCode.OK, ""
         except KvcmError as error:
             reply, code, text = Reply(call.response_type()), error.code, str(error)
@@ -260,10 +265,9 @@ class Caller:
             self._tell_end(begun, call, request, arrival, outcome)
             raise
         seconds = time.perf_counter() - begin
-        trace_id = request.trace_id if call.is_traced else None
         _fill_header(reply.message, trace_id, code, text)
-        if trace_id is not None and trace_id.endswith(_TRACER_SUFFIX):
-            _add_timing(reply.message.header, call, seconds * 1e6)
+        if timing is not None:
+            timing.tell(reply.message.header, seconds)
         outcome = Outcome(code, text, seconds, labels)
         self._tell_end(begun, call, request, arrival, outcome)
         return reply
@@ -280,15 +284,6 @@ class Caller:
             if not await self._refresh():
                 raise
         return await call.handler(request)
-
-
-def _add_timing(header: Any, call: Call, duration_us: float) -> None:
-    """Tell how long the call took, as the original's timing tree (wire.md 2.4); admin headers have no place for it."""
-    if "tracer_result" in header.DESCRIPTOR.fields_by_name:
-        module = call.handler.__module__.rpartition(".")[2]
-        name = getattr(call.handler, "__name__", call.name)
-        span = {"span_time_us": round(duration_us)}
-        header.tracer_result = json.dumps({**span, f"{module}.py:{name}": [span]}, separators=(",", ":"))
 
 
 def _fill_header(message: Any, trace_id: str | None, code: ErrorCode, text: str) -> None:

@@ -158,8 +158,10 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    arrived = _traced_arrival if caller.wants_trace_parents else _arrival
+
     async def serve(body: bytes, context: Any) -> bytes:
-        arrival = _arrival(context)
+        arrival = arrived(context)
         refusal = gate.refusal()
         if refusal is not None:
             caller.tell_turned_away(call, arrival, refusal)
@@ -190,6 +192,12 @@ def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Calla
 def _arrival(context: Any) -> Arrival:
     remaining = context.time_remaining()
     return Arrival("grpc", _host(context.peer()), None if remaining is None else time.monotonic() + remaining)
+
+
+def _traced_arrival(context: Any) -> Arrival:
+    parents = (value for key, value in context.invocation_metadata() or () if key == "traceparent")
+    parent = next(parents, "")
+    return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
 
 
 def _host(peer: str) -> str:

@@ -106,6 +106,8 @@ class HttpApp:
     async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         call, headers = self._calls.get(scope["path"]), dict(scope["headers"])
         arrival = Arrival("http", scope["client"][0] if scope["client"] else "", came=scope.get(CAME))
+        if self._caller is not None and self._caller.wants_trace_parents:
+            arrival = arrival._replace(trace_parent=headers.get(b"traceparent", b"").decode("latin-1"))
         if b"origin" in headers:
             await _refuse_page(send)
         elif (refusal := self._refusal(call, arrival)) is not None:

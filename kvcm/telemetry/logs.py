@@ -1,7 +1,8 @@
 """Logs are events with fields, one per line on stderr. Secrets and key lists are never fields.
 
 What is below the level in force costs a call that does nothing: no field is formatted. Lines of libraries that use
-Python's own logging have the same form. While a request is handled every line carries its trace id.
+Python's own logging have the same form. While a request is handled every line carries its trace id, and while calls are
+traced that of the W3C trace it belongs to.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Any
 
 import structlog
 
-__all__ = ["LEVELS", "configure_logs", "is_logged", "request_in_hand", "set_format", "set_level"]
+__all__ = ["LEVELS", "configure_logs", "is_logged", "request_in_hand", "set_format", "set_level", "trace_in_hand"]
 
 LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "ERROR": logging.ERROR}
 
 request_in_hand: ContextVar[Any] = ContextVar("request_in_hand", default=None)
 """The request that is being handled, None outside of any. The whole request, so that its trace id is decoded only when
 there is a line to write."""
+
+trace_in_hand: ContextVar[str] = ContextVar("trace_in_hand", default="")
+"""W3C id of the trace that the request belongs to, "" for none or while calls are not traced."""
 
 _MOST_TRACE_ID = 256
 
@@ -80,4 +84,6 @@ def _add_trace_id(_logger: object, _method: str, event: structlog.typing.EventDi
     request = request_in_hand.get()
     if request is not None and request.trace_id:
         event.setdefault("trace_id", request.trace_id[:_MOST_TRACE_ID])
+    if trace := trace_in_hand.get():
+        event.setdefault("w3c_trace_id", trace)
     return event

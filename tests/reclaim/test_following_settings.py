@@ -11,6 +11,7 @@ from levels_rig import BLOCK, Levels, group, instance, levels
 
 from kvcm.model.groups import CacheConfig, EvictionPolicy, GlobalQuota, InstanceGroup, InstanceGroupQuota
 from kvcm.model.masks import NO_MASK
+from kvcm.reclaim import live_order
 from kvcm.reclaim.evicted import Evicted
 
 
@@ -229,3 +230,35 @@ async def test_what_was_crossed_counts_until_its_low_end_was_reached() -> None:
         await rig.update(replace(configured, quota=InstanceGroupQuota(200 * BLOCK), cache_config=CacheConfig(
             configured.cache_config.reclaim_strategy)))  # fmt: skip
         assert await rig.reclaimer.look() == 0
+
+
+async def test_an_order_that_is_begun_in_steps_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_order, "_STEP_ROWS", 3)
+    orders: list[list[int]] = []
+    for in_steps in (False, True):
+        with levels(ordered("lfu", mark=0)) as rig:
+            await rig.write_each(range(9))
+            for key in (4, 4, 2, 7):
+                rig.wait(1)
+                await rig.read([key])
+            await rig.update(ordered("lfu", mark=0.1))
+            if in_steps:
+                turns = asyncio.create_task(_turns())
+                await rig.reclaimer.begin()
+                turns.cancel()
+                assert await turns > 3
+            await rig.reclaim()
+            orders.append(rig.order())
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 8
+
+
+async def _turns() -> int:
+    """Count turns of the event loop until cancelled."""
+    count = 0
+    try:
+        while True:
+            await asyncio.sleep(0)
+            count += 1
+    except asyncio.CancelledError:
+        return count

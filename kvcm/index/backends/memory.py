@@ -13,6 +13,7 @@ from kvcm.index.backends.written_columns import WrittenColumns
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
 from kvcm.model.runs import BlockRun
 from kvcm.store.due_queue import DueQueue
+from kvcm.telemetry.stages import staged
 
 __all__ = ["MemoryBackend"]
 
@@ -57,6 +58,7 @@ class MemoryBackend:
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)
 
+    @staged("store")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN

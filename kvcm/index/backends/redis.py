@@ -42,6 +42,7 @@ from kvcm.index.shards import shard_of
 from kvcm.model.locations import BlockRecord, Place
 from kvcm.model.runs import BlockRun
 from kvcm.store.redis.client import RedisClient, ScriptCall
+from kvcm.telemetry.stages import staged
 
 __all__ = ["RedisBackend"]
 
@@ -93,11 +94,13 @@ class RedisBackend:
     async def refresh(self) -> None:
         await self._sums.refresh(self._client.run)
 
+    @staged("read")
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         if len(keys) <= _MOST_KEYS_PER_READ:
             return await self._read(keys)
         return [record for part in _cut(keys, _MOST_KEYS_PER_READ) for record in await self._read(part)]
 
+    @staged("store")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
             return NOTHING_WRITTEN

@@ -34,6 +34,7 @@ from kvcm.store.rocks.database import Row
 from kvcm.store.rocks.log import CommitLog, RowChange
 from kvcm.store.rocks.progress import LoadProgress
 from kvcm.store.rocks.store import RocksStore
+from kvcm.telemetry.stages import staged
 
 __all__ = ["RocksBackend", "RocksIndex", "load_index"]
 
@@ -61,6 +62,7 @@ class RocksBackend(MemoryBackend):
         self._uid = uid
         self._on_drop = on_drop
 
+    @staged("store")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         self._log.admit()
         read_before = self._read_before(changes)
