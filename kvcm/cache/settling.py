@@ -46,6 +46,8 @@ async def settle(
     most = max(1, PAGE_KEYS // max(1, len(session.checksums.names)))
     # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
     for end in range(len(session.keys), 0, -most):
+        if end < len(session.keys):
+            await asyncio.sleep(0)
         begin = max(0, end - most)
         ends.told = session.checksums.by_key(session.keys, begin, end)
         keys = session.keys[begin:end][::-1]
@@ -58,7 +60,6 @@ async def settle(
             changes = await cache.index.read_modify_write(keys, ends.of_one)
             served += sum([key in ends.succeeded and _serves(record, session) for key, _, record, _ in changes])
             note(changes)
-        await asyncio.sleep(0)
     wanted = sum(session.decision)
     return FinishedWrite(served, len(session.keys) - wanted, wanted - served)
 
@@ -85,29 +86,36 @@ class _Ends:
         if self.told:
             pairs = zip(keys, chunks, strict=True)
             chunks = [checked(chunk, location.spec_names, self.told.get(key, {})) for key, chunk in pairs]
-        return Alike(keys, self._serving(location), chunks)
+        return Alike(keys, self._serving(location, location.chunk), chunks)
 
     def of_one(self, key: int, old: BlockRecord | None) -> BlockRecord | None:
         """Return what becomes of any record."""
         to_serving = key in self.succeeded
+        if to_serving and old is not None and len(old[2]) == 1:  # nearly every block
+            location = old[2][0]
+            if location[8] == self._session.id and location[3] is LocationStatus.WRITING:
+                return _new_record(BlockRecord, (old[0], old[1], (self._served(key, location),)))
         return changed(old, lambda location: self._of_location(key, location, to_serving=to_serving))
 
     def _of_location(self, key: int, location: Location, *, to_serving: bool) -> Location:
         if location.session_id != self._session.id or location.status is LocationStatus.SERVING:
             return location
         if to_serving and location.status is LocationStatus.WRITING:
-            chunk = checked(location.chunk, location.spec_names, self.told.get(key, {}))
-            return self._serving(location)._replace(chunk=chunk)
+            return self._served(key, location)
         if location.status is LocationStatus.DELETING and location.deadline <= self._now:
             return location  # settled before, or about to go
         # Nobody was ever given it to read: its bytes can go at once. Its writer may come back nevertheless, so it keeps
         # the session's id to the end: by that it is told from what served (`Location.has_served`).
         return location._replace(status=LocationStatus.DELETING, deadline=self._now)
 
-    def _serving(self, location: Location) -> Location:
-        ends = ("", self._session.keep_until, self._session.priority, location[11])
+    def _served(self, key: int, location: Location) -> Location:
+        told = self.told.get(key)
+        return self._serving(location, checked(location[5], location[4], told) if told else location[5])
+
+    def _serving(self, location: Location, chunk: bytes) -> Location:
+        ends = (*location[6:8], "", self._session.keep_until, self._session.priority, location[11])
         # `_replace` would take five times as long.
-        return _new_location(Location, (*location[:3], LocationStatus.SERVING, *location[4:8], *ends))
+        return _new_location(Location, (*location[:3], LocationStatus.SERVING, location[4], chunk, *ends))
 
 
 def changed(old: BlockRecord | None, change: Callable[[Location], Location]) -> BlockRecord | None:

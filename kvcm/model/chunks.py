@@ -7,6 +7,7 @@ in lengths, of which there are few: all bytes between two uris are looked up by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 
 from kvcm.model.locations import gaps_between_uris
 from kvcm.model.storages import StorageType
@@ -25,16 +26,16 @@ def encode_chunks(storage_type: StorageType, spec_names: Sequence[str], uris: Se
     Returns:
         Each location as field 2 of an answer.
     """
-    columns = [[uri.encode() for uri in of_spec] for of_spec in uris]
+    columns = [list(map(str.encode, of_spec)) for of_spec in uris]
     if len(columns) == 1:
         return _of_one_spec(storage_type, spec_names[0], columns[0])
-    forms: dict[tuple[int, ...], list[bytes]] = {}
+    names, forms = tuple(spec_names), dict[tuple[int, ...], tuple[bytes, ...]]()
     chunks = []
     for row in zip(*columns, strict=True):
         lengths = tuple(map(len, row))
         gaps = forms.get(lengths)
         if gaps is None:
-            gaps = forms[lengths] = gaps_between_uris(storage_type, spec_names, lengths)
+            gaps = forms[lengths] = gaps_between_uris(storage_type, names, lengths)
         parts = [b""] * (2 * len(row))
         parts[::2], parts[1::2] = gaps, row
         chunks.append(b"".join(parts))
@@ -42,5 +43,6 @@ def encode_chunks(storage_type: StorageType, spec_names: Sequence[str], uris: Se
 
 
 def _of_one_spec(storage_type: StorageType, name: str, uris: Sequence[bytes]) -> list[bytes]:
-    heads = {length: gaps_between_uris(storage_type, (name,), (length,))[0] for length in set(map(len, uris))}
-    return [heads[len(uri)] + uri for uri in uris]
+    lengths = list(map(len, uris))
+    heads = {length: gaps_between_uris(storage_type, (name,), (length,))[0] for length in set(lengths)}
+    return list(map(add, map(heads.__getitem__, lengths), uris))  # loops in C

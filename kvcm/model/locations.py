@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvcm.model.storages import StorageType
@@ -169,7 +170,10 @@ def encode_chunk(storage_type: StorageType, spec_size: int, specs: Iterable[Spec
     return _closed(message, spec_size, checksum)
 
 
-def gaps_between_uris(storage_type: StorageType, spec_names: Sequence[str], lengths: Sequence[int]) -> list[bytes]:
+@lru_cache(4096)
+def gaps_between_uris(
+    storage_type: StorageType, spec_names: tuple[str, ...], lengths: tuple[int, ...]
+) -> tuple[bytes, ...]:
     """Return what stands before each uri in an encoded location whose uris have these lengths, in bytes, and no
     checksums: with the uris in between it is what `encode_chunk` returns."""
     heads = []
@@ -179,7 +183,7 @@ def gaps_between_uris(storage_type: StorageType, spec_names: Sequence[str], leng
     kind = b"\x08" + _varint(storage_type) if storage_type else b""
     count = b"\x10" + _varint(len(heads)) if heads else b""
     size = len(kind) + len(count) + sum(map(len, heads)) + sum(lengths)
-    return [b"\x12" + _varint(size) + kind + count + heads[0], *heads[1:]]
+    return (b"\x12" + _varint(size) + kind + count + heads[0], *heads[1:])
 
 
 def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,10 +55,14 @@ class LocationUri(NamedTuple):
         pool = "" if self.range_id is None else f"node_id={self.node_id}&range_id={self.range_id}&"
         return f"{self.scheme}://{self.storage}{self.path}?{blkid}{key}{location}{pool}size={self.size}"
 
-    def of_slots(self, count: int) -> list[str]:
-        """Return the texts of the uris that differ from this one in their slot only: 0 and the following."""
-        before, after = str(self if self.blkid is None else self._replace(blkid=None)).rsplit("?", 1)
-        return [before + text for text in _of_slots(count, after)]
+    def below(self, names: Sequence[str], counts: Sequence[int] = ()) -> list[str]:
+        """Return the texts of the uris of objects with these names below this path, of each object as many slots as its
+        count; without counts each object as a whole. For uris that have no parameter but the size."""
+        before, after = str(self).rsplit("?", 1)
+        if not counts:
+            return [f"{before}{name}?{after}" for name in names]
+        pairs = zip(names, counts, strict=True)
+        return [before + name + end for name, count in pairs for end in _of_slots(count, after)]
 
     @classmethod
     def parse(cls, text: str) -> LocationUri:

@@ -121,7 +121,7 @@ class Registry:
     @property
     def generation(self) -> int:
         """Grows with every change of the local view."""
-        return sum(shelf.generation for shelf in self._shelves)
+        return sum([shelf.generation for shelf in self._shelves])  # asked for several times per write
 
 
 async def kept_cluster_id(table: Table, new: str, flush: Flush = _nothing) -> str:

@@ -10,7 +10,7 @@ from kvcm.model.names import path_component
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, ObjectPage, StorageBackend, StorageSpace, StoredObject
-from kvcm.storage.packing import object_name, pack
+from kvcm.storage.packing import object_name, packed_uris
 
 __all__ = ["DummyStorage"]
 
@@ -42,10 +42,7 @@ class DummyStorage:
         return cls(config.global_unique_name, directory, config.spec.key_count_per_file)
 
     async def allocate(self, allocation: Allocation) -> list[str]:
-        uris: list[str] = []
-        for packed in pack(allocation, self._keys_per_object):
-            uri = LocationUri("dummy", self._name, self._directory + packed.name, packed.size_bytes)
-            uris += uri.of_slots(len(packed.indexes)) if self._keys_per_object > 1 else [str(uri)]
+        uris = packed_uris(LocationUri("dummy", self._name, self._directory, 0), allocation, self._keys_per_object)
         self._live |= dict.fromkeys(uris, self._now())
         return uris
 

@@ -33,7 +33,7 @@ from kvcm.storage.file_probe import PROBE_PREFIX, probe
 from kvcm.storage.file_reuse import SlotGiver
 from kvcm.storage.file_slots import PackedFiles, SlotsOfFile, is_complete, slots_by_file
 from kvcm.storage.folders import NoFolderError
-from kvcm.storage.packing import pack
+from kvcm.storage.packing import packed_uris
 from kvcm.storage.slots import FreeSlots, SlotReuse
 from kvcm.storage.threads import StorageThreads
 
@@ -94,11 +94,8 @@ class FileStorage:
 
     def _fresh(self, allocation: Allocation) -> list[str]:
         """Return the uris of parts in files of their own."""
-        uris: list[str] = []
-        for packed in pack(allocation, self._keys_per_file):
-            uri = LocationUri(self._scheme, self._name, self.directory + packed.name, packed.size_bytes)
-            uris += uri.of_slots(len(packed.indexes)) if self._is_packed else [str(uri)]
-        return uris
+        directory = LocationUri(self._scheme, self._name, self.directory, 0)
+        return packed_uris(directory, allocation, self._keys_per_file)
 
     async def _reused(self, allocation: Allocation) -> dict[int, str]:
         """Return the uris of parts that got a slot which others had before, by their index."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
-from operator import add
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from kvcm.model.keys import keys_hex
@@ -14,7 +14,7 @@ from kvcm.model.names import path_component
 from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Parts
 
-__all__ = ["Packed", "object_name", "owner_of", "pack", "slot_count"]
+__all__ = ["Packed", "object_name", "owner_of", "pack", "packed_uris", "slot_count"]
 
 _LAST_COMPONENT = re.compile(r"([0-9a-f]{1,16})(?:_[0-9]+x[0-9a-f]{16})?\.[0-9A-Za-z]+")
 
@@ -51,6 +51,21 @@ def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
         for start in range(indexes.start, indexes.stop, most):
             chunk = range(start, min(start + most, indexes.stop))
             yield Packed(_object_name(location_id, names[start : chunk.stop]), sizes[start], chunk)
+
+
+def packed_uris(directory: LocationUri, allocation: Allocation, keys_per_object: int) -> list[str]:
+    """Return one uri per part, in objects that are packed as `pack` says.
+
+    Args:
+        directory: uri of the deployment's directory, with a slash at its end; its size does not matter.
+        allocation, keys_per_object: as of `pack`.
+    """
+    uris: list[str] = []
+    for size_bytes, alike in groupby(pack(allocation, keys_per_object), key=attrgetter("size_bytes")):
+        objects = list(alike)
+        counts = [len(each.indexes) for each in objects] if keys_per_object > 1 else []
+        uris += directory._replace(size=size_bytes).below([each.name for each in objects], counts)
+    return uris
 
 
 def _lists(parts: Parts) -> list[range]:

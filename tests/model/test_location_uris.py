@@ -126,6 +126,10 @@ def test_any_text_is_a_uri_or_is_refused(text: str) -> None:
 
 
 @FIXED
-@given(uri=URIS, count=st.integers(0, 20))
-def test_uris_of_slots_differ_in_their_slot_only(uri: LocationUri, count: int) -> None:
-    assert uri.of_slots(count) == [str(uri._replace(blkid=slot)) for slot in range(count)]
+@given(uri=URIS, objects=st.lists(st.tuples(st.sampled_from(["a", "b/c_2", "%3F"]), st.integers(0, 20)), max_size=4))
+def test_uris_of_objects_differ_in_name_and_slot_only(uri: LocationUri, objects: list[tuple[str, int]]) -> None:
+    directory = LocationUri(uri.scheme, uri.storage, uri.path, uri.size)
+    names, counts = [name for name, _ in objects], [count for _, count in objects]
+    slots = [directory._replace(path=uri.path + name, blkid=slot) for name, count in objects for slot in range(count)]
+    assert directory.below(names, counts) == list(map(str, slots))
+    assert directory.below(names) == [str(directory._replace(path=uri.path + name)) for name in names]

@@ -77,10 +77,10 @@ class MemoryBackend:
         if not self._blocks.begin(run):
             return None
         self._due.put_all(run.keys, run.location.deadline)
-        difference = PlaceTally()
-        difference.add(run.location.place, len(run.keys) * run.location.size_bytes)
-        self._tally.update(difference)
-        return difference.used
+        place, size_bytes = run.location.place, len(run.keys) * run.location.size_bytes
+        if size_bytes:
+            self._tally.add(place, size_bytes)
+        return {place: size_bytes}
 
     def serve(self, keys: Sequence[int], ending: Ending) -> Sequence[Alike] | None:
         served = self._blocks.serve(keys, ending)
