@@ -144,7 +144,7 @@ def _admin_calls(rooms: Rooms, limits: RequestLimits, metrics: ApiMetrics, view:
 def _state(rooms: Rooms, view: CapacityView) -> ManagerState:
     return ManagerState(
         *(rooms.cache, rooms.registry, view, rooms.reclaimer, rooms.deletions, rooms.garbage, rooms.scrubber),
-        *(rooms.storages, rooms.prober, rooms.leadership),
+        *(rooms.storages, rooms.prober, rooms.leadership, rooms.metadata.kind, rooms.metadata.times),
     )
 
 

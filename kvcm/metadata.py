@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from kvcm.store.redis.uri import RedisSettings, parse_redis_uri
 from kvcm.store.rocks.progress import LoadProgress
 from kvcm.store.rocks.store import RocksStore
 from kvcm.store.store import Lease, Store
+from kvcm.telemetry.metrics_values import Histogram
 
 __all__ = ["Metadata", "local_directory", "open_metadata"]
 
@@ -56,6 +57,13 @@ class Metadata:
     usage: Ledger
     client: RedisClient | None = None
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+
+    @property
+    def times(self) -> Mapping[str, Histogram]:
+        """How long operations of the store took, by kind; none in memory."""
+        if isinstance(self.store, RocksStore):
+            return self.store.log.times
+        return self.client.times if self.client is not None else {}
 
     async def close(self) -> None:
         """Make everything durable and let go of files and connections."""

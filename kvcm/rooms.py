@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvcm.cache.drains import StorageDrains
@@ -41,6 +41,7 @@ from kvcm.registry.registry import Registry
 from kvcm.service.calls import Plane
 from kvcm.service.node import refuse_unless_leading
 from kvcm.service.prometheus_counts import Counts
+from kvcm.service.prometheus_evictions import EvictionMetrics
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.prober import Prober
 from kvcm.store.redis.tracking import Invalidations
@@ -223,7 +224,7 @@ class Rooms:
     leaks: PoolLeaks
     prober: Prober
     sharing: Sharing | None
-    counts: Counts = field(default_factory=Counts)
+    counts: Counts
 
     @classmethod
     def build(
@@ -244,7 +245,9 @@ class Rooms:
         wakes: SharedWakes  # of the reclaimer, which is built over the cache that wakes it
         cache = ground.cache(budget, events, lambda group_name: wakes.press(group_name))
         deletions = ground.deletions(cache, events, turns)
-        reclaimer = ground.reclaimer(cache, partial(_tell_evicted, told, deletions.wake), turns)
+        counts = Counts()
+        on_evicted = partial(_tell_evicted, told, counts.evictions, deletions.wake)
+        reclaimer = ground.reclaimer(cache, on_evicted, turns)
         wakes = ground.wakes(reclaimer)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
@@ -257,7 +260,7 @@ class Rooms:
         return cls(
             *(settings, metadata, registry, storages, leadership, events),
             *(cache, reclaimer, deletions, garbage, scrubber, drains),
-            *(purges, leaks, prober, sharing),
+            *(purges, leaks, prober, sharing, counts),
         )
 
     def duties(self) -> list[Duty]:
@@ -349,7 +352,10 @@ def _limits(registry: Registry) -> Limits:
     return Limits(registry.storages.all(), registry.quotas.all(), registry.groups.all())
 
 
-def _tell_evicted(events: ChangeEvents, wake_deletions: Callable[[], None], evicted: Evicted) -> None:
+def _tell_evicted(
+    events: ChangeEvents, counted: EvictionMetrics, wake_deletions: Callable[[], None], evicted: Evicted
+) -> None:
+    counted.evicted(evicted)
     reason = evicted.need.reason.value
     events.evicted(evicted.instance, evicted.changes, reason, evicted.policy, evicted.delay_seconds)
     if not evicted.delay_seconds:

@@ -11,10 +11,11 @@ the tail before the head, since the head of a prefix must outlive its continuati
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.observer import UNOBSERVED
 from kvcm.cache.pages import PAGE_KEYS
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy
@@ -23,6 +24,9 @@ __all__ = ["AccessRecorder", "PolicyOf"]
 
 _MOST_KEYS = 1 << 20
 _SLICE_KEYS = 256  # worked on without giving way
+_ONE_IN = 64  # blocks, a power of two, whose reads are compared with their last one
+_SPREAD = 0x9E3779B97F4A7C15  # keys need not be well mixed
+_MASK = (1 << 64) - 1
 
 PolicyOf = Callable[[InstanceCache], EvictionPolicy]
 """Finds the policy in force for an instance."""
@@ -42,6 +46,7 @@ class AccessRecorder:
         self._entries: list[tuple[InstanceCache, Sequence[int]]] = []
         self._waiting = 0
         self.dropped = 0
+        self.observer = UNOBSERVED
 
     @property
     def waiting_count(self) -> int:
@@ -85,8 +90,21 @@ class AccessRecorder:
         size = PAGE_KEYS if cache.index.is_shared else _SLICE_KEYS
         items = iter(counts.items())
         while page := dict(islice(items, size)):
+            if moves:
+                await self._tell_revisits(cache, page, at)
             await cache.index.touch(page, at, moves=moves)
             await asyncio.sleep(0)
+
+    async def _tell_revisits(self, cache: InstanceCache, page: Mapping[int, int], at: float) -> None:
+        """Tell how long ago some of the blocks were read before; to be asked before they are touched."""
+        sampled = list(filter(_is_sampled, page))
+        for access in await cache.index.accesses(sampled) if sampled else ():
+            if access is not None and access.reads:
+                self.observer.revisited(cache.instance, max(0.0, at - access.at))
+
+
+def _is_sampled(key: int) -> bool:
+    return (key * _SPREAD & _MASK) >> 32 & (_ONE_IN - 1) == 0
 
 
 def _count(counts: dict[int, int], keys: Sequence[int]) -> None:

@@ -111,7 +111,7 @@ class CacheManager:
 
     def observe(self, observer: CacheObserver) -> None:
         """Tell somebody of lookups and write sessions from now on."""
-        self._observer = self.endings.observer = observer
+        self._observer = self.endings.observer = self.accesses.observer = observer
 
     async def load(self) -> None:
         """Open every index and hear of the open read leases, before the manager serves."""

@@ -37,6 +37,9 @@ class CacheObserver(Protocol):
     def lookup_failed(self, instance: Instance, query: MatchQuery) -> None:
         """A lookup could not be answered."""
 
+    def revisited(self, instance: Instance, seconds: float) -> None:
+        """A block was read again so long after its last read; told of some blocks, after a while."""
+
     def write_started(self, masked_keys: int) -> None:
         """A write session was opened; so many keys of the request need not be written."""
 
@@ -49,6 +52,9 @@ class _Nobody:
         pass
 
     def lookup_failed(self, instance: Instance, query: MatchQuery) -> None:
+        pass
+
+    def revisited(self, instance: Instance, seconds: float) -> None:
         pass
 
     def write_started(self, masked_keys: int) -> None:

@@ -15,6 +15,7 @@ from kvcm.index.search_cache import CacheBudget
 from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.instances import Instance, Placement
 from kvcm.registry.registry import Registry
+from kvcm.telemetry.metrics_values import Histogram
 
 __all__ = ["OpenCaches"]
 
@@ -45,6 +46,7 @@ class OpenCaches:
         self._new_backend = new_backend
         self._usage = usage
         self._budget = budget
+        self.lock_waits = Histogram()  # of all indexes
         self._caches: dict[int, InstanceCache] = {}
         self._current: Sequence[InstanceCache] = ()
         self._custodies: Sequence[IndexInCustody] = ()
@@ -130,4 +132,5 @@ class OpenCaches:
             max_key_count=config.max_key_count or MOST_KEYS,
             on_usage=listener,
             budget=self._budget,
+            lock_waits=self.lock_waits,
         )

@@ -32,6 +32,7 @@ from kvcm.index.uninterrupted import uninterrupted
 from kvcm.model.errors import NotReadyError
 from kvcm.model.locations import BlockRecord, Place
 from kvcm.model.runs import BlockRun
+from kvcm.telemetry.metrics_values import Histogram
 
 __all__ = ["Applied", "Change", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
@@ -70,6 +71,7 @@ class MetaIndex:
         max_key_count: most keys the index accepts; for a shared store whoever plans a write sees to that.
         on_usage: told of changes of usage.
         budget: bytes of the search cache, shared with other indexes.
+        lock_waits: is told how long calls waited for lock shards.
     """
 
     def __init__(
@@ -82,19 +84,18 @@ class MetaIndex:
         max_key_count: int = 1 << 62,
         on_usage: UsageListener = _nobody_listens,
         budget: CacheBudget | None = None,
+        lock_waits: Histogram | None = None,
     ) -> None:
         if shard_count < 1 or shard_count & (shard_count - 1):
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
         self._answers = AnswerBook(backend, view, budget if budget is not None else CacheBudget())
-        self._locks = ShardLocks(shard_count)
+        self._locks = ShardLocks(shard_count, lock_waits)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
         self._max_key_count = max_key_count
         self._on_usage = on_usage
-        self._incoming = 0
-        self._reserved = 0
-        self._generation = 0
+        self._incoming = self._reserved = self._generation = 0
 
     @property
     def generation(self) -> int:

@@ -11,10 +11,13 @@ would let one writer hold up all).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from typing import NamedTuple
+
+from kvcm.telemetry.metrics_values import Histogram
 
 __all__ = ["ShardLocks", "SubBatch", "plan_sub_batches", "shard_of"]
 
@@ -59,16 +62,24 @@ def plan_sub_batches(keys: Iterable[int], shard_count: int, batch_key_size: int)
 
 
 class ShardLocks:
-    """The locks of one index."""
+    """The locks of one index.
 
-    def __init__(self, shard_count: int) -> None:
+    Args:
+        shard_count: how many.
+        waits: is told how long holders waited.
+    """
+
+    def __init__(self, shard_count: int, waits: Histogram | None = None) -> None:
         self._locks = [asyncio.Lock() for _ in range(shard_count)]
+        self._waits = waits if waits is not None else Histogram()
 
     @asynccontextmanager
     async def hold(self, shards: tuple[int, ...]) -> AsyncIterator[None]:
         """Hold the locks of `shards`, which must be ascending; released in any case, also on cancellation."""
         assert all(a < b for a, b in pairwise(shards)), shards
+        begin = time.perf_counter()
         async with AsyncExitStack() as stack:
             for shard in shards:
                 await stack.enter_async_context(self._locks[shard])
+            self._waits.observe(time.perf_counter() - begin)
             yield

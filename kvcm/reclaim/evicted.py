@@ -11,6 +11,7 @@ from kvcm.model.instances import Instance
 from kvcm.model.locations import Location
 from kvcm.reclaim.marking import went
 from kvcm.reclaim.needs import Need
+from kvcm.telemetry.metrics_values import AGES, Histogram
 
 __all__ = ["Evicted", "ReclaimStats"]
 
@@ -45,6 +46,8 @@ class ReclaimStats:
 
     Attributes:
         unmet: what the last look could not bring below its mark, by reason: all that is left is pinned or in use.
+        ages: seconds since some of the evicted blocks were read.
+        rounds: seconds that looks took.
     """
 
     evicted_keys: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -53,6 +56,8 @@ class ReclaimStats:
     submitted_locations: int = 0
     looks: int = 0
     unmet: Counter[str] = field(default_factory=Counter)
+    ages: Histogram = field(default_factory=lambda: Histogram(AGES))
+    rounds: Histogram = field(default_factory=Histogram)
 
     def note(self, evicted: Evicted) -> None:
         """Count what was marked."""

@@ -11,6 +11,7 @@ limit of a group bounds what one look marks; then the next look follows after a 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ _MOST_WINDOWS = 16  # of 1,024 blocks; the next look goes on behind them
 _REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
 _LOOK_SECONDS = 1.0  # then it begins anew, with instances, ages and settings as they are now
+_AGES_PER_BATCH = 16  # of evicted blocks
 
 _log = structlog.get_logger("kvcm.reclaim")
 
@@ -119,12 +121,14 @@ class Reclaimer:
                 is_hasty = loop.time() < thorough_at
                 if not is_hasty:
                     thorough_at = loop.time() + TRIGGER_SECONDS
+                begin = time.perf_counter()
                 try:
                     await self.look(is_hasty=is_hasty)
                 except KvcmError as error:  # the store cannot be asked: the next look tries again
                     _log.warning("reclaim_interrupted", reason=str(error))
                 except Exception:
                     _log.exception("reclaim_failed")
+                self.stats.rounds.observe(time.perf_counter() - begin)
             await asyncio.sleep(_BETWEEN_LOOKS_SECONDS)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._pause_seconds())
@@ -328,13 +332,20 @@ class Reclaimer:
             now = self._clock.now()  # a store that takes its time must not eat up the delay
             return marked(old, evictions[key], now, now + delay)
 
+        # Asked before: a shared store forgets when a block was read as soon as it is marked.
+        sampled = [*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]
+        read_at = dict(zip(sampled, await index.accesses(sampled), strict=True))
         order = self._orders[source.holding.uid]
         order.is_evicting = True
         try:
             changes = await index.read_modify_write(evictions, mark)
         finally:
             order.is_evicting = False
-        return [(evictions[change.key].policy, change) for change in changes if change.new is not change.old]
+        marked_blocks = [(evictions[change.key].policy, change) for change in changes if change.new is not change.old]
+        for _, change in marked_blocks:
+            if (access := read_at.get(change.key)) is not None:
+                self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
+        return marked_blocks
 
     def tell(self, need: Need, holding: Holding, marked_blocks: Sequence[tuple[str, Change]]) -> int:
         """Count and publish what was marked; return the number of blocks."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.cache.observer import WriteEnd
 from kvcm.model.instances import Instance
 from kvcm.telemetry import metrics_catalog as catalog
-from kvcm.telemetry.metrics_values import KEYS, BoundedNames, Histogram, Reading
+from kvcm.telemetry.metrics_values import AGES, KEYS, BoundedNames, Histogram, Reading
 
 __all__ = ["CacheMetrics"]
 
@@ -32,11 +32,12 @@ class _Count:
 class _Lookups:
     """What is counted of one group."""
 
-    __slots__ = ("error", "filtered", "hit", "miss", "prefix")
+    __slots__ = ("error", "filtered", "hit", "miss", "prefix", "revisits")
 
     def __init__(self) -> None:
         self.hit, self.miss, self.filtered, self.error = _Count(), _Count(), _Count(), _Count()
         self.prefix = Histogram(KEYS)
+        self.revisits = Histogram(AGES)
 
 
 class CacheMetrics:
@@ -44,9 +45,13 @@ class CacheMetrics:
 
     Args:
         groups: bounds the names of groups that become labels.
+        on_miss: told of the instance and the key at which a prefix match ended.
     """
 
-    def __init__(self, groups: BoundedNames) -> None:
+    def __init__(
+        self, groups: BoundedNames, on_miss: Callable[[str, int], None] = lambda _instance_id, _key: None
+    ) -> None:
+        self._on_miss = on_miss
         self._names = groups
         self._groups: dict[str, _Lookups] = {}
         self._modes = [0] * (max(MatchMode) + 1)  # by number: an enum takes long to hash
@@ -78,12 +83,18 @@ class CacheMetrics:
             lookups.filtered.add(filtered, instance.block_size)
         if query.mode is MatchMode.PREFIX_MATCH or query.mode is MatchMode.PREFIX_MATCH_WITH_MAMBA:
             lookups.prefix.observe(hit)
+            if filtered + hit < asked and query.mask.flags is None:
+                self._on_miss(instance.instance_id, query.keys[filtered + hit])
 
     def lookup_failed(self, instance: Instance, query: MatchQuery) -> None:
         """Count a lookup that could not be answered."""
         lookups = self._of(instance.instance_group_name)
         self._modes[query.mode] += 1
         lookups.error.add(len(query.keys), instance.block_size)
+
+    def revisited(self, instance: Instance, seconds: float) -> None:
+        """Count a read of a block that was read before."""
+        self._of(instance.instance_group_name).revisits.observe(seconds)
 
     def write_started(self, masked_keys: int) -> None:
         """Count keys that need not be written."""
@@ -103,6 +114,7 @@ class CacheMetrics:
                 yield Reading(catalog.LOOKUP_KEYS, count.keys, (name, result))
                 yield Reading(catalog.LOOKUP_TOKENS, count.tokens, (name, result))
             yield Reading(catalog.LOOKUP_PREFIX_BLOCKS, each.prefix.read(), (name,))
+            yield Reading(catalog.REVISIT_INTERVAL, each.revisits.read(), (name,))
         for mode in MatchMode:
             yield Reading(catalog.LOOKUP_MODE, self._modes[mode], (mode.name.lower(),))
         for end, sessions in self._ends.items():

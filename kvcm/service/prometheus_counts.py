@@ -10,6 +10,7 @@ from typing import Final
 
 from kvcm import __version__
 from kvcm.service.prometheus_cache import CacheMetrics
+from kvcm.service.prometheus_evictions import EvictionMetrics
 from kvcm.telemetry import metrics_catalog as catalog
 from kvcm.telemetry.metrics_values import BoundedNames, Histogram, Reading
 
@@ -48,16 +49,19 @@ class Counts:
     Attributes:
         groups: bounds the names of groups that become labels.
         cache: to be told of lookups and write sessions.
+        evictions: to be told of evictions.
         lag: to be run.
     """
 
     def __init__(self) -> None:
         self.groups = BoundedNames()
-        self.cache = CacheMetrics(self.groups)
+        self.evictions = EvictionMetrics()
+        self.cache = CacheMetrics(self.groups, self.evictions.missed)
         self.lag = LoopLag()
 
     def readings(self) -> Iterator[Reading]:
         """Yield everything that was counted."""
         yield from self.cache.readings()
+        yield from self.evictions.readings()
         yield from self.lag.readings()
         yield Reading(catalog.BUILD_INFO, 1, (__version__, platform.python_version()))

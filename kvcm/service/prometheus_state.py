@@ -32,7 +32,7 @@ from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.prober import Prober
 from kvcm.telemetry import metrics_catalog as catalog
 from kvcm.telemetry.metrics_catalog import Metric
-from kvcm.telemetry.metrics_values import OTHER, BoundedNames, Reading
+from kvcm.telemetry.metrics_values import OTHER, BoundedNames, Histogram, Reading
 
 __all__ = ["ManagerState", "StateMetrics"]
 
@@ -40,6 +40,7 @@ _HEAR_SECONDS: Final = 1.0  # scrapers give up after ten
 _SLICE_INSTANCES: Final = 50
 _TOTAL: Final = "total"
 _PINS: Final = "pin"
+_MODIFY: Final = "modify"  # nothing else takes locks
 
 _log = structlog.get_logger("kvcm.service")
 
@@ -58,6 +59,8 @@ class ManagerState:
     storages: StorageDirectory
     prober: Prober
     leadership: Leadership
+    store_kind: str
+    store_times: Mapping[str, Histogram]
 
 
 @dataclass(slots=True)
@@ -169,8 +172,13 @@ class StateMetrics:
         cache = self._state.cache
         yield Reading(catalog.INDEX_BYTES, sum(sum(used.values()) for used in self._sums.used.values()))
         yield Reading(catalog.WRITE_SESSIONS_OPEN, cache.endings.open_count)
+        yield Reading(catalog.INDEX_LOCK_WAIT, cache.open_caches.lock_waits.read(), (_MODIFY,))
+        for op, times in self._state.store_times.items():
+            yield Reading(catalog.STORE_OP, times.read(), (self._state.store_kind, op))
         yield Reading(catalog.STORE_BACKLOG, cache.accesses.waiting_count)
         yield Reading(catalog.STORE_DROPPED, cache.accesses.dropped)
+        yield Reading(catalog.EVICTION_AGE, self._state.reclaimer.stats.ages.read())
+        yield Reading(catalog.RECLAIM_ROUND, self._state.reclaimer.stats.rounds.read())
         for reason in Reason:
             yield Reading(catalog.RECLAIM_UNMET, self._state.reclaimer.stats.unmet[reason.value], (reason.value,))
 

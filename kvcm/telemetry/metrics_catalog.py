@@ -71,6 +71,9 @@ LOOKUP_TOKENS: Final = _counter(
     "lookup_tokens", "The same in tokens, where the block size is known.", "group", "result"
 )
 LOOKUP_PREFIX_BLOCKS: Final = _histogram("lookup_prefix_blocks", "Blocks that a prefix match found.", "group")
+REVISIT_INTERVAL: Final = _histogram(
+    "revisit_interval_seconds", "From one read of a block to the next, of one block in 64.", "group"
+)
 LOOKUP_MODE: Final = _counter("lookup_mode", "Lookups by match mode.", "mode")
 
 WRITE_SESSIONS: Final = _counter(
@@ -84,6 +87,12 @@ WRITE_MASKED_KEYS: Final = _counter("write_masked_keys", "Keys of writes that we
 
 INDEX_KEYS: Final = _gauge("index_keys", "Blocks in the indexes, in any status.", "group")
 INDEX_BYTES: Final = _gauge("index_bytes", "Bytes of all locations in the indexes, in any status.")
+INDEX_LOCK_WAIT: Final = _histogram(
+    "index_lock_wait_seconds", "Waits for the lock shards of one sub-batch; only a shared store needs locks.", "op"
+)
+STORE_OP: Final = _histogram(
+    "store_op_duration_seconds", "Operations of the metadata store, failed ones included.", "backend", "op"
+)
 STORE_BACKLOG: Final = _gauge("store_backlog_items", "Reads of blocks that wait to be written to the metadata store.")
 STORE_DROPPED: Final = _counter("store_dropped", "Reads of blocks that were not recorded, the backlog being full.")
 
@@ -102,6 +111,14 @@ PINNED: Final = _gauge(
 WRITES_REFUSED: Final = _counter("writes_refused", "Writes refused for want of room, wholly or partly.", "group")
 EVICTED_KEYS: Final = _counter("evicted_keys", "Blocks evicted.", "group", "policy", "reason")
 EVICTED_BYTES: Final = _counter("evicted_bytes", "Bytes evicted.", "group", "policy", "reason")
+EVICTION_AGE: Final = _histogram(
+    "eviction_age_seconds", "From the last read of a block, or its write, to its eviction; some of each batch."
+)
+EVICT_REUSE_GAP: Final = _histogram(
+    "evict_reuse_gap_seconds",
+    "From the eviction of a block to a prefix match that ends in front of it; of one block in 8, the latest ones.",
+)
+RECLAIM_ROUND: Final = _histogram("reclaim_round_seconds", "Looks for what is to be evicted, with its marking.")
 RECLAIM_UNMET: Final = _gauge(
     "reclaim_unmet_need",
     "What the last look could not bring below its mark: bytes, or blocks for reason `keys`.",

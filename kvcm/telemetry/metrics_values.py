@@ -14,13 +14,16 @@ from typing import NamedTuple
 
 from kvcm.telemetry.metrics_catalog import Metric
 
-__all__ = ["DURATIONS", "KEYS", "OTHER", "BoundedNames", "Distribution", "Histogram", "Reading"]
+__all__ = ["AGES", "DURATIONS", "KEYS", "OTHER", "BoundedNames", "Distribution", "Histogram", "Reading"]
 
 DURATIONS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 """Seconds. From 100 µs, where the calls are; beyond 5 s nobody waits any more."""
 
 KEYS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0)
 """Blocks of a request or a prefix; 128 is where the objective of latency ends."""
+
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0)
+"""Seconds that blocks live: from a second to a week."""
 
 OTHER = "other"
 """Stands for every name beyond the bound."""

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from cache_rig import TableView, instance, location, opened
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from kvcm.cache.access import AccessRecorder
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.observer import CacheObserver
 from kvcm.cache.pages import PAGE_KEYS
 from kvcm.index.backends.backend import Access
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.groups import EvictionPolicy
-from kvcm.model.instances import Placement
+from kvcm.model.instances import Instance, Placement
 from kvcm.model.locations import BlockRecord
 
 
@@ -165,3 +167,27 @@ async def test_reads_of_blocks_that_are_gone_leave_no_trace() -> None:
     await recorder.drain()
     assert await cache.index.accesses([1, 2]) == [None, None]
     assert cache.index.key_count == 0
+
+
+class Revisits:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def revisited(self, _instance: Instance, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+async def test_times_between_reads_are_told_of_some_blocks() -> None:
+    clock, told = FakeClock(), Revisits()
+    recorder = AccessRecorder(clock)
+    recorder.observer = cast("CacheObserver", told)
+    cache, _ = new_cache(0)
+    await cache.index.put({key: BlockRecord(None, 0, (location("a"),)) for key in range(640)})
+    for _ in range(3):  # nothing is told of the first read
+        recorder.record(cache, range(640))
+        await recorder.drain()
+        clock.time += 7
+    assert set(told.seconds) == {7.0}
+    assert 2 <= len(told.seconds) / 2 <= 30  # about one in 64

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcm.index.shards import ShardLocks, plan_sub_batches, shard_of
+from kvcm.telemetry.metrics_values import Histogram
 
 FIXED = settings(max_examples=200, deadline=None, derandomize=True)
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60, unique=True)
@@ -102,3 +103,29 @@ async def test_shards_out_of_order_are_a_defect(shards: tuple[int, ...]) -> None
     with pytest.raises(AssertionError):
         async with ShardLocks(4).hold(shards):
             pass
+
+
+async def test_waits_are_told() -> None:
+    waits = Histogram()
+    locks = ShardLocks(4, waits)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def first() -> None:
+        async with locks.hold((0, 1)):
+            entered.set()
+            await leave.wait()
+
+    async def second() -> None:
+        async with locks.hold((1, 2)):
+            pass
+
+    holder = asyncio.create_task(first())
+    await entered.wait()
+    waiter = asyncio.create_task(second())
+    await asyncio.sleep(0)
+    assert waits.read().counts[-1] == 1  # the second still waits
+    before = waits.read().total
+    leave.set()
+    await asyncio.gather(holder, waiter)
+    assert waits.read().counts[-1] == 2
+    assert waits.read().total > before

@@ -262,3 +262,16 @@ async def _turns() -> int:
             count += 1
     except asyncio.CancelledError:
         return count
+
+
+async def test_ages_of_evicted_blocks_are_counted() -> None:
+    with levels(ordered("lru", mark=0)) as rig:
+        await rig.write_each(range(8))
+        rig.wait(30)
+        await rig.read([7])
+        rig.wait(10)
+        await rig.update(ordered("lru", mark=0.5))
+        evicted = await rig.reclaim()
+        ages = rig.reclaimer.stats.ages.read()
+        # They were written a second after each other, and the one that was read stays.
+        assert (evicted, ages.counts[-1], ages.total) == (3, 3, 48.0 + 47.0 + 46.0)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvcm.cache.match import Match, MatchMode, MatchQuery
+from kvcm.index.backends.backend import Change
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.masks import BlockMask
 from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.reclaim.evicted import Evicted
+from kvcm.reclaim.needs import Need
+from kvcm.service import prometheus_evictions
 from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import LOCAL, Call, Caller, Plane, Reply
 from kvcm.service.prometheus_cache import CacheMetrics
+from kvcm.service.prometheus_evictions import EvictionMetrics
 from kvcm.service.turned_away import TurnedAwayError
 from kvcm.telemetry import metrics_catalog as catalog
 from kvcm.telemetry.metrics import ApiMetrics
@@ -142,3 +147,44 @@ def test_without_a_block_size_no_tokens_are_counted() -> None:
     counted.lookup_failed(_instance("a", 0), MatchQuery(MatchMode.BATCH_GET, [1, 2]))
     assert _values(counted, catalog.LOOKUP_KEYS)["a", "error"] == 2
     assert _values(counted, catalog.LOOKUP_TOKENS)["a", "error"] == 0
+
+
+def _evicted(keys: range) -> Evicted:
+    changes = [Change(key, None, None, False) for key in keys]
+    return Evicted(_instance("a"), cast("Need", None), "lru", changes, 0.0)
+
+
+def test_evicted_blocks_that_are_asked_for_again_are_counted_by_how_long_they_were_gone() -> None:
+    now = [100.0]
+    evictions = EvictionMetrics(lambda: now[0])
+    counted = CacheMetrics(BoundedNames(), evictions.missed)
+    evictions.evicted(_evicted(range(800)))
+    now[0] += 20
+    for key in range(1600):  # the match finds one block and ends in front of this one
+        found = Match((), [-1])
+        counted.looked_up(_instance("a"), MatchQuery(MatchMode.PREFIX_MATCH, [-1, key, 5]), found)
+        counted.looked_up(_instance("a"), MatchQuery(MatchMode.BATCH_GET, [-1, key, 5]), found)
+    (reading,) = evictions.readings()
+    gaps = cast("Distribution", reading.value)
+    assert 60 <= gaps.counts[-1] <= 140  # one in 8, and each once
+    assert gaps.total == 20.0 * gaps.counts[-1]
+
+
+def test_a_masked_prefix_is_no_part_of_a_match_that_ends() -> None:
+    missed: list[int] = []
+    counted = CacheMetrics(BoundedNames(), lambda _instance_id, key: missed.append(key))
+    for offset, hits in ((2, [12]), (0, [10, 11, 12, 13]), (9, [])):
+        query = MatchQuery(MatchMode.PREFIX_MATCH, [10, 11, 12, 13], BlockMask(offset=offset))
+        counted.looked_up(_instance("a"), query, Match((), hits))
+    assert missed == [13]
+
+
+def test_what_is_remembered_of_evictions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_evictions, "_MOST", 10)
+    evictions = EvictionMetrics(lambda: 1.0)
+    for first in range(0, 8000, 100):
+        evictions.evicted(_evicted(range(first, first + 100)))
+    for key in range(8000):
+        evictions.missed("i", key)
+    (reading,) = evictions.readings()
+    assert cast("Distribution", reading.value).counts[-1] == 10

@@ -128,3 +128,14 @@ async def test_a_cluster_client_of_a_lone_server_says_so(redis_standalone: Stand
     with pytest.raises(StorageIOError, match="is no node of a cluster"):
         await client.mget([[b"k"]])
     await client.close()
+
+
+async def test_operations_are_timed_by_kind(client: RedisClient) -> None:
+    key = keys(client, 1)
+    await client.mget([key])
+    await client.mget([key])
+    await client.run(stores(key))
+    await client.execute([(b"GET", key[0])])
+    await client.ping()
+    counts = {op: times.read().counts[-1] for op, times in client.times.items()}
+    assert counts == {"read": 2, "script": 1, "command": 1, "other": 1}

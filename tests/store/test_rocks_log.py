@@ -279,3 +279,9 @@ def test_everysec_syncs_also_when_nothing_more_is_written(tmp_path: Path) -> Non
     clock.seconds += 1.0
     until(lambda: log._is_synced)
     log.close_at_once()
+
+
+async def test_operations_are_timed(log: CommitLog) -> None:
+    log.append(ROWS)
+    await log.flush()
+    assert {op: times.read().counts[-1] for op, times in log.times.items()} == {"write": 1, "sync": 1, "flush": 1}

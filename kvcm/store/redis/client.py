@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from binascii import crc_hqx
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from kvcm.store.redis.node import Command, Node, open_connection
 from kvcm.store.redis.script import Script, ScriptCall
 from kvcm.store.redis.topology import topology_of
 from kvcm.store.redis.uri import Address, RedisSettings
+from kvcm.telemetry.metrics_values import Histogram
 
 __all__ = ["RedisClient", "Script", "ScriptCall", "slot_of"]
 
@@ -63,12 +65,14 @@ class RedisClient:
     Attributes:
         prefix: name of the deployment; every key begins with it.
         is_cluster: whether keys of different hash tags may lie on different servers.
+        times: how long operations took, by kind.
     """
 
     def __init__(self, settings: RedisSettings, random: Random) -> None:
         self.settings = settings
         self.prefix = settings.cluster_name
         self.is_cluster = settings.kind == "cluster"
+        self.times = {op: Histogram() for op in ("read", "script", "command", "other")}
         self._topology = topology_of(settings, random)
 
     @classmethod
@@ -78,7 +82,7 @@ class RedisClient:
 
     async def mget(self, groups: Sequence[Sequence[bytes]]) -> list[list[bytes | None]]:
         """Return values of keys, None where there is none. Keys of one group share a hash tag."""
-        async with self._deadline():
+        async with self._deadline("read"):
             for _ in range(self.settings.retry_count):
                 with contextlib.suppress(StorageIOError):
                     return await self._mget(groups)
@@ -86,7 +90,7 @@ class RedisClient:
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts and return their answers. An error of one raises; others may have run then."""
-        async with self._deadline():
+        async with self._deadline("script"):
             slots = [self._slot(call.keys[0]) for call in calls]
             answers = await self._send([_Sent(call.by_sha1, slot) for call, slot in zip(calls, slots, strict=True)])
             unknown = [at for at, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
@@ -97,7 +101,7 @@ class RedisClient:
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Run commands that each have one key, in second place, and return their answers, as those of RESP2."""
-        async with self._deadline():
+        async with self._deadline("command"):
             return self._checked(await self._send([_Sent(command, self._slot(_key(command))) for command in commands]))
 
     async def ping(self) -> None:
@@ -136,13 +140,15 @@ class RedisClient:
         await self._topology.close()
 
     @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
-        seconds = 2 * self.settings.timeout_seconds
+    async def _deadline(self, op: str = "other") -> AsyncIterator[None]:
+        seconds, begin = 2 * self.settings.timeout_seconds, time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
             raise StorageIOError(f"redis: not done within {seconds:g} s; try again") from None
+        finally:
+            self.times[op].observe(time.perf_counter() - begin)
 
     def _slot(self, key: bytes) -> int:
         return slot_of(key) if self.is_cluster else 0

@@ -33,6 +33,7 @@ from rocksdict import DbClosedError, WriteBatch, WriteOptions
 from kvcm.model.clock import Clock
 from kvcm.model.errors import StorageIOError
 from kvcm.store.rocks.database import Row, open_database, prefix_end, read_rows
+from kvcm.telemetry.metrics_values import Histogram
 
 __all__ = ["CommitLog", "Fsync", "OnFailure", "RowChange"]
 
@@ -77,6 +78,9 @@ class CommitLog:
         on_failure: told, on the thread that writes, why a round failed: the process has to end.
         most_queued_bytes: how far memory may run ahead of the disk before changes are refused.
 
+    Attributes:
+        times: how long operations took, by kind: a write of a batch, a sync, and what a `flush` waited for both.
+
     Raises:
         StorageIOError: the directory cannot be opened, or another process has.
     """
@@ -109,6 +113,7 @@ class CommitLog:
         self._written = 0  # batches; as the two below only the writer's thread changes it
         self._synced_at = clock.now()
         self._is_synced = True
+        self.times = {op: Histogram() for op in ("write", "sync", "flush")}  # each told by one thread alone
         self._thread = threading.Thread(target=self._run, name="commit-log", daemon=True)
         self._thread.start()
 
@@ -177,7 +182,9 @@ class CommitLog:
                 return
             waiter = self._new_waiter()
             self._waiters.append(waiter)
+        begin = time.perf_counter()
         await waiter.done
+        self.times["flush"].observe(time.perf_counter() - begin)
 
     async def sync(self) -> None:
         """Return when all that was appended before is on the disk, whatever the policy says.
@@ -268,6 +275,7 @@ class CommitLog:
     def _write(self, batches: Sequence[_Batch]) -> None:
         options = WriteOptions()
         options.no_slowdown = True
+        begin = time.perf_counter()
         while True:
             try:
                 self._database.write(_joined(batches), options)
@@ -276,11 +284,14 @@ class CommitLog:
                     raise
                 time.sleep(_STALL_SECONDS)
             else:
+                self.times["write"].observe(time.perf_counter() - begin)
                 return
 
     def _sync(self) -> None:
         if not self._is_synced:
+            begin = time.perf_counter()
             self._database.flush_wal(sync=True)
+            self.times["sync"].observe(time.perf_counter() - begin)
             self._is_synced = True
             self._synced_at = self._clock.now()
         with self._changed:
