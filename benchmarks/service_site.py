@@ -217,7 +217,9 @@ def site(settings: Sequence[str] = ()) -> Iterator[Site]:
         client = stack.enter_context(process(str(HERE / "service_client.py"), **pipes))
         assert floor.stdout is not None
         floor_ports = {"grpc": int(floor.stdout.readline())}
-        running = Manager(manager.pid, {"grpc": ports["rpc_port"], "http": ports["http_port"]})
+        running = Manager(
+            manager.pid, {name.removesuffix("_port").replace("rpc", "grpc"): port for name, port in ports.items()}
+        )
         running.ready()
         yield Site(
             running.knowing_idle(),

@@ -71,7 +71,7 @@ class Interface:
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
         counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS])
-        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.now_seconds)
+        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.standing_seconds)
         observers: list[CallObserver] = [counted, access_log, RequestContext()]
         caller = Caller(
             observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, RequestSizes(limits).check
