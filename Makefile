@@ -113,6 +113,7 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/layout.py --quick --json build/layout.json
 	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
 	$(BIN)/python benchmarks/service.py --quick --json build/service.json
+	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -143,11 +144,12 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/hosts.py --json benchmarks/results/hosts.json
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
-# Calls to the service against a bare gRPC server; what keys per request and resident blocks cost. Half an hour on two
-# idle cores, 3 GB of memory.
+# Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; ten times what the
+# manager can do. Half an hour on two idle cores, 3 GB of memory.
 acceptance-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
+	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

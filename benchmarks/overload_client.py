@@ -112,6 +112,7 @@ class Offer:
         self._shares = list(MIX.values())
         self._waiting: deque[tuple[float, str, bytes | None]] = deque()
         self._open = 0
+        self._is_closed = False
         self._next_wire = 0
         self.offered: Counter[str] = Counter()
         self.outcomes: dict[str, Counter[str]] = {}
@@ -145,12 +146,13 @@ class Offer:
             await asyncio.sleep(0.001)
 
     async def _in_turn(self, end: float) -> None:
-        """Keep so many requests on their way."""
-        while (now := time.perf_counter()) < end:
-            while self._open + len(self._waiting) < self._job["concurrency"]:
-                self._come(now)
-            self._send()
-            await asyncio.sleep(0)
+        """Keep so many requests on their way: each that ends is followed by another one."""
+        for _ in range(self._job["concurrency"]):
+            self._come(time.perf_counter())
+        self._is_closed = True
+        self._send()
+        await asyncio.sleep(end - time.perf_counter())
+        self._is_closed = False
 
     def _come(self, due: float) -> None:
         kind = self._random.choices(self._kinds, self._shares)[0]
@@ -186,6 +188,8 @@ class Offer:
             if kind.startswith("write"):
                 self.offered["finish 64"] += 1
                 self._waiting.append((now, "finish 64", self._requests.finish(answer)))
+        if self._is_closed and not self._waiting:
+            self._come(now)
         self._send()
 
     def _count(self, kind: str, status: str) -> None:
