@@ -73,18 +73,19 @@ class HttpApp:
         self,
         calls: Iterable[Call],
         caller: Caller,
-        bodies: BodyReader,
         streams: Mapping[str, Callable[[], LineStream]] | None = None,
         pages: Mapping[str, PageRoute] | None = None,
+        *,
+        bodies: BodyReader,
     ) -> None:
         """Answer calls from now on, as far as the gate is open.
 
         Args:
             calls: what to serve.
             caller: runs them.
-            bodies: reads requests.
             streams: what GET of a path begins to listen to.
             pages: further pages.
+            bodies: reads requests.
         """
         self._calls.update((call.path, call) for call in calls)
         self._caller, self._bodies = caller, bodies
