@@ -114,6 +114,7 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
 	$(BIN)/python benchmarks/service.py --quick --json build/service.json
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
+	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -145,12 +146,14 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
 # Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; a quarter of an hour of
-# everything at once; managers stopped under load. An hour and a half on two idle cores, 3 GB of memory.
+# everything at once; managers stopped under load; ten times what a manager can do. An hour and a half on two idle cores,
+# 3 GB of memory.
 acceptance-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
+	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 
 clean:
 	rm -rf $(VENV) $(DATA) build *.egg-info

@@ -191,11 +191,12 @@ class Site(NamedTuple):
 
 
 @contextlib.contextmanager
-def site(settings: Sequence[str] = ()) -> Iterator[Site]:
+def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Iterator[Site]:
     """Run a manager whose group has room for everything, the floor, and a client.
 
     Args:
         settings: more of the manager, as key=value.
+        config_file: still more, which it can be told to read again.
     """
     ports = {name: free_port() for name in _PORTS}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -206,6 +207,7 @@ def site(settings: Sequence[str] = ()) -> Iterator[Site]:
             *settings,
         ]
         options = [word for setting in given for word in ("-e", setting)]
+        options += ["-c", str(config_file)] if config_file is not None else []
         quiet = {"stderr": None if "KVCM_BENCH_LOGS" in os.environ else subprocess.DEVNULL}
         manager = stack.enter_context(process("-m", "kvcm", "serve", *options, **quiet))
         floor = stack.enter_context(process(str(HERE / "floor_server.py"), stdout=subprocess.PIPE))
@@ -213,7 +215,9 @@ def site(settings: Sequence[str] = ()) -> Iterator[Site]:
         client = stack.enter_context(process(str(HERE / "service_client.py"), **pipes))
         assert floor.stdout is not None
         floor_ports = {"grpc": int(floor.stdout.readline())}
-        running = Manager(manager.pid, {"grpc": ports["rpc_port"], "http": ports["http_port"]})
+        running = Manager(
+            manager.pid, {name.removesuffix("_port").replace("rpc", "grpc"): port for name, port in ports.items()}
+        )
         running.ready()
         yield Site(
             running.knowing_idle(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,12 @@ def failed(error: Exception) -> Reply[AnswerT]:
     """Return the reply that a failed attempt stands for."""
     # Both flavours of gRPC raise subclasses of RpcError that also have the methods of a call.
     if isinstance(error, grpc.RpcError) and hasattr(error, "code") and hasattr(error, "details"):
-        return Reply(None, error.code(), str(error.details()))
+        return Reply(None, error.code(), str(error.details()), _pushback_seconds(error))
     # a closed channel, an answer that is no protobuf
     return Reply(None, grpc.StatusCode.UNKNOWN, repr(error))
+
+
+def _pushback_seconds(error: Any) -> float | None:
+    """Return when the manager wants to be asked again (gRFC A6), None when it does not say."""
+    told = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms", "")
+    return int(told) / 1000 if isinstance(told, str) and re.fullmatch("[0-9]{1,9}", told) else None

@@ -9,7 +9,10 @@ returns the verdict. A client only carries the steps out. Rules:
 3. With several addresses each gets a share of what is left, and a failed attempt moves on to the next at once; after
    each full round there is a pause, drawn from 0 to an exponentially growing limit ("full jitter"), so that the engines
    of a cluster do not come back all at the same moment.
-4. After several conversations in a row that ended without an answer the breaker opens: calls are misses at once,
+4. A manager that turns a request away says when to come back. Who was told so by all managers of a round waits for that
+   time (the shortest, plus the drawn pause), once: told so again, or if that is after the deadline, the call ends.
+   Such managers are alive.
+5. After several conversations in a row that ended without an answer the breaker opens: calls are misses at once,
    without a byte sent, until a single probe is answered. A dead manager then costs its deadline a few times and not
    once per request. Conversations that sent nothing do not count.
 """
@@ -74,11 +77,19 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[AnswerT]):
-    """What came of a `Send`: an answer, or the gRPC status and its details."""
+    """What came of a `Send`: an answer, or the gRPC status and its details.
+
+    Attributes:
+        answer: None without one.
+        status: of gRPC.
+        details: its text.
+        pushback_seconds: when the manager wants to be asked again, None when it does not say.
+    """
 
     answer: AnswerT | None
     status: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
+    pushback_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +206,18 @@ class Policy:
         first = self._preferred
         is_alive: bool | None = None
         last: Verdict[AnswerT] = Verdict(Outcome.TIMEOUT, reason="the budget is 0 or less")
+        pushed_back: list[float] = []  # of this round
+        waits_again = False
         for attempt in range(self._settings.max_rounds * self._addresses):
             round_number, position = divmod(attempt, self._addresses)
             if position == 0 and round_number > 0:
                 pause_seconds = self._pause_seconds(round_number)
+                if len(pushed_back) == self._addresses:
+                    if waits_again:
+                        break
+                    waits_again = True
+                    pause_seconds += min(pushed_back)
+                pushed_back.clear()
                 if self._clock() + pause_seconds >= deadline:
                     break
                 yield Pause(pause_seconds)
@@ -213,7 +232,9 @@ class Policy:
             assert reply is not None
             last, is_final = _judge(reply, attempt)
             # Every answer comes from a living manager, whatever it says, and so do statuses that stay.
-            is_alive = is_final or reply.answer is not None
+            is_alive = is_final or reply.answer is not None or reply.pushback_seconds is not None
+            if reply.pushback_seconds is not None:
+                pushed_back.append(reply.pushback_seconds)
             if is_final:
                 self._preferred = address
                 break

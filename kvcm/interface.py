@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -25,6 +26,7 @@ from kvcm.service.faults import Faults
 from kvcm.service.gate import Phase
 from kvcm.service.http_app import LineStream
 from kvcm.service.http_pages import PageRoute
+from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.pin_api import PinApi
@@ -71,8 +73,9 @@ class Interface:
         view = CapacityView(rooms.cache, rooms.registry, rooms.deletions)
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
+        reading = Lane(time.monotonic, 1, settings.queued_long_requests, settings.max_queue_ms / 1000)
         counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS])
-        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.now_seconds)
+        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.standing_seconds)
         observers: list[CallObserver] = [counted, access_log, *_tracing(settings, reloader, spans), RequestContext()]
         caller = Caller(
             *(observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, RequestSizes(limits).check),
@@ -87,6 +90,7 @@ class Interface:
         def apply(new: Settings, changed: Container[str]) -> None:
             limits.max_keys, limits.max_tokens = new.max_keys_per_request, new.max_tokens_per_request
             admission.set(_admission(new))
+            reading.set(1, new.queued_long_requests, new.max_queue_ms / 1000)
             access_log.set(new.access_log_sample, new.slow_request_ms / 1000)
             rooms.prober.set_times(new.probe_interval_ms / 1000, new.probe_timeout_ms / 1000)
             _apply_to_logs(new, changed)
@@ -97,7 +101,9 @@ class Interface:
             counted.declare(call)
         rooms.cache.observe(rooms.counts.cache)
         pages = {"/metrics": MetricsPage(counted, rooms.counts, _state(rooms, view))}
-        return cls(data, admin, caller, BodyReader(limits), {"/api/events": rooms.events.subscribe}, pages, debug)
+        return cls(
+            data, admin, caller, BodyReader(limits, reading), {"/api/events": rooms.events.subscribe}, pages, debug
+        )
 
 
 def _admission(settings: Settings) -> AdmissionSettings:

@@ -80,9 +80,9 @@ class Listeners:
         else:
             await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
             await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
-        self._data.serve(data, caller, bodies)
-        self._admin.serve(interface.admin, caller, bodies, interface.streams, interface.pages)
-        self._debug.serve(interface.debug, caller, bodies)
+        self._data.serve(data, caller, bodies=bodies)
+        self._admin.serve(interface.admin, caller, interface.streams, interface.pages, bodies=bodies)
+        self._debug.serve(interface.debug, caller, bodies=bodies)
 
     def apply(self, settings: Settings) -> None:
         """Take over what can be changed of a running manager."""

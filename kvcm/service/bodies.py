@@ -9,6 +9,7 @@ honest requests hold at most follows from how many keys and tokens they may have
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from kvcm.service.calls import Call
 from kvcm.service.json_codec import MalformedBody, parse_request
+from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
 
 __all__ = ["BodyReader"]
@@ -28,21 +30,24 @@ _MOST_PAIRS: Final = 16_384  # of requests without such locations
 
 
 class BodyReader:
-    """Reads bodies.
+    """Reads bodies. Large ones take a lane: threads that read share Python's lock with the event loop, and several of
+    them would leave it little.
 
     Args:
         limits: of keys and tokens.
+        lane: of large bodies.
     """
 
-    def __init__(self, limits: RequestLimits) -> None:
+    def __init__(self, limits: RequestLimits, lane: Lane) -> None:
         self._limits = limits
-        self._large = asyncio.Lock()
+        self._lane = lane
 
-    async def json(self, call: Call, body: bytes) -> Any:
+    async def json(self, call: Call, body: bytes, deadline: float | None = None) -> Any:
         """Read a JSON body.
 
         Raises:
             MalformedBody: it is not the JSON form of the request, or holds more values than any request may.
+            TurnedAwayError: it is large, and cannot be read in time.
         """
         if len(body) <= _SMALL_JSON_BYTES:
             return parse_request(body, call.request_type)
@@ -52,21 +57,31 @@ class BodyReader:
         _refuse_more(body.count(b":"), most_pairs, "pairs")
         _refuse_more(body.count(b","), most_pairs + 2 * keys + self._limits.max_tokens, "values")
         _refuse_more(body.count(b"{"), _MOST_PARTS_PER_KEY * keys, "objects")
-        async with self._large:  # one at a time: the loop takes turns with a single thread
-            return await asyncio.to_thread(parse_request, body, call.request_type)
+        return await self._in_turn(deadline, parse_request, body, call.request_type)
 
-    async def proto(self, call: Call, body: bytes) -> Any:
+    async def proto(self, call: Call, body: bytes, deadline: float | None = None) -> Any:
         """Read a protobuf body.
 
         Raises:
             DecodeError: it is no such message, or has more fields than any request may.
+            TurnedAwayError: it is large, and cannot be read in time.
         """
         if len(body) <= _SMALL_PROTO_BYTES:
             return call.request_type.FromString(body)
         most = _MOST_PARTS_PER_KEY * self._limits.max_keys
-        async with self._large:
-            await asyncio.to_thread(_check_fields, body, call.request_type.DESCRIPTOR, most)
-            return await asyncio.to_thread(call.request_type.FromString, body)
+        return await self._in_turn(deadline, _read_proto, body, call.request_type, most)
+
+    async def _in_turn(self, deadline: float | None, read: Callable[..., Any], *arguments: Any) -> Any:
+        began = await self._lane.enter(deadline)
+        try:
+            return await asyncio.to_thread(read, *arguments)
+        finally:
+            self._lane.leave(began)
+
+
+def _read_proto(body: bytes, request_type: type[Any], most: int) -> Any:
+    _check_fields(body, request_type.DESCRIPTOR, most)
+    return request_type.FromString(body)
 
 
 def _refuse_more(count: int, most: int, what: str) -> None:

@@ -177,9 +177,12 @@ def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Calla
 
     async def answer(body: bytes, context: Any, arrival: Arrival) -> bytes:
         try:
-            request = await bodies.proto(call, body)
+            request = await bodies.proto(call, body, arrival.deadline)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
+        except TurnedAwayError as error:
+            caller.tell_turned_away(call, arrival, error)
+            await _turn_away(context, error)
         try:
             reply = await caller.answer(call, request, arrival)
         except TurnedAwayError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 from kvcm.service.bodies import BodyReader
@@ -73,18 +74,19 @@ class HttpApp:
         self,
         calls: Iterable[Call],
         caller: Caller,
-        bodies: BodyReader,
         streams: Mapping[str, Callable[[], LineStream]] | None = None,
         pages: Mapping[str, PageRoute] | None = None,
+        *,
+        bodies: BodyReader,
     ) -> None:
         """Answer calls from now on, as far as the gate is open.
 
         Args:
             calls: what to serve.
             caller: runs them.
-            bodies: reads requests.
             streams: what GET of a path begins to listen to.
             pages: further pages.
+            bodies: reads requests.
         """
         self._calls.update((call.path, call) for call in calls)
         self._caller, self._bodies = caller, bodies
@@ -163,6 +165,10 @@ class HttpApp:
         except MalformedBody as error:
             await _respond(send, 400, b"{}", _reason(str(error)))
             return
+        except TurnedAwayError as error:
+            self._caller.tell_turned_away(call, arrival, error)
+            await _respond(send, error.http_status, b"{}", _turned_away(error))
+            return
         try:
             reply = await self._caller.answer(call, request, arrival)
         except TurnedAwayError as error:
@@ -189,9 +195,14 @@ class HttpApp:
 
 
 def _reason(text: str) -> Headers:
-    # Header values are latin-1 without control characters; what the client sent may be quoted in the text.
+    return [(b"x-kvcm-error", _header_text(text))]
+
+
+@lru_cache(256)  # of those who are turned away there are many, and few reasons
+def _header_text(text: str) -> bytes:
+    """Header values are latin-1 without control characters; what the client sent may be quoted in the text."""
     printable = "".join(character if character.isprintable() else "?" for character in text)[:500]
-    return [(b"x-kvcm-error", printable.encode("latin-1", "replace"))]
+    return printable.encode("latin-1", "replace")
 
 
 def _turned_away(error: TurnedAwayError) -> Headers:

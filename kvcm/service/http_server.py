@@ -41,8 +41,8 @@ class HttpServer:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, limits: ConnectionLimits) -> None:
-        self._limits = limits
+    def __init__(self, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
+        self._limits = limits if limits is not None else ConnectionLimits()
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

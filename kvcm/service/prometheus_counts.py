@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,6 +18,7 @@ from kvcm.telemetry.metrics_values import BoundedNames, Histogram, Reading
 __all__ = ["Counts", "LoopLag"]
 
 _LAG_SECONDS: Final = 0.1
+_STANDING: Final = 3
 
 
 class LoopLag:
@@ -24,19 +26,20 @@ class LoopLag:
 
     def __init__(self) -> None:
         self._histogram = Histogram()
-        self._last_seconds = 0.0
+        self._latest_seconds = deque([0.0], maxlen=_STANDING)
 
     async def run(self) -> None:
         """Measure for good."""
         while True:
             due = time.perf_counter() + _LAG_SECONDS  # the loop's own clock has milliseconds
             await asyncio.sleep(_LAG_SECONDS)
-            self._last_seconds = max(0.0, time.perf_counter() - due)
-            self._histogram.observe(self._last_seconds)
+            late_seconds = max(0.0, time.perf_counter() - due)
+            self._histogram.observe(late_seconds)
+            self._latest_seconds.append(late_seconds)
 
-    def now_seconds(self) -> float:
-        """Return how late it was the last time."""
-        return self._last_seconds
+    def standing_seconds(self) -> float:
+        """Return how late it is for good: every time of late. One large request is late once and over."""
+        return min(self._latest_seconds)
 
     def readings(self) -> Iterator[Reading]:
         """Yield what was measured."""

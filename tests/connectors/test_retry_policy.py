@@ -96,6 +96,51 @@ def test_what_may_go_away_is_tried_again_after_growing_pauses(passing: Reply[Com
     assert [step.seconds for step in clock.steps if isinstance(step, Pause)] == [0.05, 0.1]
 
 
+def shed(pushback_seconds: float, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> Reply[Common]:
+    return Reply(None, code, "overloaded", pushback_seconds)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
+def test_who_is_told_when_to_come_back_comes_then_and_not_before(code: grpc.StatusCode) -> None:
+    clock = ManualClock()
+    verdict = carry_out(policy(clock), clock, lambda _: OK if clock.seconds >= 0.3 else shed(0.3, code))
+    assert (verdict.outcome, verdict.retries, clock.steps[1]) == (Outcome.OK, 1, Pause(0.35))
+
+
+def test_who_is_told_so_again_gives_up() -> None:
+    clock = ManualClock()
+    verdict = carry_out(policy(clock), clock, lambda _: shed(0.01), 60.0)
+    assert (verdict.outcome, verdict.retries) == (Outcome.MISS_ON_ERROR, 1)
+    assert "overloaded" in verdict.reason
+
+
+def test_who_is_told_to_come_after_the_deadline_gives_up_at_once() -> None:
+    clock = ManualClock()
+    carry_out(policy(clock), clock, lambda _: shed(1.0))
+    assert (len(clock.steps), clock.seconds) == (1, 0.0)
+
+
+def test_another_manager_is_asked_before_anybody_waits() -> None:
+    clock = ManualClock()
+    replies = {0: shed(30.0), 1: OK}
+    assert carry_out(policy(clock, 2), clock, lambda send: replies[send.address]).outcome is Outcome.OK
+    assert clock.seconds == 0.0
+
+
+def test_a_manager_that_says_nothing_is_asked_again_as_ever() -> None:
+    clock = ManualClock()
+    replies = {0: shed(30.0), 1: UNAVAILABLE}
+    carry_out(policy(clock, 2), clock, lambda send: replies[send.address])
+    assert [step.seconds for step in clock.steps if isinstance(step, Pause)] == [0.05, 0.1, 0.2]
+
+
+def test_a_manager_that_sheds_is_alive() -> None:
+    clock = ManualClock()
+    living = policy(clock)
+    for _ in range(10):
+        assert carry_out(living, clock, lambda _: shed(5.0)).reason.endswith("overloaded")
+
+
 @pytest.mark.parametrize(
     "final",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.json_codec import MalformedBody
+from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
+from kvcm.service.turned_away import TurnedAwayError
 
-READER = BodyReader(RequestLimits())
+READER = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 10, 0.0))
 
 
 async def _nothing(_request: Any) -> Reply:
@@ -122,3 +125,12 @@ async def test_the_loop_goes_on_while_a_large_body_is_read() -> None:
         turns += 1
     await reading
     assert turns > 20
+
+
+async def test_large_bodies_are_read_one_at_a_time_and_those_that_find_no_place_turned_away() -> None:
+    reader = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
+    body = json.dumps(json_format.MessageToDict(_finish(1000, 8), preserving_proto_field_name=True)).encode()
+    results = await asyncio.gather(*(reader.json(FINISH, body) for _ in range(3)), return_exceptions=True)
+    assert [isinstance(result, TurnedAwayError) for result in results] == [False, False, True]
+    assert results[0] == results[1] == _finish(1000, 8)
+    assert await reader.json(FINISH, b"{}") == meta.FinishWriteCacheRequest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,11 +21,13 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.service.bodies import BodyReader
 from kvcm.service.call_metrics import CallMetrics
 from kvcm.service.calls import Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_app import HttpApp
 from kvcm.service.http_server import HttpServer
+from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
 from kvcm.service.meta_api import MetaApi
 from kvcm.storage.directory import StorageDirectory
@@ -214,7 +217,8 @@ async def served(node: Node) -> AsyncIterator[int]:
     gate = Gate()
     await gate.enter_phase(Phase.SERVING)
     app = HttpApp(gate, 1 << 20)
-    app.serve(node.calls, node.caller, {"/api/events": node.log.subscribe})
+    bodies = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 0, 0.0))
+    app.serve(node.calls, node.caller, {"/api/events": node.log.subscribe}, bodies=bodies)
     await server.start(app)
     try:
         yield server.port

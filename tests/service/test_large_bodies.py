@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Call, Caller, Plane, Reply
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_app import HttpApp
+from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
 
 BLOCKS, PARTS = 1024, 8
@@ -34,7 +36,8 @@ class Served:
             Call("s", "FinishWriteCache", Plane.DATA, pb.FinishWriteCacheRequest, pb.CommonResponse, self._handle),
             Call("s", "GetClusterInfo", Plane.DATA, pb.GetClusterInfoRequest, pb.GetClusterInfoResponse, self._handle),
         ]
-        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), BodyReader(RequestLimits()))
+        bodies = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
+        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), bodies)
 
     async def _handle(self, request: Any) -> Reply:
         self.seen.append(request)

@@ -15,6 +15,9 @@ from test_transport_drivers import HttpDriver, eventually, post
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
+from connectors.client import AsyncManagerClient, ManagerClient
+from connectors.exchanges import ClientSettings
+from connectors.results import Outcome
 from kvcm.protocol import meta_service_pb2 as meta
 
 _MATCH = "/kv_cache_manager.proto.meta.MetaService/GetCacheLocation"
@@ -93,6 +96,22 @@ def test_a_client_that_asks_for_too_many_keys_is_told_when_to_come_back(limited:
         limited.set("")
     with limited.process.api("http") as api:
         api.ok("GetClusterInfo")
+
+
+async def test_our_clients_do_not_ask_again_before_they_are_told_to(limited: Limited) -> None:
+    limited.set(_RATE)
+    try:
+        before = limited.rejected("rate")
+        with ManagerClient(limited.process.address.rpc, limited.instance, ClientSettings(30.0)) as client:
+            assert client.match(range(1000)).outcome is Outcome.OK
+            refused = client.match(range(1000))
+            assert refused.outcome is Outcome.MISS_ON_ERROR
+            assert "more keys per second" in refused.reason
+        async with AsyncManagerClient(limited.process.address.rpc, limited.instance, ClientSettings(30.0)) as client_:
+            assert (await client_.match(range(1000))).outcome is Outcome.MISS_ON_ERROR
+        assert limited.rejected("rate") == before + 2
+    finally:
+        limited.set("")
 
 
 def test_long_requests_that_find_no_place_are_turned_away_and_short_ones_served(limited: Limited) -> None:
