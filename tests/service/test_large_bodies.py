@@ -37,7 +37,7 @@ class Served:
             Call("s", "GetClusterInfo", Plane.DATA, pb.GetClusterInfoRequest, pb.GetClusterInfoResponse, self._handle),
         ]
         bodies = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
-        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), bodies)
+        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), bodies=bodies)
 
     async def _handle(self, request: Any) -> Reply:
         self.seen.append(request)
