@@ -32,6 +32,12 @@ class Chains:
         self._families: dict[int, Sequence[int]] = {}
         self._chosen: dict[int, frozenset[str]] = {}
         self._around: Collection[int] = ()
+        self._looked = 0
+
+    def looked(self) -> int:
+        """Return how many blocks were looked at to see whether they are living, since this was asked last."""
+        looked, self._looked = self._looked, 0
+        return looked
 
     @property
     def is_shared(self) -> bool:
@@ -86,6 +92,7 @@ class Chains:
 
     async def living(self, keys: Sequence[int]) -> list[tuple[int, BlockRecord]]:
         """Return those of the blocks that are still there for readers or writers."""
+        self._looked += len(keys)
         records = zip(keys, await self.records(keys), strict=True)
         return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
 

@@ -221,9 +221,11 @@ class _Choice:
                 self._walk.advance(source)
 
     async def _rest(self, sources: Sequence[Source]) -> None:
-        """Let requests run where many candidates are of no help; what was read of them may be old then."""
-        self._looks += 1
-        if self._looks % _LOOKS_WITHOUT_REST == 0:
+        """Let requests run where many candidates are of no help, or one has many followers; what was read of them may
+        be old then."""
+        self._looks += 1 + sum([source.chains.looked() for source in sources])
+        if self._looks >= _LOOKS_WITHOUT_REST:
+            self._looks = 0
             await self._taker.rest()
             for source in sources:
                 await source.chains.renew()
