@@ -54,6 +54,11 @@ class GrpcConnection:
     async def open(self) -> None:
         await asyncio.wait_for(self._channel.channel_ready(), 30)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server has closed it: a channel opens connections by itself."""
+        return False
+
     async def send(self, target: str, body: bytes) -> bytes:
         call = self._calls.get(target)
         if call is None:
@@ -75,6 +80,11 @@ class HttpConnection:
 
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server has closed it."""
+        return self._reader.at_eof()
 
     async def send(self, target: str, body: bytes) -> bytes:
         head = f"POST {target} HTTP/1.1\r\nhost: kvcm\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"

@@ -197,6 +197,7 @@ def _of_memory(case: str, found: Soaked, *, is_quick: bool) -> list[Row]:
     share, rss_mb = growth / statistics.median(sizes), max(sizes) / 1e6
     lag = lag_quantile(looks[0], looks[-1], 0.99)
     new, most = found.watch.new_series(found.warm), f"<= {MOST_LAG_SECONDS:g} s"
+    print(f"RSS in MB: {[round(look.rss_bytes / 1e6) for look in found.watch.looks[::30]]}", file=sys.stderr)
     # A line through a minute says nothing of ten.
     target, ok = ("", None) if is_quick else (f"value/RSS <= {MOST_GROWTH}", share <= MOST_GROWTH)
     return [

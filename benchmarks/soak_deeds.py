@@ -65,7 +65,7 @@ class Deeds:
         self._number, self._random = number, random
         self._ask, self._ask_admin = ask, ask_admin
         self._sent = 0
-        self._deeds: dict[Callable[[], Awaitable[None]], int] = {
+        self._deeds: dict[Callable[[], Awaitable[None]], float] = {
             self._match: 44,
             self._count: 6,
             self._match_tokens: 4,
@@ -73,7 +73,7 @@ class Deeds:
             self._write: 20,
             self._read_metas: 4,
             self._remove: 3,
-            self._trim: 1,
+            self._trim: 0.05,  # looks at every block
             self._pin: 4,
             self._register: 2,
             self._operate: 4,
@@ -128,7 +128,7 @@ class Deeds:
     async def _match_leased(self) -> None:
         """Read with a lease, which is renewed and released, or left to its end."""
         common = self._common()
-        lease_ms = self._random.choice((500, 5000))
+        lease_ms = self._random.choice((500, 60_000))
         found = await self._ask(
             pb.GetCacheLocationRequest(
                 **common, query_type=pb.QT_PREFIX_MATCH, block_keys=self._keys(), read_lease_ms=lease_ms
@@ -152,7 +152,9 @@ class Deeds:
         if started is None or not session_id or is_left:
             return
         if way < 0.15:
-            await self._ask(lease_pb.RenewWriteSessionRequest(**common, write_session_id=session_id), _OK)
+            await self._ask(
+                lease_pb.RenewWriteSessionRequest(**common, write_session_id=session_id, write_timeout_seconds=300), _OK
+            )
         finish = pb.FinishWriteCacheRequest(**common, write_session_id=session_id)
         blocks = started.count("locations")
         if way < 0.3:

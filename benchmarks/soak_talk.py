@@ -92,6 +92,8 @@ class Talk:
 
     async def ask(self, request: Any) -> Answer:
         """Send a request and return its answer; raises what the transport raises."""
+        if self._connection is not None and self._connection.is_closed:
+            await self.close()  # idle for longer than the manager keeps connections
         if self._connection is None:
             self._connection = CONNECTIONS[self._transport](self._port)
             await self._connection.open()
