@@ -280,11 +280,11 @@ class WriteSessions:
         try:
             await self._endings.open(session)
             for page in placed.pages:
-                if stored:
-                    await asyncio.sleep(0)
                 self._check_in_time(placed.reservation)
                 lost |= await self._add(cache, session, request, page)
                 stored += 1
+                if len(placed.pages) > 1:
+                    await asyncio.sleep(0)
         except BaseException:
             unstored = [run.blocks for page in placed.pages[stored:] for run in page]
             await uninterrupted(self._addresses.discard(unstored))

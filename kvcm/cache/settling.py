@@ -46,8 +46,6 @@ async def settle(
     most = max(1, PAGE_KEYS // max(1, len(session.checksums.names)))
     # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
     for end in range(len(session.keys), 0, -most):
-        if end < len(session.keys):
-            await asyncio.sleep(0)
         begin = max(0, end - most)
         ends.told = session.checksums.by_key(session.keys, begin, end)
         keys = session.keys[begin:end][::-1]
@@ -60,6 +58,8 @@ async def settle(
             changes = await cache.index.read_modify_write(keys, ends.of_one)
             served += sum([key in ends.succeeded and _serves(record, session) for key, _, record, _ in changes])
             note(changes)
+        if len(session.keys) > most:
+            await asyncio.sleep(0)
     wanted = sum(session.decision)
     return FinishedWrite(served, len(session.keys) - wanted, wanted - served)
 

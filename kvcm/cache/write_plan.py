@@ -235,8 +235,10 @@ def plan_write(
         records: what the index knows of each block.
         head: parent and depth of the first key.
     """
-    if len(set(keys)) < len(keys):
-        return _plan_each(planner, keys, missing, records, head)
+    has_repeated = len(set(keys)) < len(keys)
+    if has_repeated:
+        missing = _once(keys, missing)
+    depths: dict[int, int] = {}  # of the keys so far, where some are repeated: what follows hangs on the first position
     (parent, depth), position = head, 0
     while position < len(keys):
         specs, record = missing[position], records[position]
@@ -244,11 +246,23 @@ def plan_write(
             end = _end_of_fresh(missing, records, position)
             planner.add_fresh(position, keys[position:end], (parent, depth), specs)
         else:
-            end, depth = position + 1, record.depth if record is not None else depth
+            end = position + 1
+            depth = depths.get(keys[position], depth if record is None else record.depth)
             if specs:
                 planner.add(position, keys[position], (parent, depth), specs, record)
+        if has_repeated:
+            depths.update(zip(keys[position:end], range(depth, depth + end - position), strict=True))
         parent, depth, position = keys[end - 1], depth + end - position, end
     return planner.plan
+
+
+def _once(keys: Sequence[int], missing: Sequence[Specs]) -> list[Specs]:
+    """Return what blocks lack, nothing at the later positions of a repeated key."""
+    firsts = {key: position for position, key in reversed(list(enumerate(keys)))}
+    return [
+        specs if firsts[key] == position else ()
+        for position, (key, specs) in enumerate(zip(keys, missing, strict=True))
+    ]
 
 
 def _end_of_fresh(missing: Sequence[Specs], records: Sequence[BlockRecord | None], position: int) -> int:
@@ -257,24 +271,3 @@ def _end_of_fresh(missing: Sequence[Specs], records: Sequence[BlockRecord | None
         if records[end] is not None or missing[end] is not specs:
             return end
     return count
-
-
-def _plan_each(
-    planner: Planner,
-    keys: Sequence[int],
-    missing: Sequence[Specs],
-    records: Sequence[BlockRecord | None],
-    head: tuple[int | None, int],
-) -> WritePlan:
-    """Plan a request that names a block twice."""
-    parent, depth = head
-    depths: dict[int, int] = {}
-    for position, (key, specs, record) in enumerate(zip(keys, missing, records, strict=True)):
-        if key in depths:
-            depth = depths[key]  # a repeated key: masked, and what follows it hangs on its first position
-        else:
-            depth = depths[key] = record.depth if record is not None else depth
-            if specs:
-                planner.add(position, key, (parent, depth), specs, record)
-        parent, depth = key, depth + 1
-    return planner.plan

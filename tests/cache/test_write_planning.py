@@ -303,3 +303,26 @@ def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
     assert [len(page.keys) for page in pages[:-1]] == [most] * (len(pages) - 1)
     assert all(0 < len(page.keys) <= most for page in pages)
     assert whole.keys == tuple(keys)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    keys=st.lists(st.integers(0, 6), max_size=12), known=st.dictionaries(st.integers(0, 6), st.integers(0, 20)),
+    head=st.sampled_from([(None, 0), (99, 4)]),
+)  # fmt: skip
+def test_what_follows_any_block_hangs_on_its_first_position(
+    keys: list[int], known: dict[int, int], head: tuple[int | None, int]
+) -> None:
+    """Blocks of even depth are there, of the others there is a record that lacks every spec."""
+    records = {key: BlockRecord(None, depth, (location("a"),) * (1 - depth % 2)) for key, depth in known.items()}
+    expected, depths = [], dict[int, int]()
+    parent, depth = head
+    for position, key in enumerate(keys):
+        if key in depths:
+            depth = depths[key]
+        else:
+            depth = depths[key] = known.get(key, depth)
+            if known.get(key, 1) % 2:
+                expected.append((position, key, parent, depth))
+        parent, depth = key, depth + 1
+    assert [(b.position, b.key, b.parent, b.depth) for b in blocks_of(plan(keys, records, head=head))] == expected

@@ -39,11 +39,12 @@ class WrittenColumns(BlockColumns):
         keys, count, first = run.keys, len(run.keys), len(self._keys)
         if not self._rows.keys().isdisjoint(keys):
             return False
+        depths = array("i", range(run.depth, run.depth + count))  # a number that is too large changes nothing
         self._keys.extend(array("q", keys))
         self._rows.update(zip(keys, range(first, first + count), strict=True))
         self._parents.append(run.parent or 0)
         self._parents.extend(self._keys[first:-1])
-        self._depths.extend(array("i", range(run.depth, run.depth + count)))
+        self._depths.extend(depths)
         if run.parent is None:
             self._depths[first] = ~run.depth
         self._headers += [self._pool.share(header_of(run.location))] * count
