@@ -130,7 +130,7 @@ class Deeds:
     async def _match_leased(self) -> None:
         """Read with a lease, which is renewed and released, or left to its end."""
         common = self._common()
-        lease_ms = self._random.choice((500, 60_000))
+        lease_ms = self._random.choice((500, 20_000))
         found = await self._ask(
             pb.GetCacheLocationRequest(
                 **common, query_type=pb.QT_PREFIX_MATCH, block_keys=self._keys(), read_lease_ms=lease_ms
