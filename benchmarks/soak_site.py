@@ -29,7 +29,7 @@ __all__ = ["Drains", "ports_of", "set_up", "settled", "soaked", "verified"]
 
 _STAYS, _SPARE = "stays", "spare"
 _BLOCKS = {"soak-one": 20_000, "soak-eight": 4_000}
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 180.0  # read leases and pins hold back deletions meanwhile
 
 
 @contextlib.contextmanager
