@@ -1,8 +1,9 @@
 """Access recording: which blocks were read when, written down in batches (design.md decision 18).
 
 A request appends one entry and goes on; the entries are merged and drained in the background, so a read costs no write
-to the store. What a crash loses is bounded: the reads since the last drain, which change an order of eviction and
-nothing else. When reads come faster than they drain, the newest are not recorded.
+to the store. What is read again before that, as a prompt by the engines of many users and by a scheduler that asks at
+every step, only counts once more. What a crash loses is bounded: the reads since the last drain, which change an order
+of eviction and nothing else. When reads come faster than they drain, the newest are not recorded.
 
 What is drained is in the order of the last reads, the least recent first: request after request, and within a request
 the tail before the head, since the head of a prefix must outlive its continuations (invariant 7).
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.observer import UNOBSERVED
@@ -32,6 +34,14 @@ PolicyOf = Callable[[InstanceCache], EvictionPolicy]
 """Finds the policy in force for an instance."""
 
 
+class _Entry(NamedTuple):
+    """Requests for the same blocks in the same order."""
+
+    cache: InstanceCache
+    keys: Sequence[int]
+    times: int
+
+
 class AccessRecorder:
     """Gathers reads until they are drained.
 
@@ -43,23 +53,34 @@ class AccessRecorder:
     def __init__(self, clock: Clock, policy_of: PolicyOf = lambda _cache: EvictionPolicy()) -> None:
         self._clock = clock
         self._policy_of = policy_of
-        self._entries: list[tuple[InstanceCache, Sequence[int]]] = []
+        self._entries: dict[tuple[int, ...], _Entry] = {}
         self._waiting = 0
         self.dropped = 0
         self.observer = UNOBSERVED
 
     @property
     def waiting_count(self) -> int:
-        """Reads of blocks that are not written down yet."""
+        """Blocks of requests whose reads are not written down yet."""
         return self._waiting
 
     def record(self, cache: InstanceCache, keys: Sequence[int]) -> None:
         """Note that blocks were read just now."""
-        if self._waiting + len(keys) > _MOST_KEYS:
+        if not keys:
+            return
+        place: tuple[int, ...] = (
+            cache.placement.uid,
+            len(keys),
+            keys[-1],
+        )  # a key stands for the prefix before it, too
+        entry = self._entries.get(place)
+        if entry is not None and entry.keys == keys:
+            del self._entries[place]  # to the end: what was read last is written down last
+            self._entries[place] = _Entry(cache, keys, entry.times + 1)
+        elif self._waiting + len(keys) > _MOST_KEYS:
             self.dropped += len(keys)
-        elif keys:
+        else:
             self._waiting += len(keys)
-            self._entries.append((cache, keys))
+            self._entries[place if entry is None else (*place, self._waiting)] = _Entry(cache, keys, 1)
 
     async def drain(self) -> None:
         """Write down what was gathered, giving way to requests in between.
@@ -67,16 +88,16 @@ class AccessRecorder:
         Raises:
             StorageIOError: the store cannot be asked; what was gathered is lost.
         """
-        entries, self._entries, self._waiting = self._entries, [], 0
+        entries, self._entries, self._waiting = self._entries.values(), {}, 0
         at = self._clock.now()
-        caches = {cache.placement.uid: cache for cache, _ in entries}
+        caches = {entry.cache.placement.uid: entry.cache for entry in entries}
         counts: dict[int, dict[int, int]] = {uid: {} for uid in caches}
         taken = 0
-        for cache, keys in entries:
+        for cache, keys, times in entries:
             of_cache = counts[cache.placement.uid]
             for end in range(len(keys), 0, -_SLICE_KEYS):
                 part = keys[max(0, end - _SLICE_KEYS) : end]
-                _count(of_cache, part)
+                _count(of_cache, part, times)
                 taken += len(part)
                 if taken >= _SLICE_KEYS:
                     taken = 0
@@ -107,7 +128,7 @@ def _is_sampled(key: int) -> bool:
     return (key * _SPREAD & _MASK) >> 32 & (_ONE_IN - 1) == 0
 
 
-def _count(counts: dict[int, int], keys: Sequence[int]) -> None:
+def _count(counts: dict[int, int], keys: Sequence[int], times: int) -> None:
     """Count the reads of a request, whose head is read last; a key stands where its last read does."""
     for key in reversed(keys):
-        counts[key] = counts.pop(key, 0) + 1
+        counts[key] = counts.pop(key, 0) + times
