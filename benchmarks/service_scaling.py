@@ -20,7 +20,10 @@ FLAT = 0.3  # a key costs so much more or less than with 1,024 keys in the reque
 RESIDENT = (10_000, 100_000, 1_000_000, 5_000_000)
 MOST_CHAIN, MOST_SCATTERED = 1.7, 2.5
 _CHAIN = 2048  # blocks that are written together
-_REQUESTS = 64
+_REQUESTS = (
+    64  # different ones, so many in a window that it lasts several of the rounds in which reads are written down
+)
+_WINDOW = 1500
 
 
 def scaling(is_quick: bool) -> list[Row]:
@@ -29,7 +32,8 @@ def scaling(is_quick: bool) -> list[Row]:
     with site() as running:
         rows = per_key(running, rounds, count)
     with site() as running:
-        return rows + per_resident(running, RESIDENT[:2] if is_quick else RESIDENT, rounds, count)
+        sizes, window = (RESIDENT[:2], 64) if is_quick else (RESIDENT, _WINDOW)
+        return rows + per_resident(running, sizes, rounds, window)
 
 
 def per_key(running: Site, rounds: int, count: int) -> list[Row]:

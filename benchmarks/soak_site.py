@@ -35,7 +35,12 @@ _PATIENCE_SECONDS = 180.0  # read leases and pins hold back deletions meanwhile
 @contextlib.contextmanager
 def soaked(directory: Path) -> Iterator[Manager]:
     """Run a manager inside the block."""
-    settings = {"kvcm.data_dir": str(directory / "data"), "kvcm.logger.access_log_sample": "0.01"}
+    settings = {
+        "kvcm.data_dir": str(directory / "data"),
+        "kvcm.logger.access_log_sample": "0.01",
+        # Slots of deleted blocks are remembered for so long; by default as long as the whole warm-up lasts.
+        "kvcm.storage.slot_reuse_grace_ms": "5000",
+    }
     manager = Manager(directory / "manager", settings)
     with running(manager):
         yield manager
