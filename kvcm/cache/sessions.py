@@ -271,6 +271,7 @@ class WriteSessions:
                 await uninterrupted(self._endings.abort(cache, session))
             raise
 
+    @staged("store")
     async def _store(
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed
     ) -> set[int]:

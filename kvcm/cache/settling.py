@@ -18,6 +18,7 @@ from kvcm.cache.write_values import FinishedWrite, WriteSession
 from kvcm.index.backends.alike import Alike
 from kvcm.index.backends.backend import Change
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.telemetry.stages import staged
 
 __all__ = ["changed", "settle"]
 
@@ -29,6 +30,7 @@ _Told = Mapping[int, Mapping[str, int]]
 """Checksums by name of the part, by key."""
 
 
+@staged("store")
 async def settle(
     cache: InstanceCache, session: WriteSession, now: float, note: Callable[[Sequence[Change]], None]
 ) -> FinishedWrite:

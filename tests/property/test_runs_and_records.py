@@ -26,7 +26,7 @@ from kvcm.model.runs import BlockRun
 from kvcm.model.storages import StorageType
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.lanes import OrderPlan
-from kvcm.reclaim.live_order import LiveOrder
+from kvcm.reclaim.live_order import LiveOrder, to_its_end
 from kvcm.reclaim.policies import POLICIES
 from kvcm.registry.registry import Registry
 from kvcm.storage.directory import StorageDirectory
@@ -84,7 +84,7 @@ class World:
         )
         await self.manager.register_instance(instance("i", SPECS, GROUPS))
         self.index = self.manager.cache("i").index
-        order = LiveOrder.over(self.index, self.plan)
+        order = to_its_end(LiveOrder.over(self.index, self.plan))
         assert order is not None
         self.order = order
 

@@ -164,6 +164,6 @@ def test_the_timing_tree_has_the_stages(world: World) -> None:
     (matched,) = handler["match.py:match"]
     assert 0 <= matched["span_time_us"] <= handler["span_time_us"] <= tree["span_time_us"]
     (handler,) = json.loads(start.header.tracer_result)["meta_api.py:start_write"]
-    parts = ["sessions.py:_reserved_plan", "sessions.py:_allocate", "rocks.py:write_many"]
+    parts = ["sessions.py:_reserved_plan", "sessions.py:_allocate", "sessions.py:_store"]
     assert [name for name in handler if name != "span_time_us"] == parts
     assert sum(handler[name][0]["span_time_us"] for name in parts) <= handler["span_time_us"]
