@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
 from ports import free_port
+from waiting import until
 
 FOLDER = Path(__file__).parent
 LEASE_SECONDS = 0.3
@@ -91,6 +92,15 @@ class Process:
 
     def send(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)
+
+    def stop(self) -> None:
+        """Stop every thread of the process; returns when they stand still, which a busy machine delays."""
+        self.popen.send_signal(signal.SIGSTOP)
+        until(self._stands_still, "every thread is stopped")
+
+    def _stands_still(self) -> bool:
+        threads = Path(f"/proc/{self.popen.pid}/task").iterdir()
+        return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
     def kill(self) -> None:
         self.popen.kill()

@@ -154,7 +154,7 @@ def test_nobody_is_held_when_the_owner_of_the_memory_stops_and_it_goes_on_with_i
     owner, engine = site.owner(32 << 20), site.client()
     uris = addresses(64 << 10, 2)
     assert engine.ask("save", uris=uris)["failures"] == [None] * 2
-    owner.send(signal.SIGSTOP)
+    owner.stop()
     loaded = engine.ask("load", uris=uris, deadline=1.0)
     assert loaded["failures"] == ["pending"] * 2
     assert loaded["seconds"] < 10
