@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvcm.model.storages import StorageType
+from kvcm.model.varints import read_varint
 
 __all__ = [
     "BlockRecord",
@@ -195,11 +196,11 @@ def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:
     """
     message = bytearray()
     spec_size = checksum = 0
-    _, position = _read_varint(chunk, 1)
+    _, position = read_varint(chunk, 1)
     end = len(chunk)
     while position < end:
         start, tag = position, chunk[position]
-        value, position = _read_varint(chunk, start + 1)
+        value, position = read_varint(chunk, start + 1)
         if tag != _SPEC_TAG:
             spec_size = value if tag == _SPEC_SIZE_TAG else spec_size
             message += chunk[start:position]
@@ -223,13 +224,13 @@ def _closed(message: bytearray, spec_size: int, last_checksum: int) -> bytes:
 def _name_within(fields: bytes) -> str:
     if not fields or fields[0] != _NAME_TAG:
         return ""
-    length, position = _read_varint(fields, 1)
+    length, position = read_varint(fields, 1)
     return fields[position : position + length].decode()
 
 
 def decode_chunk(chunk: bytes) -> DecodedLocation:
     """Read what `encode_chunk` wrote."""
-    _, position = _read_varint(chunk, 1)
+    _, position = read_varint(chunk, 1)
     storage_type, spec_size, specs = 0, 0, []
     for number, value in _fields(chunk, position, len(chunk)):
         if number == 1:
@@ -244,11 +245,11 @@ def decode_chunk(chunk: bytes) -> DecodedLocation:
 def uris_of(chunk: bytes) -> list[str]:
     """Return the uris of an encoded `CacheLocation`, one per spec: `decode_chunk` in a third of the time."""
     uris: list[str] = []
-    _, position = _read_varint(chunk, 1)
+    _, position = read_varint(chunk, 1)
     end = len(chunk)
     while position < end:
         tag = chunk[position]
-        value, position = _read_varint(chunk, position + 1)
+        value, position = read_varint(chunk, position + 1)
         if tag == _SPEC_TAG:
             uris.append(_uri_within(chunk, position, position + value))
             position += value
@@ -262,7 +263,7 @@ def _uri_within(chunk: bytes, position: int, end: int) -> str:
         if tag == _CHECKSUM_TAG[0]:
             position += _CHECKSUM_FIELD_SIZE
             continue
-        length, position = _read_varint(chunk, position + 1)
+        length, position = read_varint(chunk, position + 1)
         if tag == _URI_TAG:
             uri = chunk[position : position + length].decode()
         position += length
@@ -305,26 +306,15 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
-
-
 def _fields(data: bytes, position: int, end: int) -> Sequence[tuple[int, int | bytes]]:
     fields: list[tuple[int, int | bytes]] = []
     while position < end:
-        tag, position = _read_varint(data, position)
+        tag, position = read_varint(data, position)
         if tag & 7 == _WIRE_FIXED64:
             fields.append((tag >> 3, data[position : position + 8]))
             position += 8
             continue
-        value, position = _read_varint(data, position)
+        value, position = read_varint(data, position)
         if tag & 7 == _WIRE_VARINT:
             fields.append((tag >> 3, value))
         else:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from kvcm.model.varints import read_varint
 from kvcm.service.calls import Call
 from kvcm.service.json_codec import MalformedBody, parse_request
 from kvcm.service.lanes import Lane
@@ -102,14 +103,14 @@ def _check_fields(body: bytes, descriptor: Any, most: int) -> None:
                 left -= 1
                 if left < 0:
                     raise DecodeError(f"more than {most} fields")
-                tag, position = _varint(body, position)
+                tag, position = read_varint(body, position)
                 match tag & 7:
                     case 0:
-                        _, position = _varint(body, position)
+                        _, position = read_varint(body, position)
                     case 1:
                         position += 8
                     case 2:
-                        size, position = _varint(body, position)
+                        size, position = read_varint(body, position)
                         inner = below.get(tag >> 3)
                         if inner is not None and _messages_of(inner):
                             spans.append((position, min(position + size, end), inner))
@@ -118,8 +119,8 @@ def _check_fields(body: bytes, descriptor: Any, most: int) -> None:
                         position += 4
                     case _:
                         raise DecodeError("a group or an unknown kind of field")
-    except IndexError:
-        raise DecodeError("a field is cut off") from None
+    except (IndexError, ValueError) as error:
+        raise DecodeError("a field is cut off, or a number is longer than 64 bits") from error
 
 
 def _messages_of(descriptor: Any) -> dict[int, Any]:
@@ -135,22 +136,3 @@ def _messages_of(descriptor: Any) -> dict[int, Any]:
 
 
 _messages: dict[str, dict[int, Any]] = {}
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position and where it ends."""
-    value = data[position]
-    position += 1
-    if value < 128:
-        return value, position
-    value &= 127
-    shift = 7
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise DecodeError("a number is longer than 64 bits")

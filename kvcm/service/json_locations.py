@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvcm.model.varints import read_varint
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.calls import Reply
 from kvcm.service.json_codec import print_response, shaped
@@ -100,7 +101,7 @@ async def print_reply(reply: Reply, texts: LocationTexts) -> bytes:
 
 def location_text(chunk: bytes) -> bytes:
     """Return a `CacheLocation` that is encoded as a repeated field (1 to 15) of an answer as JSON."""
-    size, position = _varint(chunk, 1)
+    size, position = read_varint(chunk, 1)
     kind = spec_size = checksum = 0
     specs: list[str] = []
     end = len(chunk)
@@ -109,7 +110,7 @@ def location_text(chunk: bytes) -> bytes:
         value = chunk[position + 1]
         position += 2
         if value > 127:
-            value, position = _varint(chunk, position - 1)
+            value, position = read_varint(chunk, position - 1)
         if tag == _SPEC_TAG:
             specs.append(_spec_text(chunk[position : position + value]))
             position += value
@@ -134,7 +135,7 @@ def _spec_text(fields: bytes) -> str:
         return _by_message(pb.LocationSpec, fields).decode()
     uri_at = 2 + fields[1]
     has_uri = uri_at < len(fields) and fields[uri_at] == _URI_TAG
-    size, start = _varint(fields, uri_at + 1) if has_uri else (0, uri_at)
+    size, start = read_varint(fields, uri_at + 1) if has_uri else (0, uri_at)
     uri = fields[start : start + size].decode()
     checksum = 0
     behind = fields[start + size :]
@@ -159,15 +160,3 @@ def _head(encoded_name: bytes) -> str:
 
 def _by_message(message_type: type[Any], fields: bytes) -> bytes:
     return print_response(message_type.FromString(fields))
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position and where it ends."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
