@@ -19,7 +19,7 @@ import structlog
 
 from kvcm import __version__
 from kvcm.config import ConfigError, Settings
-from kvcm.draining import drain, tell_left_tasks
+from kvcm.draining import SlowEnd, drain, tell_left_tasks
 from kvcm.freed_memory import keep_freed_memory
 from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
@@ -29,6 +29,7 @@ from kvcm.model.hosts import AllowedHosts, HostRule
 from kvcm.model.mooncake import mooncake_hosts
 from kvcm.model.nodes import Endpoint
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageType
+from kvcm.model.tasks import end_tasks
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
@@ -131,6 +132,7 @@ class Manager:
         """Serve inside the block. Yields the endpoint with the ports that are really bound."""
         spans = _opened_spans(self._settings)
         async with contextlib.AsyncExitStack() as stack:
+            slow_end = stack.enter_context(SlowEnd())
             if spans is not None:
                 stack.push_async_callback(spans.close)
             listeners = Listeners(self._settings, self._gate)
@@ -144,7 +146,8 @@ class Manager:
             stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
             endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
             duties: list[asyncio.Task[None]] = []
-            stack.push_async_callback(_cancel, duties)
+            stack.push_async_callback(end_tasks, duties)
+            stack.callback(slow_end.begin)
             stack.push_async_callback(self._drain, rooms, listeners)
             await rooms.leadership.publish(endpoint)
             await rooms.leadership.tick()
@@ -242,12 +245,6 @@ async def _keep_running(name: str, duty: Callable[[], Awaitable[None]]) -> None:
         except Exception:
             _log.exception("duty_failed", duty=name)
             await asyncio.sleep(_PAUSE_SECONDS)
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_cluster_id(settings: Settings) -> str:

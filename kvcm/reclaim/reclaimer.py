@@ -131,7 +131,8 @@ class Reclaimer:
                 self.stats.rounds.observe(time.perf_counter() - begin)
             await asyncio.sleep(_BETWEEN_LOOKS_SECONDS)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._pause_seconds())
+                async with asyncio.timeout(self._pause_seconds()):
+                    await self._wake.wait()
             self._wake.clear()
 
     def _pause_seconds(self) -> float:

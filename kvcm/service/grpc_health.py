@@ -11,6 +11,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from kvcm.model.tasks import end_tasks
+
 __all__ = ["GrpcHealth", "reflect"]
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -54,9 +56,7 @@ class GrpcHealth(health.aio.HealthServicer):
         try:
             await asyncio.wait({watch, end}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
-            end.cancel()
-            await asyncio.gather(watch, end, return_exceptions=True)
+            await end_tasks([watch, end])
         if self._is_over.is_set():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the manager is stopping")
 

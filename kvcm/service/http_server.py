@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.tasks import end_tasks
 from kvcm.service.http_app import HttpApp
 from kvcm.service.http_connection import ConnectionLimits, ConnectionWatch, WatchedConnection
 
@@ -114,8 +115,7 @@ class HttpServer:
             self._server.should_exit = True
             await self._task
         if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+            await end_tasks([self._watch])
 
 
 async def _heard(server: _QuietServer) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from redis.exceptions import ResponseError
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.node import Node
 from kvcm.store.redis.uri import Address, RedisSettings
 
@@ -246,7 +247,5 @@ async def _first(nodes: Iterable[Node], ask: Callable[[Node], Coroutine[Any, Any
                     raise error
                 errors.append(str(error))
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(running)
     raise StorageIOError(f"none of the {whom} answers: {'; '.join(errors)}")

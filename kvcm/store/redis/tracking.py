@@ -23,6 +23,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import RedisError, ResponseError
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import Address
 
@@ -96,9 +97,7 @@ class Invalidations:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def _watch(self, masters: list[Address]) -> str:
         while True:
