@@ -188,12 +188,22 @@ class LiveOrder:
         self._lane_of_row[row] = _NO_LANE
         self._put(to, number, self._sizes[row] if self._has_budgets else 0)
 
-    def touched(self, row: int, reads: int) -> None:
-        if row in self._taken:  # read while it is being marked: it is in no lane
-            return
+    def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
+        self._make_room(max(rows))
+        lane_of_row = self._lane_of_row
         if self._counts_reads:
-            self._reclassify(row)
-        self._lanes[self._lane_of_row[row]].policy.touch(row, reads)
+            for row in rows:
+                if lane_of_row[row] != _NO_LANE:
+                    self._reclassify(row)
+        numbers = [lane_of_row[row] for row in rows]
+        # In no lane is what is not resident, and what was taken and is being marked.
+        for number in {*numbers} - {_NO_LANE}:
+            policy = self._lanes[number].policy
+            if numbers.count(number) == len(numbers):
+                policy.touch_all(rows, reads)
+            else:
+                its = [place for place, other in enumerate(numbers) if other == number]
+                policy.touch_all([rows[place] for place in its], [reads[place] for place in its])
 
     def _reclassify(self, row: int) -> None:
         facts = self._facts(row)
@@ -212,15 +222,18 @@ class LiveOrder:
             self._lanes.count(self._lanes[number], size_bytes)
 
     def _put(self, row: int, number: int, size_bytes: int) -> None:
-        missing = row + 1 - len(self._lane_of_row)
-        if missing > 0:
-            self._lane_of_row.extend([_NO_LANE] * missing)
+        self._make_room(row)
         self._lane_of_row[row] = number
         if self._has_budgets:
             missing = row + 1 - len(self._sizes)
             if missing > 0:
                 self._sizes.extend([0] * missing)
             self._sizes[row] = size_bytes
+
+    def _make_room(self, row: int) -> None:
+        missing = row + 1 - len(self._lane_of_row)
+        if missing > 0:
+            self._lane_of_row.extend([_NO_LANE] * missing)
 
     def _facts(self, row: int) -> SlotFacts:
         rows = self._rows

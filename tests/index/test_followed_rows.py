@@ -60,9 +60,11 @@ class Follower:
         assert self.blocks[to] == self.rows.key(to)
         self.note("moved", to)
 
-    def touched(self, row: int, reads: int) -> None:
-        assert self.blocks[row] == self.rows.key(row)
-        self.note("touched", row, reads)
+    def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
+        for row, count in zip(rows, reads, strict=True):
+            if row in self.blocks:
+                assert self.blocks[row] == self.rows.key(row)
+                self.note("touched", row, count)
 
     def note(self, what: str, row: int, reads: int = 0) -> None:
         self.events.append((what, self.blocks[row], reads))

@@ -96,8 +96,8 @@ class Told(RowObserver):
     def moved(self, row: int, to: int) -> None:
         self.events.append(("moved", to))
 
-    def touched(self, row: int, reads: int) -> None:
-        self.events.append(("touched", reads))
+    def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
+        self.events.append(("touched", tuple(reads)))
 
 
 def state(columns: BlockColumns) -> object:

@@ -20,6 +20,9 @@ from heapq import nsmallest
 from random import Random
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcm.index.backends.access import Access, is_resident, stored_at, whole_seconds
 from kvcm.index.backends.packed import Chunks, Header, HeaderPool, Headers, unpack
 from kvcm.index.backends.rows import RowObserver
@@ -157,14 +160,22 @@ class BlockColumns:
 
     def touch(self, counts: Mapping[int, int], at: int, *, moves: bool) -> None:
         """Add reads by key, and set the time to unix time `at` if it moves; keys without a record are left."""
-        for key, count in counts.items():
-            row = self._rows.get(key)
-            if row is None:
-                continue
-            before = self._read_at[row]
-            self._set_access(row, max(at, before) if moves else before, self._reads[row] + count)
-            if self._observer is not None and self.is_resident(row):
-                self._observer.touched(row, count)
+        found = list(map(self._rows.get, counts))
+        rows, times = [row for row in found if row is not None], list(counts.values())
+        if len(rows) < len(found):
+            times = [count for count, row in zip(times, found, strict=True) if row is not None]
+        if not rows:
+            return
+        self._set_accesses(np.array(rows), np.array(times), whole_seconds(at) if moves else None)
+        if self._observer is not None:
+            self._observer.touched_together(rows, times)
+
+    def _set_accesses(self, rows: NDArray[np.int64], times: NDArray[np.int64], at: int | None) -> None:
+        # An array cannot grow while a view of it lives: these end with this call.
+        reads, read_at = np.frombuffer(self._reads, np.uint16), np.frombuffer(self._read_at, np.uint32)
+        reads[rows] = np.minimum(reads[rows] + times, _MOST_READS)
+        if at is not None:
+            read_at[rows] = np.maximum(read_at[rows], at)
 
     def requeue(self, counts: Mapping[int, int], at: int) -> None:
         """Set time and reads of resident blocks."""

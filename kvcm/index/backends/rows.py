@@ -37,8 +37,9 @@ class RowObserver(Protocol):
     def moved(self, row: int, to: int) -> None:
         """A resident block is in row `to` from now on, which was free."""
 
-    def touched(self, row: int, reads: int) -> None:
-        """A resident block was read so many times; told in the order of the last reads, the least recent first."""
+    def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
+        """Blocks, not all of them resident, were read, each so many times; in the order of their last reads, the least
+        recent first."""
 
 
 class Rows(Protocol):

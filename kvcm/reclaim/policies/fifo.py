@@ -26,6 +26,9 @@ class Fifo(Ordered):
     def touch(self, slot: int, reads: int = 1) -> None:
         """Do nothing."""
 
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Do nothing."""
+
     def rank(self, summary: Summary) -> tuple[float, ...]:
         """Return the time of the write."""
         return (summary.written_at,)

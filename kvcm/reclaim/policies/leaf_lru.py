@@ -42,6 +42,10 @@ class LeafLru(Ordered):
         """Make a block the newest."""
         self._queue.renew(slot)
 
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Make blocks the newest, the last of them the newest of all."""
+        self._queue.renew_all(slots)
+
     def rank(self, summary: Summary) -> tuple[float, ...]:
         """Return the time of the last read."""
         return (summary.read_at,)

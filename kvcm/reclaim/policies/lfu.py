@@ -56,6 +56,11 @@ class Lfu(Ordered):
         self._take_out(slot)
         self._place(slot, frequency)
 
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Count reads of one after the other."""
+        for slot, count in zip(slots, reads, strict=True):
+            self.touch(slot, count)
+
     def remove(self, slot: int, *, evicted: bool = True) -> None:
         """Take a block out and forget its frequency. The allowance never falls: a victim that others were passed
         over for may be worth more than the next."""

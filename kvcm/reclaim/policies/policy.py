@@ -48,6 +48,9 @@ class Policy(Protocol):
     def touch(self, slot: int, reads: int = 1) -> None:
         """Count reads of a resident block, the last of them just now."""
 
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Count reads of blocks: what `touch` does with one after the other."""
+
     def remove(self, slot: int, *, evicted: bool = True) -> None:
         """Take a block out. `evicted` is False when it was removed for another reason than want of room."""
 

@@ -66,6 +66,11 @@ class S3Fifo:
         state = self._states[slot]
         self._states[slot] = state & _IN_MAIN | min((state & _MOST_READS) + reads, _MOST_READS)
 
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Count reads of one after the other."""
+        for slot, count in zip(slots, reads, strict=True):
+            self.touch(slot, count)
+
     def remove(self, slot: int, *, evicted: bool = True) -> None:
         """Take a block out, and remember its name if it was evicted out of small."""
         if evicted:

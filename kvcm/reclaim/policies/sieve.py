@@ -45,6 +45,11 @@ class Sieve:
         """Set a block's bit."""
         self._visited[slot] = 1
 
+    def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
+        """Count reads of one after the other."""
+        for slot, count in zip(slots, reads, strict=True):
+            self.touch(slot, count)
+
     def remove(self, slot: int, *, evicted: bool = True) -> None:
         """Take a block out; a hand that rests on it goes on to the next."""
         if self._hand == slot:

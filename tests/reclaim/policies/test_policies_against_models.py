@@ -109,6 +109,16 @@ class PolicyMachine(RuleBasedStateMachine):
         self.model.touch(self.blocks[slot], reads)
 
     @precondition(lambda self: self.blocks)
+    @rule(picks=st.lists(PICKS, min_size=1, max_size=8), times=st.integers(1, 3))
+    def touch_all(self, picks: list[int], times: int) -> None:
+        slots = list(dict.fromkeys(map(self.resident, picks)))
+        for again in range(times):  # the second time they may stand together
+            reads = [1 + (place + again) % 4 for place in range(len(slots))]
+            self.policy.touch_all(slots, reads)
+            for slot, count in zip(slots, reads, strict=True):
+                self.model.touch(self.blocks[slot], count)
+
+    @precondition(lambda self: self.blocks)
     @rule(pick=PICKS, evicted=st.booleans())
     def remove(self, pick: int, evicted: bool) -> None:
         self._remove(self.resident(pick), evicted)
