@@ -190,7 +190,8 @@ class _Look:
         )
         for most, held in payers:
             yield Need(reason, min(excess, most), wanted, held.members, name, held.group.name)
-        rest = min(excess - sum(most for most, _ in payers), total - mark.low)
+        # Nobody gives what is guaranteed to him for a guarantee that is not used: only where too much is used.
+        rest = min(excess - sum(most for most, _ in payers), mark.excess(total))
         if rest > 0:  # guarantees that together exceed the mark, and are used
             yield Need(reason, rest, wanted, [each for held, _ in users for each in held.members], name)
 

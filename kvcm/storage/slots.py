@@ -114,8 +114,9 @@ class _File:
 
     def _turn(self, now: float) -> None:
         if now >= self._turn_at:
-            self._older = self._younger if now < self._turn_at + _PENDING_SECONDS else 0
-            self._younger, self._turn_at = 0, now + _PENDING_SECONDS
+            is_next = now < self._turn_at + _PENDING_SECONDS
+            self._older = self._younger if is_next else 0
+            self._younger, self._turn_at = 0, (self._turn_at if is_next else now) + _PENDING_SECONDS
 
 
 class FreeSlots:

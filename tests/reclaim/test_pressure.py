@@ -58,6 +58,7 @@ def big(name: str, guaranteed: int = 0, quota: str = "", types: dict[StorageType
     grown=st.integers(1, 30),
 )
 @example(used=[30, 0, 0], guaranteed=[0, 45, 0], grown=20)
+@example(used=[0, 14, 45], guaranteed=[45, 20, 45], grown=30)
 def test_a_write_wakes_exactly_where_there_is_something_to_evict(
     used: list[int], guaranteed: list[int], grown: int
 ) -> None:
