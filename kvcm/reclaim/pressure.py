@@ -100,13 +100,17 @@ class Pressure:
             watch = self._watches[group.name] = self._watch(group)
         held = self._held()
         by_place = held.held(group.name)
-        return (
-            sum(by_place.values()) > watch.total
-            or any(_on_type(by_place, kind) > most for kind, most in watch.by_type)
-            or (watch.keys is not None and any(count > watch.keys for count in self._key_counts(group.name)))
-            or any(_taken(group.name, held.held_on(name), kept) > most for name, most, kept in watch.storages)
-            or (watch.drawn is not None and _drawn_by(watch.drawn, held.held_by_group()) > watch.drawn.mark.high)
-        )
+        if sum(by_place.values()) > watch.total:
+            return True
+        for kind, most in watch.by_type:  # every write passes here: generators would take longer than what they look at
+            if _on_type(by_place, kind) > most:
+                return True
+        for name, most, kept in watch.storages:
+            if _taken(group.name, held.held_on(name), kept) > most:
+                return True
+        if watch.keys is not None and max(self._key_counts(group.name), default=0) > watch.keys:
+            return True
+        return watch.drawn is not None and _drawn_by(watch.drawn, held.held_by_group()) > watch.drawn.mark.high
 
     def _watch(self, group: InstanceGroup) -> _Watch:
         block, drawn = self._blocks.get(group.name, 0), self._quotas.get(group.global_quota_group_name)
