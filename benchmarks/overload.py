@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from match import process
 from prometheus_client.parser import text_string_to_metric_families
 from report import Row, arguments, is_sound, publish
+from server_process import process
 from service_site import HERE, Manager, hash_keys, quantile, site
 
 TIMES = 10
