@@ -17,6 +17,7 @@ from kvcm.model.storages import StorageType
 __all__ = ["IndexInCustody", "InstanceCache"]
 
 _MOST_FILTERS = 16  # engines ask for their own rank's specs: a few distinct sets per instance
+_MOST_SETS = 1024  # of specs that are stored together
 
 
 class IndexInCustody(NamedTuple):
@@ -73,7 +74,7 @@ class InstanceCache:
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
         object.__setattr__(self, "full_specs", frozenset(names) - linear)
-        object.__setattr__(self, "present", ChunkMemo(_names_in))
+        object.__setattr__(self, "present", ChunkMemo(_NamesIn()))
 
     def filtered(self, chunks: Sequence[bytes], spec_names: frozenset[str]) -> Sequence[bytes]:
         """Return the locations with only the named specs."""
@@ -109,5 +110,14 @@ class InstanceCache:
         return [self.specs_of_group[name] for name in group_names]
 
 
-def _names_in(chunk: bytes) -> frozenset[str]:
-    return frozenset(spec.name for spec in decode_chunk(chunk).specs)
+class _NamesIn:
+    """The specs that a location holds: one set for all locations that hold the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[frozenset[str], frozenset[str]] = {}
+
+    def __call__(self, chunk: bytes) -> frozenset[str]:
+        names = frozenset(spec.name for spec in decode_chunk(chunk).specs)
+        if len(self._known) > _MOST_SETS:
+            self._known.clear()
+        return self._known.setdefault(names, names)
