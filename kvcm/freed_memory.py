@@ -4,9 +4,9 @@ Answers take 100 kB and more, and live for a millisecond. By default glibc gives
 they are freed and asks for new ones, whose pages the system fills with zeros first: a tenth of the CPU time of a lookup
 of 1,024 blocks, more where answers are texts. So freed memory stays with the process, for the next answer.
 
-By default glibc also makes eight arenas per core, and gives each new thread one of its own, which keeps what its busiest
-moment took. Threads here mostly wait for the disk or for Python's global lock, and never allocate at the same time in
-such numbers: a few arenas do. Other C libraries are left as they are.
+By default glibc also makes eight arenas per core, and gives each new thread one of its own, which keeps what its
+busiest moment took. Threads here mostly wait for the disk or for Python's global lock, and never allocate at the same
+time in such numbers: a few arenas do. Other C libraries are left as they are.
 
 Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a write. But
 gRPC leaves a cycle of five objects behind with every request, with its path and metadata. What waits for its collection

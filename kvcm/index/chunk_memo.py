@@ -30,6 +30,9 @@ class ChunkMemo(Generic[Value]):
         function: pure, from an encoded location to anything but None.
         most_bytes: kept, about; half of it may be of chunks that nobody asks for any more.
         clock: seconds of a clock that never runs backwards.
+
+    Attributes:
+        computed: how often the function was asked.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ChunkMemo(Generic[Value]):
         self._young: dict[bytes, Value] = {}
         self._old: dict[bytes, Value] = {}
         self._young_bytes = 0
+        self.computed = 0
         self._old_from = clock() + _GENERATION_SECONDS
 
     def __len__(self) -> int:
@@ -70,6 +74,7 @@ class ChunkMemo(Generic[Value]):
         value = self._old.pop(chunk, None)
         if value is None:
             value = self._function(chunk)
+            self.computed += 1
         if self._young_bytes > self._most_bytes:
             self._begin_generation()
         self._young[chunk] = value

@@ -105,8 +105,8 @@ def _options() -> Options:
     # torn, and nothing of it was acknowledged.
     options = Options(raw_mode=True)
     options.create_if_missing(True)
-    # Small tables in memory, and many files of theirs before they are merged: rows are read only at start, so files cost
-    # nothing, and what is merged at a time stays as large as with large tables.
+    # Small tables in memory, and many of their files before they are merged: rows are read only at start, so files cost
+    # nothing, and what is merged at a time is as much as with large tables.
     options.set_write_buffer_size(16 * _MEBIBYTE)
     options.set_max_write_buffer_number(8)
     options.set_level_zero_file_num_compaction_trigger(16)
