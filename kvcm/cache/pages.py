@@ -8,17 +8,17 @@ from typing import TypeVar
 __all__ = ["PAGE_KEYS", "page_keys", "pages"]
 
 PAGE_KEYS = 1024
-"""Blocks that are worked on without a pause: some 10 ms of the event loop at most."""
+"""Blocks that a shared store is asked for at a time, or that nothing but a lookup is done with."""
 
-_PAGE_PARTS = 2048
 _LEAST_KEYS = 16
 
 Item = TypeVar("Item")
 
 
 def page_keys(parts: int) -> int:
-    """Return how many blocks of so many parts are worked on without a pause: what they cost grows with their parts."""
-    return max(_LEAST_KEYS, min(PAGE_KEYS, _PAGE_PARTS // parts))
+    """Return how many blocks of so many parts are worked on without a pause: some 10 ms of the event loop at most. A
+    block costs about as much as one part of it."""
+    return max(_LEAST_KEYS, PAGE_KEYS // (1 + parts))
 
 
 def pages(items: Sequence[Item], most: int = PAGE_KEYS) -> Iterator[Sequence[Item]]:
