@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-__all__ = ["PAGE_KEYS", "page_keys", "pages"]
+__all__ = ["PAGE_KEYS", "give_way", "page_keys", "pages"]
 
 PAGE_KEYS = 1024
 """Blocks that a shared store is asked for at a time, or that nothing but a lookup is done with."""
@@ -16,9 +17,19 @@ Item = TypeVar("Item")
 
 
 def page_keys(parts: int) -> int:
-    """Return how many blocks of so many parts are worked on without a pause: some 10 ms of the event loop at most. A
-    block costs about as much as one part of it."""
-    return max(_LEAST_KEYS, PAGE_KEYS // (1 + parts))
+    """Return how many blocks of so many parts are worked on without a pause: some 10 ms of the event loop.
+
+    A block costs about as much as one part of it. Powers of two, so that packed files of a page come out even.
+    """
+    most = max(_LEAST_KEYS, PAGE_KEYS // (1 + parts))
+    return 1 << (most - 1).bit_length()
+
+
+async def give_way(count: int, page: int) -> None:
+    """Let others in between two stages of a request of so many blocks, if these are much for pages of that size. To be
+    called where nothing was looked at that has to stay as it is."""
+    if 2 * count > page:
+        await asyncio.sleep(0)
 
 
 def pages(items: Sequence[Item], most: int = PAGE_KEYS) -> Iterator[Sequence[Item]]:

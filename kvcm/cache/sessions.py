@@ -26,7 +26,7 @@ from kvcm.cache.addresses import Addresses, PlacedRun, RefusedError, no_candidat
 from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.limits import Limits
-from kvcm.cache.pages import pages
+from kvcm.cache.pages import give_way, pages
 from kvcm.cache.selection import NodeStorages, candidates
 from kvcm.cache.usage import Ledger, Reservation
 from kvcm.cache.write_plan import Planner, Specs, WritePlan, missing_specs, plan_write
@@ -132,7 +132,7 @@ class WriteSessions:
         session = self._new_session(cache, request, plan, reservation)
         opened = self._opened(reservation)
         try:
-            await _give_way(cache, request)
+            await give_way(len(request.keys), cache.page_keys)
             placed = await self._allocate(cache, group, session, plan, reservation)
             return await self._begin(cache, session, request, _Placed(plan, reservation, opened, placed))
         except RefusedError as refused:
@@ -282,12 +282,12 @@ class WriteSessions:
         stored = 0
         try:
             await self._endings.open(session)
-            await _give_way(cache, request)
+            await give_way(len(request.keys), cache.page_keys)
             for page in placed.pages:
                 self._check_in_time(placed.reservation)
                 lost |= await self._add(cache, session, request, page)
                 stored += 1
-                await _give_way(cache, request)
+                await give_way(len(request.keys), cache.page_keys)
         except BaseException:
             unstored = [run.blocks for page in placed.pages[stored:] for run in page]
             await uninterrupted(self._addresses.discard(unstored))
@@ -363,13 +363,6 @@ class WriteSessions:
             return set()
         changes = await cache.index.read_modify_write(planned, add_location, reserved=True)
         return {key for key, _, record, _ in changes if not _holds(record, session.location_id)}
-
-
-async def _give_way(cache: InstanceCache, request: WriteRequest) -> None:
-    """Let other requests in between two stages of a large one. While no other manager works on the store, that is all
-    right wherever nothing was looked at that has to stay as it is."""
-    if 2 * len(request.keys) > cache.page_keys:
-        await asyncio.sleep(0)
 
 
 async def _each(

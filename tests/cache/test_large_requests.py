@@ -11,7 +11,7 @@ from cache_rig import Rig, group, instance, opened
 
 from kvcm.cache.checksums import ToldLocation
 from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.pages import PAGE_KEYS, pages
+from kvcm.cache.pages import PAGE_KEYS, page_keys, pages
 from kvcm.cache.pin_values import PinRequest
 from kvcm.cache.sessions import WriteRequest
 from kvcm.model.errors import NotReadyError
@@ -154,6 +154,13 @@ async def test_two_large_writers_share_blocks_without_overlap() -> None:
         assert set(first.session.keys).isdisjoint(second.session.keys)
         for started in (first, second):
             assert len(started.chunks) == len(started.session.keys) == len(started.mask.unmasked(len(KEYS)))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 12, 64, 1000])
+def test_a_page_of_many_parts_has_fewer_blocks(parts: int) -> None:
+    assert 16 <= page_keys(parts) <= PAGE_KEYS
+    assert page_keys(parts) == 16 or page_keys(parts) * (1 + parts) <= 2 * PAGE_KEYS
+    assert page_keys(parts).bit_count() == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, PAGE_KEYS, PAGE_KEYS + 1, 3 * PAGE_KEYS])
