@@ -19,7 +19,7 @@ import structlog
 from kvcm import __version__
 from kvcm.config import ConfigError, Settings
 from kvcm.draining import SlowEnd, drain, tell_left_tasks
-from kvcm.freed_memory import collect_seldom, keep_freed_memory, limit_arenas
+from kvcm.freed_memory import collect_seldom, give_back_freed_memory, keep_freed_memory, limit_arenas
 from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
@@ -151,7 +151,8 @@ class Manager:
             await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
             ask = rooms.metadata.store.table("registry").version
             watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
-            duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch)]
+            trim: Duty = ("freed_memory", give_back_freed_memory)
+            duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch, trim)]
             await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans))
             await self._gate.enter_phase(Phase.SERVING)
             yield endpoint

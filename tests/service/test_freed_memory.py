@@ -81,3 +81,28 @@ print(most)
 def test_cycles_of_requests_do_not_pile_up() -> None:
     run = subprocess.run([sys.executable, "-c", _CYCLES], capture_output=True, text=True, timeout=60, check=True)
     assert 1000 < int(run.stdout) <= 20_001, run.stdout
+
+
+_TRIMMED = """
+import os
+from kvcm.freed_memory import give_back_now, keep_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+assert keep_freed_memory()
+pieces = [bytearray(b"x" * 50_000) for _ in range(4000)]
+kept = pieces[::50]
+del pieces
+before = resident()
+assert give_back_now()
+print(before, resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_what_is_free_between_pieces_that_stay_is_given_back() -> None:
+    run = subprocess.run([sys.executable, "-c", _TRIMMED], capture_output=True, text=True, timeout=60, check=True)
+    before, after = map(int, run.stdout.split())
+    assert before > 190 > 100 > after, (before, after)
