@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import secrets
 import signal
 import socket
@@ -20,7 +19,7 @@ import structlog
 from kvcm import __version__
 from kvcm.config import ConfigError, Settings
 from kvcm.draining import SlowEnd, drain, tell_left_tasks
-from kvcm.freed_memory import keep_freed_memory
+from kvcm.freed_memory import collect_seldom, give_back_freed_memory, keep_freed_memory, limit_arenas
 from kvcm.interface import Interface
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
@@ -87,6 +86,7 @@ class Manager:
             KvcmError: the store or a storage of the startup document cannot be opened, or an address not be bound.
             ConfigError: a file or directory that the settings name cannot be used.
         """
+        limit_arenas()  # before there are threads
         with contextlib.ExitStack() as signals:
             self._handle_signals(signals)
             try:
@@ -101,10 +101,7 @@ class Manager:
 
     async def _live(self) -> None:
         async with self.running() as endpoint:
-            # Records live long and form no cycles: collecting as often as Python does by default costs a quarter of a
-            # write.
-            gc.freeze()
-            gc.set_threshold(200_000, 20, 100)
+            collect_seldom()
             keep_freed_memory()
             _log.info("serving", **_addresses(endpoint))
             await self._stopping.wait()
@@ -154,7 +151,8 @@ class Manager:
             await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
             ask = rooms.metadata.store.table("registry").version
             watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
-            duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch)]
+            trim: Duty = ("freed_memory", give_back_freed_memory)
+            duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch, trim)]
             await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans))
             await self._gate.enter_phase(Phase.SERVING)
             yield endpoint

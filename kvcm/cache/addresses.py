@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvcm.cache.pages import PAGE_KEYS, pages
+from kvcm.cache.pages import pages
 from kvcm.cache.selection import NodeStorages
 from kvcm.cache.write_plan import PlannedRun, WritePlan
 from kvcm.cache.write_values import WriteSession
@@ -79,19 +79,26 @@ class Addresses:
         self._clock = clock
 
     async def allocate(
-        self, instance: Instance, session: WriteSession, plan: WritePlan, hints: Hints
+        self, instance: Instance, session: WriteSession, plan: WritePlan, hints: Hints, page_keys: int
     ) -> list[list[PlacedRun]]:
         """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
         and storage.
 
         All or none: nobody has to know of an attempt that failed.
 
+        Args:
+            instance: whose blocks they are.
+            session: that writes them.
+            plan: what is to be written.
+            hints: about how long the blocks will live.
+            page_keys: most blocks of a page.
+
         Raises:
             RefusedError: a storage hands out none.
         """
         placed: list[list[PlacedRun]] = []
         try:
-            for page in plan.pages(PAGE_KEYS):
+            for page in plan.pages(page_keys):
                 if placed:
                     await asyncio.sleep(0)
                 placed.append([])

@@ -315,7 +315,7 @@ class SessionEndings:
                 ),
             )
 
-        for page in pages(keys):
+        for page in pages(keys, cache.page_keys):
             await cache.index.read_modify_write(page, move)
             await asyncio.sleep(0)
 

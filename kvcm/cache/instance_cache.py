@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvcm.cache.pages import PAGE_KEYS, page_keys
 from kvcm.index.answers import filter_specs
 from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.index.meta_index import MetaIndex
@@ -17,6 +18,7 @@ from kvcm.model.storages import StorageType
 __all__ = ["IndexInCustody", "InstanceCache"]
 
 _MOST_FILTERS = 16  # engines ask for their own rank's specs: a few distinct sets per instance
+_MOST_SETS = 1024  # of specs that are stored together
 
 
 class IndexInCustody(NamedTuple):
@@ -73,17 +75,22 @@ class InstanceCache:
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
         object.__setattr__(self, "full_specs", frozenset(names) - linear)
-        object.__setattr__(self, "present", ChunkMemo(_names_in))
+        object.__setattr__(self, "present", ChunkMemo(_NamesIn()))
 
-    def filtered(self, chunks: Sequence[bytes], spec_names: frozenset[str]) -> Sequence[bytes]:
-        """Return the locations with only the named specs."""
+    @property
+    def page_keys(self) -> int:
+        """Blocks that are worked on without a pause. A shared store suspends itself, and is asked in few calls."""
+        return PAGE_KEYS if self.index.is_shared else page_keys(len(self.instance.spec_names))
+
+    def filter_of(self, spec_names: frozenset[str]) -> ChunkMemo[bytes] | None:
+        """Return what reduces locations to the named specs, None where those are all."""
         if spec_names >= frozenset(self.instance.spec_names):
-            return chunks
+            return None
         memo = self.filters.pop(spec_names, None) or ChunkMemo(lambda chunk: filter_specs(chunk, spec_names))
         self.filters[spec_names] = memo  # the latest in use stays longest
         if len(self.filters) > _MOST_FILTERS:
             del self.filters[next(iter(self.filters))]
-        return memo.map(chunks)
+        return memo
 
     def specs_per_key(self, group_names: Sequence[str], count: int) -> list[tuple[LocationSpecInfo, ...]]:
         """Return which specs each of `count` blocks is to be stored with.
@@ -109,5 +116,14 @@ class InstanceCache:
         return [self.specs_of_group[name] for name in group_names]
 
 
-def _names_in(chunk: bytes) -> frozenset[str]:
-    return frozenset(spec.name for spec in decode_chunk(chunk).specs)
+class _NamesIn:
+    """The specs that a location holds: one set for all locations that hold the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[frozenset[str], frozenset[str]] = {}
+
+    def __call__(self, chunk: bytes) -> frozenset[str]:
+        names = frozenset(spec.name for spec in decode_chunk(chunk).specs)
+        if len(self._known) > _MOST_SETS:
+            self._known.clear()
+        return self._known.setdefault(names, names)

@@ -6,18 +6,23 @@ object, no per-block await. Masks are honoured by every mode (design.md decision
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import cast
+from typing import TypeVar, cast
 
 from kvcm.cache.instance_cache import InstanceCache
+from kvcm.cache.pages import pages
 from kvcm.index.answers import StorageView
+from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.telemetry.stages import note_stage, staged
 
 __all__ = ["Match", "MatchMode", "MatchQuery", "match"]
+
+Value = TypeVar("Value", bytes, frozenset[str])
 
 
 class MatchMode(IntEnum):
@@ -77,9 +82,19 @@ async def match(cache: InstanceCache, query: MatchQuery, view: StorageView | Non
     """
     found = await _MODES[query.mode](cache, query, view)
     note_stage(keys=len(query.keys), hits=len(found.keys))
-    if not query.spec_names:
-        return found
-    return Match(cache.filtered(found.chunks, query.spec_names), found.keys)
+    only = cache.filter_of(query.spec_names) if query.spec_names else None
+    return found if only is None else Match(await _mapped(cache, only, found.chunks), found.keys)
+
+
+async def _mapped(cache: InstanceCache, memo: ChunkMemo[Value], chunks: Sequence[bytes]) -> list[Value]:
+    """Return what a memo makes of locations, giving way to others as long as it has to compute that."""
+    values: list[Value] = []
+    for page in pages(chunks, cache.page_keys):
+        computed = memo.computed
+        values += memo.map(page)
+        if memo.computed != computed and len(page) < len(chunks):
+            await asyncio.sleep(0)
+    return values
 
 
 async def _prefix(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
@@ -92,7 +107,7 @@ async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery, view: Stor
     """The longest prefix with all full-attention specs whose last block has the linear-attention state too."""
     prefix = await _prefix(cache, query, view)
     length = 0
-    for position, present in enumerate(cache.present.map(prefix.chunks), start=1):
+    for position, present in enumerate(await _mapped(cache, cache.present, prefix.chunks), start=1):
         if not cache.full_specs <= present:
             break
         if cache.linear_specs <= present:

@@ -36,7 +36,7 @@ class BlockMeta:
 async def block_metas(cache: InstanceCache, keys: Sequence[int], mask: BlockMask, view: StorageView) -> list[BlockMeta]:
     """Return one entry per unmasked key, in order."""
     metas: list[BlockMeta] = []
-    for page in pages([keys[i] for i in mask.unmasked(len(keys))]):
+    for page in pages([keys[i] for i in mask.unmasked(len(keys))], cache.page_keys):
         records = await cache.index.get(page)
         metas += [_meta(key, record, view) for key, record in zip(page, records, strict=True)]
         await asyncio.sleep(0)

@@ -113,7 +113,7 @@ class MissingParts:
         for part in parts:
             reported[part.key].add(part)
         holders: list[_Holder] = []
-        for page in pages(list(reported)):
+        for page in pages(list(reported), cache.page_keys):
             for key, record in zip(page, await cache.index.get(page), strict=True):
                 for location in record.locations if record is not None else ():
                     if location.status is LocationStatus.SERVING:

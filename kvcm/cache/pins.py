@@ -152,7 +152,7 @@ class Pins:
     async def _readable(self, cache: InstanceCache, keys: Sequence[int]) -> tuple[HeldPlace, ...]:
         """Return the serving locations of the blocks before the first that cannot be read."""
         found: list[HeldPlace] = []
-        for page in pages(list(dict.fromkeys(keys))):
+        for page in pages(list(dict.fromkeys(keys)), cache.page_keys):
             for key, record in zip(page, await cache.index.get(page), strict=True):
                 serving = [place for place in record.locations if _serves(place)] if record is not None else []
                 if not self._can_read(serving):
@@ -184,7 +184,7 @@ class Pins:
 
         held: list[HeldPlace] = []
         is_prefix = True
-        for page in pages(list(ids)):
+        for page in pages(list(ids), cache.page_keys):
             for key, _, new, _ in await cache.index.read_modify_write(page, mark):
                 places = new.locations if new is not None else ()
                 marked = [place for place in places if _serves(place) and place.id in ids[key]]
@@ -231,7 +231,7 @@ class Pins:
             return _changed(old, ids[key], lambda location: deadlines.get((key, location.id), 0.0), now)
 
         for _ in range(_MOST_ATTEMPTS):
-            for page in pages(list(ids)):
+            for page in pages(list(ids), cache.page_keys):
                 await cache.index.read_modify_write(page, settle)
                 await asyncio.sleep(0)
             before, deadlines = deadlines, await self._deadlines(pin)

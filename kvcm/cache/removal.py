@@ -76,7 +76,7 @@ class Remover:
             now = self._clock.now()  # a store that takes its time must not eat up the delay
             return _marked(old, choose(key, old), now, now + delay) if old is not None else None
 
-        for page in pages(list(keys)):
+        for page in pages(list(keys), cache.page_keys):
             delay = self.delay_seconds(cache.instance)
             changes = await cache.index.read_modify_write(page, mark)
             removed += _count_marked(changes)

@@ -26,7 +26,7 @@ from kvcm.cache.addresses import Addresses, PlacedRun, RefusedError, no_candidat
 from kvcm.cache.endings import SessionEndings, timeout_seconds
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.limits import Limits
-from kvcm.cache.pages import pages
+from kvcm.cache.pages import give_way, pages
 from kvcm.cache.selection import NodeStorages, candidates
 from kvcm.cache.usage import Ledger, Reservation
 from kvcm.cache.write_plan import Planner, Specs, WritePlan, missing_specs, plan_write
@@ -132,6 +132,7 @@ class WriteSessions:
         session = self._new_session(cache, request, plan, reservation)
         opened = self._opened(reservation)
         try:
+            await give_way(len(request.keys), cache.page_keys)
             placed = await self._allocate(cache, group, session, plan, reservation)
             return await self._begin(cache, session, request, _Placed(plan, reservation, opened, placed))
         except RefusedError as refused:
@@ -155,7 +156,7 @@ class WriteSessions:
     ) -> list[list[PlacedRun]]:
         hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
         try:
-            return await self._addresses.allocate(cache.instance, session, plan, hints)
+            return await self._addresses.allocate(cache.instance, session, plan, hints, cache.page_keys)
         except RefusedError:
             if reservation is not None:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that room
@@ -203,7 +204,8 @@ class WriteSessions:
         # What is on a storage that is drained is written anew, where there is another one to write it to.
         is_leaving = (self._storages.is_draining,) if usable else ()
         missing = await _each(
-            lambda record, specs: missing_specs(record, specs, view, request.replicas, *is_leaving), records, wanted
+            lambda record, specs: missing_specs(record, specs, view, request.replicas, *is_leaving),
+            *(records, wanted, cache.page_keys),
         )
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
@@ -237,7 +239,7 @@ class WriteSessions:
         if cache.index.is_shared:  # its store suspends by itself, and is asked in few calls
             return await cache.index.get(keys)
         records: list[BlockRecord | None] = []
-        for page in pages(keys):
+        for page in pages(keys, cache.page_keys):
             records += await cache.index.get(page)
             if len(page) < len(keys):
                 await asyncio.sleep(0)
@@ -280,12 +282,12 @@ class WriteSessions:
         stored = 0
         try:
             await self._endings.open(session)
+            await give_way(len(request.keys), cache.page_keys)
             for page in placed.pages:
                 self._check_in_time(placed.reservation)
                 lost |= await self._add(cache, session, request, page)
                 stored += 1
-                if len(placed.pages) > 1:
-                    await asyncio.sleep(0)
+                await give_way(len(request.keys), cache.page_keys)
         except BaseException:
             unstored = [run.blocks for page in placed.pages[stored:] for run in page]
             await uninterrupted(self._addresses.discard(unstored))
@@ -364,13 +366,16 @@ class WriteSessions:
 
 
 async def _each(
-    lacks: Callable[[BlockRecord, Specs], Specs], records: Sequence[BlockRecord | None], wanted: Sequence[Specs]
+    lacks: Callable[[BlockRecord, Specs], Specs],
+    records: Sequence[BlockRecord | None],
+    wanted: Sequence[Specs],
+    page_keys: int,
 ) -> Sequence[Specs]:
     """Return what each block lacks of what is wanted; what is wanted where there is no record."""
     if not any(records):
         return wanted
     missing: list[Specs] = []
-    for page in pages(list(zip(records, wanted, strict=True))):
+    for page in pages(list(zip(records, wanted, strict=True)), page_keys):
         missing += [specs if record is None else lacks(record, specs) for record, specs in page]
         if len(page) < len(records):
             await asyncio.sleep(0)

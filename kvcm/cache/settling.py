@@ -45,7 +45,7 @@ async def settle(
     assert session.decision is not None
     ends = _Ends(session, now)
     served = 0
-    most = max(1, PAGE_KEYS // max(1, len(session.checksums.names)))
+    most = min(cache.page_keys, max(1, PAGE_KEYS // max(1, len(session.checksums.names))))
     # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
     for end in range(len(session.keys), 0, -most):
         begin = max(0, end - most)

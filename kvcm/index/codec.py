@@ -49,7 +49,8 @@ STAMP_SIZE: Final = 8
 
 _BODY_AT = 1 + STAMP_SIZE
 _VERSION_BYTE = bytes((FORMAT_VERSION,))
-_HEADERS_REMEMBERED = 1 << 14  # of a session each, at most a few hundred bytes
+_HEADERS_REMEMBERED = 1 << 14  # of a session each, at most a few hundred bytes; stored blocks come in any order
+_HEADERS_WRITTEN = 1 << 10  # the blocks of a session are written together
 
 _AnyRecord = TypeVar("_AnyRecord", bound=BlockRecord)
 
@@ -154,7 +155,7 @@ def _location_of(header: bytes, chunk: bytes) -> Location:
     return tuple.__new__(Location, (*before_chunk, chunk, *after_chunk))
 
 
-@lru_cache(_HEADERS_REMEMBERED)
+@lru_cache(_HEADERS_WRITTEN)
 def _header_bytes(header: tuple[Any, ...]) -> bytes:
     return _encode(header if header[9] or header[10] else header[:9])
 

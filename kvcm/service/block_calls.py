@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.meta import BlockMeta
+from kvcm.cache.pages import pages
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.model.locations import Location, SpecUri, decode_chunk
@@ -20,6 +21,7 @@ from kvcm.service.translate import mask_of
 __all__ = ["BlockCalls"]
 
 _TOKENS_ON_LOOP = 16_384  # some milliseconds; more are hashed in a thread, beside other requests
+_TEXTS_AT_ONCE = 64  # with eight parts each some milliseconds
 _NO_LOCATION = b"\x12\x00"  # an empty CacheLocation as field 2 of an answer
 
 
@@ -68,7 +70,11 @@ class BlockCalls:
         """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
         keys = await self.keys("GetCacheMeta", request)
         blocks = await self._cache.metas(request.instance_id, keys, mask_of(request, "block_mask"))
-        message = self._meta_response(metas=[_meta_text(block, request.detail_level) for block in blocks])
+        message = self._meta_response()
+        for page in pages(blocks, _TEXTS_AT_ONCE):
+            message.metas.extend([_meta_text(block, request.detail_level) for block in page])
+            if len(page) < len(blocks):
+                await asyncio.sleep(0)
         return Reply(message, [block.locations[0].chunk if block.locations else _NO_LOCATION for block in blocks])
 
     async def remove_cache(self, request: Any) -> Reply:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.model.varints import read_varint
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.calls import Reply
@@ -44,33 +45,18 @@ class LocationTexts:
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        self._most_bytes = most_bytes // 2
-        self._young: dict[bytes, bytes] = {}
-        self._old: dict[bytes, bytes] = {}
-        self._young_bytes = 0
+        self._memo = ChunkMemo(location_text, most_bytes)
 
     def of(self, chunks: Sequence[bytes]) -> list[bytes]:
         """Return the text of every location, in order."""
         if not chunks or chunks[0][0] != _READ_TAG:
             return list(map(location_text, chunks))
-        found = list(map(self._young.get, chunks))
-        if None not in found:
-            return found  # type: ignore[return-value]
-        return [self._known(chunk) if text is None else text for chunk, text in zip(chunks, found, strict=True)]
+        return self._memo.map(chunks)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the locations and texts of the younger half."""
-        return self._young_bytes
-
-    def _known(self, chunk: bytes) -> bytes:
-        text = self._young.get(chunk) or self._old.get(chunk) or location_text(chunk)
-        if chunk not in self._young:
-            if self._young_bytes > self._most_bytes:
-                self._young, self._old, self._young_bytes = {}, self._young, 0
-            self._young[chunk] = text
-            self._young_bytes += len(chunk) + len(text)
-        return text
+        """Bytes of the locations and texts of the younger half, about."""
+        return self._memo.young_bytes
 
 
 async def print_reply(reply: Reply, texts: LocationTexts) -> bytes:

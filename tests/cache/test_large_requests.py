@@ -11,11 +11,15 @@ from cache_rig import Rig, group, instance, opened
 
 from kvcm.cache.checksums import ToldLocation
 from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.pages import PAGE_KEYS, pages
+from kvcm.cache.pages import PAGE_KEYS, page_keys, pages
 from kvcm.cache.pin_values import PinRequest
 from kvcm.cache.sessions import WriteRequest
 from kvcm.model.errors import NotReadyError
+from kvcm.model.instances import Instance
 from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.service.block_calls import BlockCalls
+from kvcm.service.limits import RequestLimits
 
 PAGES = 6
 KEYS = list(range(PAGES * PAGE_KEYS))
@@ -37,22 +41,50 @@ async def turns_of_others(awaitable: Awaitable[Any]) -> tuple[Any, int]:
     return result, turns
 
 
-async def test_every_call_over_many_blocks_lets_others_in_between() -> None:
-    with opened() as rig:
+def of_parts(count: int) -> Instance:
+    """An instance whose blocks have so many parts."""
+    return instance({f"tp{number}": 10 for number in range(count)})
+
+
+@pytest.mark.parametrize(("registered", "keys"), [(instance(), KEYS), (of_parts(12), KEYS[:PAGE_KEYS])])
+async def test_every_call_over_many_blocks_lets_others_in_between(registered: Instance, keys: list[int]) -> None:
+    """Also over few blocks of many parts: they take as long."""
+    with opened(registered=registered) as rig:
         manager = rig.manager
-        started, turns = await turns_of_others(manager.start_write("i", WriteRequest(KEYS)))
-        assert len(started.chunks) == len(KEYS)
+        started, turns = await turns_of_others(manager.start_write("i", WriteRequest(keys)))
+        assert len(started.chunks) == len(keys)
         assert turns >= PAGES
-        finish = manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
+        finish = manager.finish_write("i", started.session.id, BlockMask(offset=len(keys)))
         finished, turns = await turns_of_others(finish)
-        assert finished.served == len(KEYS)
+        assert finished.served == len(keys)
         assert turns >= PAGES
-        metas, turns = await turns_of_others(manager.metas("i", KEYS, NO_MASK))
-        assert len(metas) == len(KEYS)
+        metas, turns = await turns_of_others(manager.metas("i", keys, NO_MASK))
+        assert len(metas) == len(keys)
         assert turns >= PAGES
-        removed, turns = await turns_of_others(manager.remove("i", KEYS, NO_MASK))
-        assert removed == len(KEYS)
+        removed, turns = await turns_of_others(manager.remove("i", keys, NO_MASK))
+        assert removed == len(keys)
         assert turns >= PAGES
+
+
+@pytest.mark.parametrize("mode", [MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA])
+async def test_a_match_that_has_to_read_into_locations_lets_others_in_between(mode: MatchMode) -> None:
+    keys, only = KEYS[:PAGE_KEYS], frozenset(["tp0"])
+    with opened(registered=of_parts(12)) as rig:
+        await rig.store(keys)
+        query = MatchQuery(mode, keys, spec_names=only if mode is MatchMode.PREFIX_MATCH else frozenset())
+        _, turns = await turns_of_others(rig.manager.match("i", query))
+        assert turns >= PAGES - 1
+        _, turns = await turns_of_others(rig.manager.match("i", query))
+        assert turns <= 1  # all is known
+
+
+async def test_texts_of_many_blocks_let_others_in_between() -> None:
+    with opened() as rig:
+        calls = BlockCalls(rig.manager, RequestLimits(), pb.GetCacheMetaResponse, pb.CommonResponse)
+        request = pb.GetCacheMetaRequest(instance_id="i", block_keys=KEYS[:PAGE_KEYS], detail_level=1)
+        reply, turns = await turns_of_others(calls.get_cache_meta(request))
+        assert len(reply.message.metas) == PAGE_KEYS
+        assert turns >= PAGE_KEYS // 100
 
 
 @pytest.mark.parametrize("mode", [MatchMode.BATCH_GET, MatchMode.REVERSE_ROLL_SW_MATCH])
@@ -122,6 +154,13 @@ async def test_two_large_writers_share_blocks_without_overlap() -> None:
         assert set(first.session.keys).isdisjoint(second.session.keys)
         for started in (first, second):
             assert len(started.chunks) == len(started.session.keys) == len(started.mask.unmasked(len(KEYS)))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 12, 64, 1000])
+def test_a_page_of_many_parts_has_fewer_blocks(parts: int) -> None:
+    assert 16 <= page_keys(parts) <= PAGE_KEYS
+    assert page_keys(parts) == 16 or page_keys(parts) * (1 + parts) <= 2 * PAGE_KEYS
+    assert page_keys(parts).bit_count() == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, PAGE_KEYS, PAGE_KEYS + 1, 3 * PAGE_KEYS])

@@ -285,3 +285,16 @@ async def test_operations_are_timed(log: CommitLog) -> None:
     log.append(ROWS)
     await log.flush()
     assert {op: times.read().counts[-1] for op, times in log.times.items()} == {"write": 1, "sync": 1, "flush": 1}
+
+
+async def test_what_was_written_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """Tables in memory are small: they are the largest part of what a small manager takes."""
+    log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
+    try:
+        for number in range(60):
+            log.append([(b"b%d" % number, bytes(1 << 20))])
+            await log.flush()
+            assert (log._database.property_int_value("rocksdb.cur-size-active-mem-table") or 0) <= 20 << 20
+        assert dict(log.read(b"b59")) == {b"b59": bytes(1 << 20)}
+    finally:
+        log.close_at_once()

@@ -105,8 +105,13 @@ def _options() -> Options:
     # torn, and nothing of it was acknowledged.
     options = Options(raw_mode=True)
     options.create_if_missing(True)
-    options.set_write_buffer_size(64 * _MEBIBYTE)
-    options.set_max_write_buffer_number(4)
+    # Small tables in memory, and many of their files before they are merged: rows are read only at start, so files cost
+    # nothing, and what is merged at a time is as much as with large tables.
+    options.set_write_buffer_size(16 * _MEBIBYTE)
+    options.set_max_write_buffer_number(8)
+    options.set_level_zero_file_num_compaction_trigger(16)
+    options.set_level_zero_slowdown_writes_trigger(64)
+    options.set_level_zero_stop_writes_trigger(96)
     options.set_max_total_wal_size(256 * _MEBIBYTE)
     options.set_compression_type(DBCompressionType.lz4())
     options.set_max_background_jobs(2)
