@@ -113,6 +113,8 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/layout.py --quick --json build/layout.json
 	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
 	$(BIN)/python benchmarks/service.py --quick --json build/service.json
+	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
+	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
