@@ -3,12 +3,13 @@
 Only calls of engines are ever refused here: what operators, probes and scrapers ask for is rare, and is needed most
 when there is too much of the rest. In this order, the cheapest first:
 
-1. Before a request is read (`refusal`): its client has given up already; or it has waited in the event loop for longer
+1. When its head has come, where the transport shows that (`knock`): those before it will take too long (work_ahead.py).
+2. Before a request is read (`refusal`): its client has given up already; or it has waited in the event loop for longer
    than it may. Where that is not known of the single request, as with gRPC, it is the time that requests of that kind
    wait just now, and one in `_LET_IN` is served all the same: the answers to the refused ones are work, too, and may
    alone keep the wait as long as it is.
-2. Its keys are taken from its client's bucket.
-3. A request of many keys takes the lane of its kind; short ones never wait.
+3. Its keys are taken from its client's bucket.
+4. A request of many keys takes the lane of its kind; short ones never wait.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvcm.service.calls import Arrival, Call, Plane
 from kvcm.service.lanes import DEADLINE, QUEUE, Lane
 from kvcm.service.token_bucket import TokenBuckets
 from kvcm.service.turned_away import RateLimitedError, TurnedAwayError
+from kvcm.service.work_ahead import WorkAhead
 
 __all__ = ["REASONS", "AdmissionSettings", "GuardedAdmission", "key_count"]
 
@@ -62,6 +64,7 @@ class GuardedAdmission:
         most_keys: of any request: more is not charged for, since it will be refused.
         waits_now: how long requests wait just now for the event loop to turn to them, in seconds.
         clock: seconds of the clock of `Arrival.deadline`.
+        ahead: requests that were let in when their heads came.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class GuardedAdmission:
         most_keys: Callable[[], int],
         waits_now: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
+        ahead: WorkAhead | None = None,
     ) -> None:
         self._clock = clock
+        self._ahead = ahead if ahead is not None else WorkAhead()
         self._most_keys = most_keys
         self._waits_now = waits_now
         self._buckets = TokenBuckets(clock)
@@ -85,6 +90,20 @@ class GuardedAdmission:
         self._long_keys = settings.long_keys
         self._long.set(settings.long_slots, settings.long_places, settings.most_wait_seconds)
         self._buckets.set(settings.keys_per_second, settings.burst_keys)
+
+    def knock(self, call: Call, body_bytes: int) -> TurnedAwayError | None:
+        """Return why a request whose head has come is not let in: those before it will take too long."""
+        if call.plane is not Plane.DATA:
+            return None
+        if 0 < self._most_wait_seconds < self._ahead.seconds:
+            return _overload()
+        self._ahead.begin(body_bytes)
+        return None
+
+    def gone(self, call: Call, body_bytes: int) -> None:
+        """A request that was let in is answered."""
+        if call.plane is Plane.DATA:
+            self._ahead.end(body_bytes)
 
     def refusal(self, call: Call, arrival: Arrival) -> TurnedAwayError | None:
         """Return why a request that has come is not even read; None while it may be served."""

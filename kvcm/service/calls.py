@@ -144,6 +144,13 @@ class CallObserver(Protocol):
 class Admission(Protocol):
     """Decides whether a request is worked on now."""
 
+    def knock(self, call: Call, body_bytes: int) -> TurnedAwayError | None:
+        """Return why a request whose head has come, with a body of so many bytes to follow, is not let in; None where it
+        is, and `gone` says when it is done."""
+
+    def gone(self, call: Call, body_bytes: int) -> None:
+        """A request that was let in is answered, in whatever way."""
+
     def refusal(self, call: Call, arrival: Arrival) -> TurnedAwayError | None:
         """Return why a request that has come is not even read; None while it may be served."""
 
@@ -160,6 +167,12 @@ class Admission(Protocol):
 
 class _AllAtOnce:
     """Admits everybody."""
+
+    def knock(self, _call: Call, _body_bytes: int) -> TurnedAwayError | None:
+        return None
+
+    def gone(self, _call: Call, _body_bytes: int) -> None:
+        pass
 
     def refusal(self, _call: Call, _arrival: Arrival) -> TurnedAwayError | None:
         return None
@@ -210,6 +223,18 @@ class Caller:
         self._refresh = refresh
         self._admission: Admission = admission if admission is not None else _AllAtOnce()
         self._check_sizes = check_sizes
+
+    def knock(self, call: Call, arrival: Arrival, body_bytes: int) -> TurnedAwayError | None:
+        """Return why a request whose head has come is not let in, observers are told then; None where it is, and `gone`
+        is to follow."""
+        error = self._admission.knock(call, body_bytes)
+        if error is not None:
+            self.tell_turned_away(call, arrival, error)
+        return error
+
+    def gone(self, call: Call, body_bytes: int) -> None:
+        """A request that was let in by `knock` is answered, in whatever way."""
+        self._admission.gone(call, body_bytes)
 
     def refusal(self, call: Call, arrival: Arrival) -> TurnedAwayError | None:
         """Return why a request that has come is not to be read, None where it is; observers are told. To be asked

@@ -10,12 +10,13 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
-from kvcm.service.gate import Gate
-from kvcm.service.http_connection import CAME
+from kvcm.service.gate import Gate, Phase
+from kvcm.service.http_connection import BODY_BYTES, CAME
 from kvcm.service.http_pages import PageRequest, PageRoute
 from kvcm.service.json_codec import MalformedBody
 from kvcm.service.json_locations import LocationTexts, print_reply
@@ -93,21 +94,42 @@ class HttpApp:
         self._streams.update(streams or {})
         self._pages.update(pages or {})
 
+    def knock(self, scope: MutableMapping[str, Any]) -> bytes | None:
+        """Return the whole answer to a request that is not let in, by its head; None where it is."""
+        call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
+        if call is None or self._caller is None or self._gate.phase is not Phase.SERVING:
+            return None
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        body_bytes = int(length) if length.isdigit() else 0
+        error = self._caller.knock(call, self._arrival(scope), body_bytes)
+        if error is None:
+            scope[BODY_BYTES] = body_bytes
+            return None
+        return _whole(error.http_status, [*_turned_away(error), _length(b"{}")], b"{}")
+
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         if self._gate.is_leaving:
             send = _closing(send)
         if scope["method"] == "POST":
-            await self._post(scope, receive, send)
+            try:
+                await self._post(scope, receive, send)
+            finally:
+                self._gone(scope)
         elif scope["method"] == "GET":
             await self._get(scope, receive, send)
         else:
             await _not_found(send)
 
+    def _gone(self, scope: MutableMapping[str, Any]) -> None:
+        body_bytes, call = scope.get(BODY_BYTES), self._calls.get(scope["path"])
+        if body_bytes is not None and call is not None and self._caller is not None:
+            self._caller.gone(call, body_bytes)
+
     async def _post(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         call, headers = self._calls.get(scope["path"]), dict(scope["headers"])
-        arrival = Arrival("http", scope["client"][0] if scope["client"] else "", came=scope.get(CAME))
+        arrival = self._arrival(scope)
         if self._caller is not None and self._caller.wants_trace_parents:
             arrival = arrival._replace(trace_parent=headers.get(b"traceparent", b"").decode("latin-1"))
         if b"origin" in headers:
@@ -124,6 +146,9 @@ class HttpApp:
                 await self._answer(call, headers, arrival, receive, send)
             finally:
                 self._gate.leave()
+
+    def _arrival(self, scope: MutableMapping[str, Any]) -> Arrival:
+        return Arrival("http", scope["client"][0] if scope["client"] else "", came=scope.get(CAME))
 
     def _refusal(self, call: Call | None, arrival: Arrival) -> TurnedAwayError | None:
         """Return why a request is not to be read; the observers are told."""
@@ -209,6 +234,16 @@ def _turned_away(error: TurnedAwayError) -> Headers:
     return [*_reason(str(error)), (b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode())]
 
 
+def _length(body: bytes) -> tuple[bytes, bytes]:
+    return b"content-length", str(len(body)).encode()
+
+
+def _whole(status: int, headers: Headers, body: bytes) -> bytes:
+    """Return an answer as it is sent, for where there is no time for more."""
+    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (status, HTTPStatus(status).phrase.encode(), lines, body)
+
+
 async def _not_found(send: Send) -> None:
     await _respond(send, 404, b"404 Not Found", [])
 
@@ -232,8 +267,7 @@ def _closing(send: Send) -> Send:
 
 
 async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, _length(body)]})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -11,12 +11,16 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-__all__ = ["CAME", "ConnectionLimits", "ConnectionWatch", "WatchedConnection"]
+__all__ = ["BODY_BYTES", "CAME", "ConnectionLimits", "ConnectionWatch", "WatchedConnection"]
+
+BODY_BYTES: Final = "kvcm.body_bytes"
+"""Key of a scope: bytes of the body of a request that was let in, as its head says."""
 
 CAME: Final = "kvcm.came"
 """Key of a scope: when the head of the request was read, on the event loop's clock, which is `time.monotonic`'s."""
@@ -63,11 +67,23 @@ class ConnectionLimits:
         return min(_MOST_LOOK_SECONDS, max(_LEAST_LOOK_SECONDS, shortest / 4))
 
 
+class _Answered:
+    """In the place of uvicorn's request and answer, where there never were any: the rest of the request is ignored."""
+
+    response_started = response_complete = disconnected = True
+    message_event = asyncio.Event()
+
+
+_ANSWERED: Final[Any] = _Answered()
+
+
 class WatchedConnection(HttpToolsProtocol):
     """A connection that knows since when its client has been doing what it does.
 
     Args:
         limits: of the connections of its server.
+        knock: asked for a request whose head has come, by its scope: the whole answer to one that is not let in, with
+            no work done for it; None for one that is.
         uvicorn: what uvicorn makes connections of.
 
     Attributes:
@@ -76,9 +92,10 @@ class WatchedConnection(HttpToolsProtocol):
         idle_since: when the last request ended, None while there is one.
     """
 
-    def __init__(self, limits: ConnectionLimits, **uvicorn: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, knock: Callable[[Any], bytes | None], **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._limits = limits
+        self._knock = knock
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
         self.idle_since: float | None = None
@@ -110,7 +127,23 @@ class WatchedConnection(HttpToolsProtocol):
         """Note when a request waits to be answered."""
         self._in_head, self._head_bytes = False, 0
         self.scope[CAME] = self.loop.time()  # type: ignore[typeddict-unknown-key]
-        super().on_headers_complete()
+        refusal = self._knock(self._head()) if self._is_alone() else None
+        if refusal is None:
+            super().on_headers_complete()
+        else:
+            self.cycle = _ANSWERED
+            self.transport.write(refusal)
+
+    def _is_alone(self) -> bool:
+        """Return whether the answer to this request can be written at once, and the connection kept."""
+        is_free = self.cycle is None or self.cycle.response_complete
+        return is_free and not self.expect_100_continue and self.parser.should_keep_alive()
+
+    def _head(self) -> Any:
+        """Return the scope with what uvicorn puts there a moment later."""
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
+        return self.scope
 
     def on_message_complete(self) -> None:
         """Note when a request is complete."""

@@ -67,7 +67,7 @@ class HttpServer:
             ws="none",
             server_header=False,
             proxy_headers=False,  # a client's address is what it connects from, not what it says
-            http=partial(WatchedConnection, self._limits),  # type: ignore[arg-type]
+            http=partial(WatchedConnection, self._limits, app.knock),  # type: ignore[arg-type]
         )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))

@@ -1,0 +1,233 @@
+"""Requests that are turned away by their heads: at once, without harm to the connection or to the count of the work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from kvcm.protocol import admin_service_pb2 as admin
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.service.admission import AdmissionSettings, GuardedAdmission
+from kvcm.service.bodies import BodyReader
+from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
+from kvcm.service.gate import Gate, Phase
+from kvcm.service.http_app import HttpApp
+from kvcm.service.http_server import HttpServer
+from kvcm.service.lanes import Lane
+from kvcm.service.limits import RequestLimits
+from kvcm.service.work_ahead import WorkAhead
+
+PACE = 1e-6
+OF_NONE = 10_000 * PACE
+"""Seconds of work that a request without a body counts as."""
+BODY = json.dumps({"instance_id": "i", "block_keys": ["1"]}).encode()
+MOST_BYTES = 1 << 20
+
+
+class TurnedAway:
+    """A `CallObserver` that notes who is turned away."""
+
+    def __init__(self) -> None:
+        self.reasons: list[tuple[str, str, str]] = []
+
+    def begin(self, _call: Call, _request: Any, _arrival: Arrival) -> None:
+        pass
+
+    def end(self, *_: Any) -> None:
+        pass
+
+    def turned_away(self, call: Call, arrival: Arrival, reason: str) -> None:
+        self.reasons.append((call.name, arrival.peer, reason))
+
+
+class Site:
+    """An HTTP listener whose calls wait until they are let go; while one does, whoever comes is turned away."""
+
+    def __init__(self) -> None:
+        self.ahead = WorkAhead(lambda: 0.0, lambda: 0.0)
+        self.ahead.seconds_per_byte = PACE
+        self.observer, self.gate, self.let_go, self.begun = TurnedAway(), Gate(), asyncio.Event(), 0
+        admission = GuardedAdmission(AdmissionSettings(most_wait_seconds=OF_NONE / 2), lambda: 1000, ahead=self.ahead)
+        caller = Caller([self.observer], lambda _plane: None, lambda _instance: {}, admission=admission)
+        calls = [
+            self._call("GetCacheLocation", meta.GetCacheLocationRequest, Plane.DATA),
+            self._call("CheckHealth", admin.CheckHealthRequest, Plane.ADMIN),
+        ]
+        self.app = HttpApp(self.gate, MOST_BYTES)
+        limits = RequestLimits(1000, 1000, MOST_BYTES)
+        self.app.serve(calls, caller, bodies=BodyReader(limits, Lane(time.monotonic, 1, 64, 0.0)))
+        self.server = HttpServer("127.0.0.1", 0)
+
+    def _call(self, name: str, request_type: type[Any], plane: Plane) -> Call:
+        return Call("s", name, plane, request_type, meta.CommonResponse, self._answer, is_traced=False)
+
+    async def _answer(self, _request: Any) -> Reply:
+        self.begun += 1
+        await self.let_go.wait()
+        return Reply(meta.CommonResponse())
+
+    @property
+    def requests_ahead(self) -> float:
+        return self.ahead.seconds / OF_NONE
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        async with asyncio.timeout(60):
+            yield reader, writer
+        writer.close()
+
+    @contextlib.asynccontextmanager
+    async def busy(self) -> AsyncIterator[None]:
+        """One request is in hand inside the block, and answered behind it."""
+        async with self.connected() as (reader, writer):
+            writer.write(post(BODY))
+            await until(lambda: self.begun == 1)
+            yield
+            self.let_go.set()
+            assert (await answer(reader))[0] == 200
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Site]:
+    site = Site()
+    await site.server.start(site.app)
+    await site.gate.enter_phase(Phase.SERVING)
+    try:
+        yield site
+    finally:
+        site.let_go.set()
+        await site.server.stop()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.001)
+
+
+def post(body: bytes, path: str = "getCacheLocation", *headers: str) -> bytes:
+    lines = [f"POST /api/{path} HTTP/1.1", "host: x", *headers]
+    if not any(line.startswith("transfer-encoding") for line in headers):
+        lines.append(f"content-length: {len(body)}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): text.strip() for name, _, text in (line.partition(":") for line in head[1:] if line)}
+    return int(head[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+async def test_while_much_is_ahead_a_request_is_turned_away_by_its_head_and_its_connection_stays() -> None:
+    async with serving() as site, site.connected() as (reader, writer):
+        async with site.busy():
+            writer.write(post(BODY)[:-5])  # the rest of the body comes behind the answer
+            status, headers, body = await answer(reader)
+            assert (status, body, headers["retry-after"]) == (503, b"{}", "1")
+            assert "overloaded" in headers["x-kvcm-error"]
+            assert site.observer.reasons == [("GetCacheLocation", "127.0.0.1", "overload")]
+            writer.write(BODY[-5:] + post(BODY) + post(BODY))
+            assert [(await answer(reader))[0] for _ in range(2)] == [503, 503]
+        writer.write(post(BODY))
+        assert (await answer(reader))[0] == 200
+        assert site.begun == 2
+        assert site.ahead.seconds == 0
+
+
+async def test_operators_are_never_turned_away_nor_counted() -> None:
+    async with serving() as site, site.connected() as (reader, writer), site.busy():
+        before = site.ahead.seconds
+        writer.write(post(b"{}", "checkHealth"))
+        await until(lambda: site.begun == 2)
+        assert site.ahead.seconds == before
+        site.let_go.set()
+        assert (await answer(reader))[0] == 200
+
+
+async def test_a_body_in_pieces_that_nobody_reads_does_not_harm_the_next_request() -> None:
+    async with serving() as site, site.connected() as (reader, writer):
+        async with site.busy():
+            writer.write(post(b"", "getCacheLocation", "transfer-encoding: chunked") + b"3\r\nabc\r\n")
+            assert (await answer(reader))[0] == 503
+            writer.write(b"5\r\nPOST \r\n0\r\n\r\n")
+            writer.write(post(BODY))
+            assert (await answer(reader))[0] == 503
+        writer.write(post(BODY))
+        assert (await answer(reader))[0] == 200
+
+
+async def test_who_cannot_be_told_at_once_is_served_as_ever() -> None:
+    """Behind another request on its connection, or before it sends its body, or if the connection is to be closed."""
+    async with serving() as site, site.busy():
+        for header in ("connection: close", "expect: 100-continue"):
+            async with site.connected() as (_, writer):
+                before = site.begun
+                writer.write(post(BODY, "getCacheLocation", header))
+                await until(lambda before=before: site.begun == before + 1)
+        assert site.observer.reasons == []
+
+
+async def test_every_way_in_which_a_request_can_end_ends_its_count() -> None:
+    async with serving() as site:
+        site.let_go.set()
+        for request in (post(BODY), post(b"no json"), post(b" " * (MOST_BYTES + 1))):
+            async with site.connected() as (reader, writer):
+                writer.write(request)
+                await answer(reader)
+            await until(lambda: site.ahead.seconds == 0)
+        async with site.connected() as (_, writer):
+            writer.write(post(BODY)[:-1])
+            await until(lambda: site.ahead.seconds > 0)
+            writer.close()  # before it said all
+        await until(lambda: site.ahead.seconds == 0)
+
+
+async def test_while_the_manager_leaves_answers_say_that_the_connection_closes() -> None:
+    async with serving() as site, site.busy(), site.connected() as (reader, writer):
+        await site.gate.enter_phase(Phase.LEAVING)
+        writer.write(post(BODY))
+        await until(lambda: site.begun == 2)
+        site.let_go.set()
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (200, "close")
+
+
+def test_long_requests_count_no_more_than_others_wait_for_them() -> None:
+    ahead = WorkAhead(lambda: 0.0, lambda: 0.0)
+    ahead.begin(1 << 16)
+    of_long = ahead.seconds
+    ahead.begin(1 << 24)
+    assert ahead.seconds == 2 * of_long
+    ahead.end(1 << 24)
+    ahead.end(1 << 16)
+    assert ahead.seconds == 0
+
+
+def test_the_pace_is_learnt_while_the_loop_is_busy_and_a_step_at_a_time() -> None:
+    wall, busy = [0.0], [0.0]
+    ahead = WorkAhead(lambda: wall[0], lambda: busy[0])
+    known = ahead.seconds_per_byte
+
+    def work(requests: int, wall_seconds: float, busy_seconds: float) -> float:
+        for _ in range(requests):
+            ahead.begin(10_000)
+            ahead.end(10_000)  # 20,000 bytes count
+        wall[0] += wall_seconds
+        busy[0] += busy_seconds
+        ahead.begin(10_000)
+        ahead.end(10_000)
+        return ahead.seconds_per_byte
+
+    assert work(99, 10.0, 1.0) == known  # hardly these requests
+    assert work(98, 1.0, 1.0) == known  # not enough yet
+    assert work(0, 0.0, 0.0) == 2 * known  # 5e-7 measured
+    for _ in range(5):
+        work(99, 1.0, 0.8)
+    assert ahead.seconds_per_byte == pytest.approx(0.8 / 2_000_000)
