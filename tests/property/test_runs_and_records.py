@@ -11,7 +11,7 @@ from cache_world import CountingIds, FakeClock, dummy, group_of, instance
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcm.cache import addresses, settling
+from kvcm.cache import instance_cache, settling
 from kvcm.cache.checksums import ToldLocation
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import MatchMode, MatchQuery
@@ -193,7 +193,7 @@ STEPS = st.one_of(
 def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int
 ) -> None:
-    monkeypatch.setattr(addresses, "PAGE_KEYS", page_keys)
+    monkeypatch.setattr(instance_cache, "page_keys", lambda _parts: page_keys)
     monkeypatch.setattr(settling, "PAGE_KEYS", page_keys)
 
     async def compare() -> None:
