@@ -41,7 +41,7 @@ SHED = {"503", "429", "grpc 14", "grpc 8", "reset 7"}  # the last: REFUSED_STREA
 SERVED = {"200", "grpc 0"}
 KEPT_BACK = "kept back"
 CONNECTIONS = {"http": 64, "grpc": 4}
-STREAMS = "kvcm.limits.max_streams_per_connection=4"
+STREAMS = "kvcm.limits.max_streams_per_connection=2"
 WITHOUT_SHEDDING = "kvcm.limits.max_queue_ms=0\n"
 WITH_SHEDDING = "kvcm.limits.max_queue_ms=10\nkvcm.limits.long_requests=2\n"
 SHARE_AT_REST = 0.15

@@ -145,8 +145,8 @@ class Admission(Protocol):
     """Decides whether a request is worked on now."""
 
     def knock(self, call: Call, body_bytes: int) -> TurnedAwayError | None:
-        """Return why a request whose head has come, with a body of so many bytes to follow, is not let in; None where it
-        is, and `gone` says when it is done."""
+        """Return why a request whose head has come, with a body of so many bytes to follow, is not let in; None where
+        it is, and `gone` says when it is done."""
 
     def gone(self, call: Call, body_bytes: int) -> None:
         """A request that was let in is answered, in whatever way."""
