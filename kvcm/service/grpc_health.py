@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvcm.model.tasks import end_tasks
 
-__all__ = ["GrpcHealth", "reflect"]
+__all__ = ["GrpcHealth", "reflection_of"]
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -24,15 +24,16 @@ class GrpcHealth(health.aio.HealthServicer):
     server is started.
 
     Args:
-        server: where it is served, before it is started.
+        servers: where it is served, before they are started.
     """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, servers: Iterable[grpc.aio.Server]) -> None:
         super().__init__()
         self._services = [""]
         self._is_serving = False
         self._is_over = asyncio.Event()
-        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+        for server in servers:
+            health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     async def cover(self, services: Sequence[str]) -> None:
         """Tell of these services, too."""
@@ -61,14 +62,13 @@ class GrpcHealth(health.aio.HealthServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the manager is stopping")
 
 
-def reflect(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Let clients ask a listener for its services and messages (`grpcurl`); also after the server is started, which
-    grpc_reflection's own way cannot do."""
+def reflection_of(services: Sequence[str]) -> grpc.GenericRpcHandler:
+    """Return what lets clients ask a listener for its services and messages (`grpcurl`). It may be added after the
+    server was started, which grpc_reflection's own way cannot do."""
     servicer = reflection.aio.ReflectionServicer([*services, health.SERVICE_NAME, reflection.SERVICE_NAME])
     method: Any = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    handler = grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})
-    server.add_generic_rpc_handlers((handler,))
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})

@@ -4,6 +4,7 @@ already."""
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections import defaultdict
@@ -19,7 +20,8 @@ from kvcm.model.errors import StorageIOError
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
-from kvcm.service.grpc_health import GrpcHealth, reflect
+from kvcm.service.grpc_health import GrpcHealth, reflection_of
+from kvcm.service.grpc_wakeups import whole_wakeups
 from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["GrpcServer"]
@@ -34,6 +36,12 @@ _KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
 )
+
+# A server of gRPC takes one request in two or three turns of the event loop, whose turns may take milliseconds. Several
+# on one port take as many at a time, of several connections: the system spreads those over them, not quite evenly.
+_ACCEPTORS = 8
+_MANY_CONNECTIONS = 64 * _ACCEPTORS
+_UNEVEN = 1.25
 
 _CLOSE_SECONDS = 1.0  # for answers that are being sent
 _TURNED_AWAY = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
@@ -71,30 +79,32 @@ class GrpcServer:
 
     def __init__(self, host: str, port: int, limits: GrpcLimits, gate: Gate) -> None:
         _check_free(host, port)
+        acceptors = _ACCEPTORS if limits.max_connections >= _MANY_CONNECTIONS else 1
+        most = limits.max_connections if acceptors == 1 else math.ceil(limits.max_connections / acceptors * _UNEVEN)
         options = (
             *_KEEPALIVE,
             ("grpc.max_receive_message_length", limits.max_body_bytes),
-            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.max_allowed_incoming_connections", most),
             ("grpc.max_concurrent_streams", limits.max_streams),
             ("grpc.server_handshake_timeout_ms", limits.handshake_ms),
             ("grpc.max_send_message_length", -1),
-            ("grpc.so_reuseport", 0),  # a second manager on the same port has to fail, not to share its requests
+            ("grpc.so_reuseport", int(acceptors > 1)),
         )
-        self._server = grpc.aio.server(options=options)
-        try:
-            self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        except RuntimeError as error:
-            raise StorageIOError(f"gRPC address {host}:{port} cannot be bound") from error
-
+        with whole_wakeups():
+            self._acceptors = [grpc.aio.server(options=options) for _ in range(acceptors)]
+        self.port = port
+        for server in self._acceptors:
+            self.port = _bound(server, host, self.port)
         self._gate = gate
-        self.health = GrpcHealth(self._server)
-        self._server.add_generic_rpc_handlers((_WhileStarting(gate),))
+        self.health = GrpcHealth(self._acceptors)
+        self._add([_WhileStarting(gate)])
         self._end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to answer: health at once, calls when it is told of them."""
         await self.health.note(is_serving=False)
-        await self._server.start()
+        for server in self._acceptors:
+            await server.start()
 
     async def serve(self, calls: Iterable[Call], caller: Caller, bodies: BodyReader, *, has_reflection: bool) -> None:
         """Answer calls from now on, as far as the gate is open.
@@ -109,24 +119,29 @@ class GrpcServer:
         for call in calls:
             method: Any = grpc.unary_unary_rpc_method_handler(_method(call, caller, bodies, self._gate))
             by_service[call.service][call.name] = method
-        self._server.add_generic_rpc_handlers(
-            tuple(grpc.method_handlers_generic_handler(service, methods) for service, methods in by_service.items())
-        )
+        self._add([grpc.method_handlers_generic_handler(*service) for service in by_service.items()])
         if has_reflection:
-            reflect(self._server, list(by_service))
+            self._add([reflection_of(list(by_service))])
         await self.health.cover(list(by_service))
+
+    def _add(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        for server in self._acceptors:
+            server.add_generic_rpc_handlers(tuple(handlers))
 
     def stop_accepting(self, drain_seconds: float) -> None:
         """Take no new connections and requests; those in flight may go on for so long."""
         if self._end is None:
-            self._end = asyncio.create_task(self._server.stop(drain_seconds))
+            self._end = asyncio.create_task(self._stop(drain_seconds))
 
     async def stop(self, seconds: float = 0.0) -> None:
         """Close everything; answers that are on their way have so long to arrive."""
         self.health.end()
-        await self._server.stop(max(seconds, _CLOSE_SECONDS))
+        await self._stop(max(seconds, _CLOSE_SECONDS))
         if self._end is not None:
             await self._end
+
+    async def _stop(self, seconds: float) -> None:
+        await asyncio.gather(*(server.stop(seconds) for server in self._acceptors))
 
 
 class _WhileStarting(grpc.GenericRpcHandler):
@@ -147,8 +162,16 @@ class _WhileStarting(grpc.GenericRpcHandler):
         return await _turn_away(context, refusal)
 
 
+def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except RuntimeError as error:
+        raise StorageIOError(f"gRPC address {host}:{port} cannot be bound") from error
+
+
 def _check_free(host: str, port: int) -> None:
-    """Find out ourselves that an address is taken: gRPC would write lines of its own to stderr."""
+    """Find out ourselves that an address is taken: a second manager has to fail, not to share its requests; and gRPC
+    would write lines of its own to stderr."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
