@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -124,7 +124,7 @@ class GrpcServer:
             self._add([reflection_of(list(by_service))])
         await self.health.cover(list(by_service))
 
-    def _add(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+    def _add(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         for server in self._acceptors:
             server.add_generic_rpc_handlers(tuple(handlers))
 

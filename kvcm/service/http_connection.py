@@ -135,8 +135,9 @@ class WatchedConnection(HttpToolsProtocol):
             self.transport.write(refusal)
 
     def _is_alone(self) -> bool:
-        """Return whether the answer to this request can be written at once, and the connection kept."""
-        is_free = self.cycle is None or self.cycle.response_complete
+        """Return whether the answer to this request can be written at once, and the connection kept. Who does not take
+        his answers must not be written more of them: on the ordinary path he is not heard either until he does."""
+        is_free = (self.cycle is None or self.cycle.response_complete) and self.sending_since is None
         return is_free and not self.expect_100_continue and self.parser.should_keep_alive()
 
     def _head(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -172,6 +173,26 @@ async def test_who_cannot_be_told_at_once_is_served_as_ever() -> None:
                 writer.write(post(BODY, "getCacheLocation", header))
                 await until(lambda before=before: site.begun == before + 1)
         assert site.observer.reasons == []
+
+
+async def test_who_does_not_read_refusals_is_not_written_more_of_them() -> None:
+    async with serving() as site, site.busy():
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", site.server.port))
+            _, writer = await asyncio.open_connection(sock=connection, limit=1024)
+            for _ in range(2000):  # 20 times what buffers of the system may take
+                writer.write(post(BODY) * 500)
+                await asyncio.sleep(0)
+                if site.begun > 1:
+                    break
+            assert site.begun == 2  # the ordinary path, on which nothing more is read
+            told = len(site.observer.reasons)
+            for _ in range(20):
+                writer.write(post(BODY) * 500)
+                await asyncio.sleep(0)
+            assert len(site.observer.reasons) == told
+            writer.transport.abort()
 
 
 async def test_every_way_in_which_a_request_can_end_ends_its_count() -> None:
