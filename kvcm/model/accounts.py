@@ -15,10 +15,11 @@ _COST, _BLOCK_SIZE, _PARALLELISM = 1 << 14, 8, 1
 
 
 class AccountRole(IntEnum):
-    """Roles of the original's accounts."""
+    """Roles of the original's accounts, and one of ours: users look, operators run the deployment, admins change it."""
 
     ROLE_USER = 0
     ROLE_ADMIN = 1
+    ROLE_OPERATOR = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,14 @@ class PasswordHash:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user of the admin API."""
+    """A user of the admin API.
+
+    Attributes:
+        user_name: unique.
+        role: what it may do.
+        password: None where none was set yet, as after loading a snapshot: then nobody can log in.
+    """
 
     user_name: str
     role: AccountRole
-    password: PasswordHash
+    password: PasswordHash | None

@@ -59,10 +59,21 @@ class KvcmError(Exception):
 
 
 class InvalidArgumentError(KvcmError):
-    """A field of the request is missing, malformed or out of range."""
+    """A field of the request is missing, malformed or out of range.
+
+    Args:
+        text: what is wrong and what is allowed.
+        field: path of the field, dots between its parts, the message's name first; "" where the text alone names it.
+        reason: the text without the path.
+    """
 
     code = ErrorCode.INVALID_ARGUMENT
     http_status = 400
+
+    def __init__(self, text: str, field: str = "", reason: str = "") -> None:
+        super().__init__(text)
+        self.field = field
+        self.reason = reason
 
 
 class UnsupportedError(KvcmError):

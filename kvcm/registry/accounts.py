@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from kvcm.model.accounts import Account, AccountRole, PasswordHash
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
@@ -11,6 +12,9 @@ from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import require
 
 __all__ = ["AccountRegistry"]
+
+
+_NOBODY: Final = PasswordHash(b"salt of nobody..", bytes(64))
 
 
 class AccountRegistry:
@@ -60,6 +64,14 @@ class AccountRegistry:
 
         await self._shelf.change(user_name, decide)
         await self._flush()
+
+    async def proven(self, user_name: str, password: str) -> AccountRole | None:
+        """Return the role of an account whose password this is, None when it is not, or there is no such account; it
+        takes the same time."""
+        known = self._shelf.get(user_name)
+        expected = known.password if known is not None else None
+        is_right = await asyncio.to_thread((expected or _NOBODY).matches, password)
+        return known.role if known is not None and expected is not None and is_right else None
 
     def all(self) -> list[Account]:
         """Return all accounts, ordered by name."""

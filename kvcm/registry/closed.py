@@ -22,6 +22,9 @@ class ClosedStorages:
     async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> None:
         """Open nothing."""
 
+    def discard(self, prepared: None) -> None:
+        """Nothing was prepared."""
+
     def install(self, config: StorageConfig, prepared: None) -> None:
         """Keep nothing open."""
 

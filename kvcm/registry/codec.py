@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvcm.model.accounts import Account
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.storages import (
     DummyStorageSpec,
@@ -21,7 +22,9 @@ from kvcm.model.storages import (
 __all__ = ["decode_document", "encode_document"]
 
 _VERSION = 1  # grows with every change that an older release could not read or would lose
-_VERSION_OF_LEAVING = 2  # of a storage that is drained or removed: an older release would take it for any other
+# Of a storage that is drained or removed, which an older release would take for any other, and of an account without a
+# password, which it could not read.
+_VERSION_OF_SPECIAL = 2
 
 Value = TypeVar("Value")
 
@@ -79,7 +82,7 @@ def decode_document(kind: type[Value], document: bytes) -> Value:
     """
     try:
         outer = msgspec.json.decode(document, type=_Document)
-        known = {_VERSION, _VERSION_OF_LEAVING} if kind is StorageConfig else {_VERSION}
+        known = {_VERSION, _VERSION_OF_SPECIAL} if kind in (StorageConfig, Account) else {_VERSION}
         if outer.version not in known:
             raise StorageIOError(
                 f"document of version {outer.version}, this release reads version {max(known)}: "
@@ -95,7 +98,8 @@ def decode_document(kind: type[Value], document: bytes) -> Value:
 
 def _version_of(value: object) -> int:
     is_leaving = isinstance(value, StorageConfig) and (value.is_draining or value.is_removed)
-    return _VERSION_OF_LEAVING if is_leaving else _VERSION
+    is_locked = isinstance(value, Account) and value.password is None
+    return _VERSION_OF_SPECIAL if is_leaving or is_locked else _VERSION
 
 
 def _storage_document(config: StorageConfig) -> _Storage:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError, UnknownInstanceError
+from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecGroup, Placement, Registration, Removal
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.seats import Seats, SeatsTaken
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_instance
 
-__all__ = ["InstanceRegistry"]
+__all__ = ["FIRST_UID", "InstanceRegistry", "same_registration", "shard_count_in", "with_sorted_groups"]
 
 _DEFAULT_SHARDS = 16
-_FIRST_UID = 1
+FIRST_UID = 1
+"""Number of the first registration of a deployment."""
 
 
 class InstanceRegistry:
@@ -59,18 +61,17 @@ class InstanceRegistry:
             StorageIOError: the store cannot be asked.
         """
         check_instance(instance)
-        instance = _sorted_groups(instance)
+        instance = with_sorted_groups(instance)
         known = await self._shelf.read(instance.instance_id)
-        stored = _same(known.instance, instance) if known is not None else await self._add(instance)
+        stored = same_registration(known.instance, instance) if known is not None else await self._add(instance)
         await self._flush()
         return stored
 
     async def _add(self, instance: Instance) -> Instance:
         group = await self._groups.read(instance.instance_group_name)
-        shard_count = group.cache_config.meta_indexer_config.mutex_shard_num or _DEFAULT_SHARDS
         new = Registration(
             replace(instance, quota_group_name=group.global_quota_group_name),
-            Placement(await self._next_uid(), shard_count),
+            Placement(await self._next_uid(), shard_count_in(group)),
         )
         if not await self._seats.take(group, new):
             known = self._shelf.get(instance.instance_id)  # another manager's half-done registration was completed
@@ -79,8 +80,8 @@ class InstanceRegistry:
                     f"instance group {group.name!r} is full: it has its max_instance_count of "
                     f"{group.max_instance_count} instances; remove one, or raise it with UpdateInstanceGroup"
                 )
-            return _same(known.instance, instance)
-        return _same((await self._store(new)).instance, instance)
+            return same_registration(known.instance, instance)
+        return same_registration((await self._store(new)).instance, instance)
 
     async def _store(self, new: Registration) -> Registration:
         """Store a registration that has a seat, and return what is registered then."""
@@ -97,7 +98,7 @@ class InstanceRegistry:
         return stored
 
     async def _next_uid(self) -> int:
-        following = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
+        following = await self._numbers.change("next_uid", lambda uid: (uid or FIRST_UID) + 1)
         assert following is not None
         return following - 1
 
@@ -149,6 +150,11 @@ class InstanceRegistry:
         """
         return _registered(instance_id, self._shelf.get(instance_id)).instance
 
+    def group_of(self, instance_id: str) -> str | None:
+        """Return the group of an instance, None when there is no such instance."""
+        registration = self._shelf.get(instance_id)
+        return None if registration is None else registration.instance.instance_group_name
+
     def placement(self, instance_id: str) -> Placement:
         """Return where the metadata of an instance lies.
 
@@ -163,6 +169,11 @@ class InstanceRegistry:
         return [i for i in instances if not group_name or i.instance_group_name == group_name]
 
 
+def shard_count_in(group: InstanceGroup | None) -> int:
+    """Return how many lock shards the index of an instance has that is registered in a group now."""
+    return (group.cache_config.meta_indexer_config.mutex_shard_num if group is not None else 0) or _DEFAULT_SHARDS
+
+
 def _registered(instance_id: str, known: Registration | None) -> Registration:
     if known is None:
         raise _unknown(instance_id)
@@ -173,14 +184,20 @@ def _unknown(instance_id: str) -> UnknownInstanceError:
     return UnknownInstanceError(f"instance {instance_id!r} is not registered: call RegisterInstance first")
 
 
-def _sorted_groups(instance: Instance) -> Instance:
+def with_sorted_groups(instance: Instance) -> Instance:
+    """Return an instance as it is stored."""
     groups = (
         LocationSpecGroup(group.name, tuple(sorted(set(group.spec_names)))) for group in instance.location_spec_groups
     )
     return replace(instance, location_spec_groups=tuple(sorted(groups, key=lambda group: group.name)))
 
 
-def _same(known: Instance, again: Instance) -> Instance:
+def same_registration(known: Instance, again: Instance) -> Instance:
+    """Return what is registered, if it is registered again just so.
+
+    Raises:
+        DuplicateEntityError: the id is registered with another config; the message names the field.
+    """
     field = known.difference(again)
     if field is not None:
         raise DuplicateEntityError(

@@ -7,15 +7,21 @@ import contextlib
 from typing import Any
 
 from kvcm.model.accounts import Account
+from kvcm.model.api_keys import ApiKey
+from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Registration, Removal
 from kvcm.model.storages import StorageConfig
 from kvcm.registry.accounts import AccountRegistry
+from kvcm.registry.config_draft import ConfigShelves
+from kvcm.registry.enrolment import Enrolment
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.instances import InstanceRegistry
+from kvcm.registry.keys import KeyRegistry, KeyUse
 from kvcm.registry.quotas import QuotaRegistry
 from kvcm.registry.seats import SeatsTaken
-from kvcm.registry.shelf import Flush, Shelf
+from kvcm.registry.shelf import ChangeListener, Flush, Shelf
+from kvcm.registry.snapshots import ConfigSnapshots
 from kvcm.registry.storages import StorageOpener, StorageRegistry
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
@@ -31,14 +37,17 @@ async def _nothing() -> None:
 
 
 class Registry:
-    """Storages, groups, global quotas, instances and accounts of a deployment: a local view that every read asks, and a
-    table that every change goes to first and that `refresh` follows.
+    """Storages, groups, global quotas, instances, accounts and keys of a deployment: a local view that every read asks,
+    and a table that every change goes to first and that `refresh` follows.
 
     Args:
         opener: opens storages when they are added.
         table: the deployment's documents; without one they end with this object.
         flush: returns when what was changed is durable; every change waits for it.
         store_kind: the metadata store, `memory`, `rocksdb` or `redis`: what groups may name.
+        clock: time source.
+        uses: table of when keys were used; a table of its own, for it changes all the time.
+        listener: told of every change that is made here.
     """
 
     def __init__(
@@ -47,18 +56,23 @@ class Registry:
         table: Table | None = None,
         flush: Flush = _nothing,
         store_kind: str = "memory",
+        clock: Clock | None = None,
+        uses: Table | None = None,
+        listener: ChangeListener | None = None,
     ) -> None:
         self._table: Table = table if table is not None else MemoryTable()
         self._flush = flush
         self._version: int | None = None
         self._refreshing = asyncio.Lock()
-        storages = Shelf(self._table, "storage/", StorageConfig)
-        groups = Shelf(self._table, "group/", InstanceGroup)
-        instances = Shelf(self._table, "instance/", Registration)
+        storages = Shelf(self._table, "storage/", StorageConfig, listener)
+        groups = Shelf(self._table, "group/", InstanceGroup, listener)
+        instances = Shelf(self._table, "instance/", Registration, listener)
         removals = Shelf(self._table, "removal/", Removal)
-        accounts = Shelf(self._table, "account/", Account)
-        quotas = Shelf(self._table, "quota/", GlobalQuota)
-        self._shelves: list[Shelf[Any]] = [storages, groups, instances, removals, accounts, quotas]
+        accounts = Shelf(self._table, "account/", Account, listener)
+        quotas = Shelf(self._table, "quota/", GlobalQuota, listener)
+        keys = Shelf(self._table, "key/", ApiKey, listener)
+        self._configured: list[Shelf[Any]] = [storages, groups, instances, removals, accounts, quotas]
+        self._shelves: list[Shelf[Any]] = [*self._configured, keys]
         self._registrations, self._removals = instances, removals
         self.storages = StorageRegistry(opener, storages, flush)
         self.groups = GroupRegistry(groups, flush, store_kind)
@@ -66,6 +80,17 @@ class Registry:
         numbers, seats = Shelf(self._table, "meta/", int), Shelf(self._table, "seats/", SeatsTaken)
         self.instances = InstanceRegistry(instances, removals, numbers, seats, self.groups, flush)
         self.accounts = AccountRegistry(accounts, flush)
+        used: Shelf[KeyUse] = Shelf(uses if uses is not None else MemoryTable(), "", KeyUse)
+        self.keys = KeyRegistry(keys, used, flush, clock if clock is not None else SystemClock())
+        self.snapshots = ConfigSnapshots(
+            self._table,
+            ConfigShelves(storages, groups, quotas, instances, accounts),
+            Enrolment(instances, removals, numbers, seats),
+            self.storages,
+            self._follow,
+            flush,
+            store_kind,
+        )
 
     async def load(self) -> None:
         """Read everything and open the storages, before the manager serves. A storage that does not open here stays
@@ -120,8 +145,8 @@ class Registry:
 
     @property
     def generation(self) -> int:
-        """Grows with every change of the local view."""
-        return sum([shelf.generation for shelf in self._shelves])  # asked for several times per write
+        """Grows with every change of the local view, but for that of keys."""
+        return sum([shelf.generation for shelf in self._configured])  # asked for several times per write
 
 
 async def kept_cluster_id(table: Table, new: str, flush: Flush = _nothing) -> str:

@@ -75,7 +75,7 @@ class Seats:
 
     async def _take(self, group: InstanceGroup, new: Registration) -> bool:
         def decide(known: SeatsTaken | None) -> SeatsTaken:
-            seats = self._settled(group.name, known or SeatsTaken())
+            seats = self.settled(group.name, known or SeatsTaken())
             if group.max_instance_count and len(seats.uids) >= group.max_instance_count:
                 return seats
             return SeatsTaken(seats.held, (*seats.pending, new))
@@ -83,7 +83,7 @@ class Seats:
         seats = await self._shelf.change(group.name, decide)
         return seats is not None and new in seats.pending
 
-    def _settled(self, group_name: str, seats: SeatsTaken) -> SeatsTaken:
+    def settled(self, group_name: str, seats: SeatsTaken) -> SeatsTaken:
         """Return the seats with what this manager knows to be registered; a seat too many is given away when it is in
         the way."""
         registered = {

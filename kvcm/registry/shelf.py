@@ -19,15 +19,17 @@ import structlog
 
 from kvcm.model.errors import StorageIOError
 from kvcm.registry.codec import decode_document, encode_document
-from kvcm.store.store import Table
+from kvcm.store.store import Replacement, Table
 
-__all__ = ["Flush", "Shelf"]
+__all__ = ["ChangeListener", "Flush", "Shelf"]
 
 _log = structlog.get_logger("kvcm.registry")
 
 Value = TypeVar("Value")
 Flush = Callable[[], Awaitable[None]]
 """Returns when every change made so far is as durable as configured."""
+ChangeListener = Callable[[str, object, object], None]
+"""Told of a change that was made here: full name of the document, old and new value, None for none."""
 
 
 class Shelf(Generic[Value]):
@@ -37,9 +39,11 @@ class Shelf(Generic[Value]):
         table: holds them.
         prefix: what their names begin with.
         kind: class of the values.
+        listener: told of changes that are made here.
     """
 
-    def __init__(self, table: Table, prefix: str, kind: type[Value]) -> None:
+    def __init__(self, table: Table, prefix: str, kind: type[Value], listener: ChangeListener | None = None) -> None:
+        self._listener = listener
         self._table = table
         self._prefix = prefix
         self._kind = kind
@@ -48,7 +52,16 @@ class Shelf(Generic[Value]):
         self._order: list[str] | None = None  # of the names, until one comes or goes: duties ask for it all the time
         self._unreadable: dict[str, bytes] = {}  # said once each
         self._watchers: list[set[str]] = []
+        self.origin = self
         self.generation = 0
+
+    def copy(self) -> Shelf[Value]:
+        """Return the local view as it is now, whose `origin` is this shelf: for a thread to read while this goes on."""
+        copied = Shelf(self._table, self._prefix, self._kind)
+        copied._values, copied._documents = dict(self._values), dict(self._documents)
+        copied._unreadable = dict(self._unreadable)
+        copied.origin = self
+        return copied
 
     @property
     def unreadable(self) -> list[str]:
@@ -99,8 +112,27 @@ class Shelf(Generic[Value]):
         while True:
             known = await self.read(name)
             new = decide(known)
-            if new == known or await self._replace(name, new):
+            if new == known:
                 return new
+            if await self._replace(name, new):
+                if self._listener is not None:
+                    self._listener(self._prefix + name, known, new)
+                return new
+
+    def replacement(self, name: str, new: Value | None) -> Replacement:
+        """Return what puts a value in the place of the one that is known here, None for none."""
+        document = None if new is None else encode_document(new)
+        return Replacement(self._prefix + name, self._documents.get(name), document)
+
+    def follow(self, replacement: Replacement, new: Value | None) -> None:
+        """Take over what was just put into the table, and what nobody changed here meanwhile."""
+        self._put(replacement.name.removeprefix(self._prefix), replacement.new, new)
+
+    def tell(self, replacement: Replacement, new: Value | None) -> None:
+        """Tell the listener of what was just put into the table."""
+        if self._listener is not None:
+            old = None if replacement.old is None else decode_document(self._kind, replacement.old)
+            self._listener(replacement.name, old, new)
 
     async def _replace(self, name: str, new: Value | None) -> bool:
         document = None if new is None else encode_document(new)

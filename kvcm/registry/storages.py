@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 import structlog
 
-from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError
-from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
+from kvcm.model.storages import StorageConfig
 from kvcm.registry.shelf import Flush, Shelf
+from kvcm.registry.storage_rules import existing_storage, limit_of, medium_of, refuse_another_kind, refuse_taken
 from kvcm.registry.validation import check_storage
 
 __all__ = ["StorageDrain", "StorageOpener", "StorageRegistry"]
@@ -42,6 +42,9 @@ class StorageOpener(Protocol):
 
     async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> Any:
         """Do `prepare` in a thread that nothing else waits for: a medium may hang for ever."""
+
+    def discard(self, prepared: Any) -> None:
+        """Close what was prepared and will not be installed."""
 
     def install(self, config: StorageConfig, prepared: Any) -> None:
         """Put what was prepared in place of an open storage of that name."""
@@ -137,17 +140,17 @@ class StorageRegistry:
 
     async def _check_new(self, config: StorageConfig) -> None:
         check_storage(config)
-        _refuse_taken(config, await self._shelf.read(config.global_unique_name))
+        refuse_taken(config, await self._shelf.read(config.global_unique_name))
 
     async def _is_only_limited(self, config: StorageConfig) -> bool:
         """Return whether only its limit changes: then nothing has to be opened, which its medium may not allow now."""
         check_storage(config)
-        known = _existing(config.global_unique_name, await self._shelf.read(config.global_unique_name))
-        return _limit(config) != _limit(known) and _medium(config) == _medium(known)
+        known = existing_storage(config.global_unique_name, await self._shelf.read(config.global_unique_name))
+        return limit_of(config) != limit_of(known) and medium_of(config) == medium_of(known)
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            _refuse_taken(config, known)  # somebody may have added it meanwhile
+            refuse_taken(config, known)  # somebody may have added it meanwhile
             return config
 
         await self._shelf.change(config.global_unique_name, decide)
@@ -155,20 +158,15 @@ class StorageRegistry:
 
     async def _replace_limit(self, config: StorageConfig) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            known = _existing(config.global_unique_name, known)
+            known = existing_storage(config.global_unique_name, known)
             return replace(known, capacity_bytes=config.capacity_bytes, used_percentage=config.used_percentage)
 
         await self._put(config.global_unique_name, decide)
 
     async def _replace(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:
-            known = _existing(config.global_unique_name, known)
-            if config.storage_type is not known.storage_type:
-                raise InvalidArgumentError(
-                    f"storage {config.global_unique_name!r} is of type {known.storage_type.kind} and holds blocks of "
-                    f"that: to make it {config.storage_type.kind}, remove it and add it again"
-                )
-            _refuse_another_pool(config, known)
+            known = existing_storage(config.global_unique_name, known)
+            refuse_another_kind(config, known)
             return replace(config, is_available=known.is_available, draining_since=known.draining_since)
 
         await self._shelf.change(config.global_unique_name, decide)
@@ -178,6 +176,24 @@ class StorageRegistry:
         self._install(config, prepared)
         await self._flush()
 
+    async def prepare(self, config: StorageConfig) -> Any:
+        """Open the medium of a storage that is about to be configured, without holding up other requests.
+
+        Raises:
+            KvcmError: it cannot be opened.
+        """
+        return await self._opener.prepare_in_thread(config, is_new=True)
+
+    def put_in_force(self, config: StorageConfig, prepared: Any = None) -> None:
+        """Make what is open here agree with a config that was stored, with its medium if that had to be opened."""
+        if prepared is not None:
+            self._install(config, prepared)
+        self._is_as_wanted(config.global_unique_name)
+
+    def discard(self, prepared: Any) -> None:
+        """Close a medium that was opened in vain."""
+        self._opener.discard(prepared)
+
     async def set_enabled(self, name: str, *, enabled: bool) -> None:
         """Make a storage available for reads and writes, or not.
 
@@ -185,7 +201,7 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(_existing(name, known), is_available=enabled))
+        await self._put(name, lambda known: replace(existing_storage(name, known), is_available=enabled))
 
     async def retire(self, name: str, now: float) -> None:
         """Remove a storage at once; its locations count as missing from now on. Its name is kept from other media until
@@ -195,7 +211,7 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(_existing(name, known), removed_at=now, draining_since=0.0))
+        await self._put(name, lambda known: replace(existing_storage(name, known), removed_at=now, draining_since=0.0))
 
     async def forget(self, drain: StorageDrain) -> None:
         """Forget a removed storage of which nothing is left, unless it was added again meanwhile.
@@ -219,7 +235,7 @@ class StorageRegistry:
         """
 
         def decide(known: StorageConfig | None) -> StorageConfig:
-            known = _existing(name, known)
+            known = existing_storage(name, known)
             return known if known.is_draining else replace(known, draining_since=now)
 
         await self._put(name, decide)
@@ -231,7 +247,7 @@ class StorageRegistry:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(_existing(name, known), draining_since=0.0))
+        await self._put(name, lambda known: replace(existing_storage(name, known), draining_since=0.0))
 
     async def _put(self, name: str, decide: Callable[[StorageConfig | None], StorageConfig | None]) -> None:
         """Change what needs no medium."""
@@ -260,7 +276,7 @@ class StorageRegistry:
             NotReadyError: a storage of that name and another medium is still to be forgotten.
         """
         check_storage(config)
-        _refuse_taken(config, self._shelf.get(config.global_unique_name))
+        refuse_taken(config, self._shelf.get(config.global_unique_name))
 
     def all(self) -> list[StorageConfig]:
         """Return all storages, ordered by name."""
@@ -286,7 +302,7 @@ class StorageRegistry:
         """
         self._round += 1
         wanting = [name for name in {*self._shelf.names(), *self._open} if not self._is_as_wanted(name)]
-        media = [_medium(config) for config in self.existing(wanting)]
+        media = [medium_of(config) for config in self.existing(wanting)]
         self._failures = {medium: self._failures[medium] for medium in media if medium in self._failures}
         started = [self._start_opening(medium) for medium in media if self._is_worth_a_try(medium)]
         if started:
@@ -302,7 +318,7 @@ class StorageRegistry:
             return True
         if is_open is wanted:  # nearly always
             return True
-        if is_open is None or _medium(is_open) != _medium(wanted):
+        if is_open is None or medium_of(is_open) != medium_of(wanted):
             return False
         self._open[name] = wanted  # with its limit
         if is_open.is_available is not wanted.is_available:
@@ -339,7 +355,7 @@ class StorageRegistry:
         """Put an opened medium in place, unless something else is configured by now: then it is left to refreshes."""
         name = config.global_unique_name
         wanted, is_open = self._get(name), self._open.get(name)
-        if wanted is None or _medium(wanted) != _medium(config):
+        if wanted is None or medium_of(wanted) != medium_of(config):
             return
         if is_open is not None and is_open.storage_type is not wanted.storage_type:
             self._opener.close(name)  # it was removed and added again, as another thing
@@ -352,41 +368,3 @@ def _drain_of(config: StorageConfig) -> StorageDrain | None:
         return None
     started_at = config.removed_at if config.is_removed else config.draining_since
     return StorageDrain(config.global_unique_name, started_at, config.is_removed)
-
-
-def _medium(config: StorageConfig) -> StorageConfig:
-    """What has to be opened: switches and limit make no difference."""
-    return replace(config, is_available=True, capacity_bytes=0, used_percentage=0.0, draining_since=0.0)
-
-
-def _limit(config: StorageConfig) -> tuple[int, float]:
-    return config.capacity_bytes, config.used_percentage
-
-
-def _refuse_taken(config: StorageConfig, known: StorageConfig | None) -> None:
-    name = config.global_unique_name
-    if known is not None and not known.is_removed:
-        raise DuplicateEntityError(f"storage {name!r} exists; use UpdateStorage to change it")
-    if known is not None and known.spec != config.spec:
-        raise NotReadyError(
-            f"storage {name!r} is being forgotten, there are still blocks that lay on it: until ListDrain names it no "
-            "more it can only be added with the medium that it had; try again, or take another name"
-        )
-
-
-def _refuse_another_pool(config: StorageConfig, known: StorageConfig) -> None:
-    """The memory of a pool is divided by its size, and addresses in it name its node."""
-    if not isinstance(config.spec, TairMemPoolStorageSpec) or not isinstance(known.spec, TairMemPoolStorageSpec):
-        return
-    before, wanted = ((spec.node_id, spec.capacity_bytes) for spec in (known.spec, config.spec))
-    if before != wanted:
-        raise InvalidArgumentError(
-            f"storage {config.global_unique_name!r} is a pool of {before[1]} bytes on node {before[0]!r}, wanted are "
-            f"{wanted[1]} bytes on node {wanted[0]!r}: to change that, remove it and add it again"
-        )
-
-
-def _existing(name: str, known: StorageConfig | None) -> StorageConfig:
-    if known is None or known.is_removed:
-        raise InvalidArgumentError(f"storage {name!r} does not exist")
-    return known

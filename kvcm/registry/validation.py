@@ -75,7 +75,8 @@ def require(condition: object, path: str, reason: str = "is required") -> None:
     """
     if not condition:
         nested = path.replace(".", ": {") + "}" * path.count(".")
-        raise InvalidArgumentError(f"missing or invalid fields: {{{nested}}}: {path.rpartition('.')[2]} {reason}")
+        text = f"missing or invalid fields: {{{nested}}}: {path.rpartition('.')[2]} {reason}"
+        raise InvalidArgumentError(text, path, reason)
 
 
 def check_storage(config: StorageConfig) -> None:

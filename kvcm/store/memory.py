@@ -5,11 +5,11 @@ No method suspends, so every call is atomic on one event loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvcm.model.clock import Clock
 from kvcm.store.due_queue import DueQueue
-from kvcm.store.store import LeaseState
+from kvcm.store.store import LeaseState, Replacement
 
 __all__ = ["MemoryLease", "MemoryStore", "MemoryTable"]
 
@@ -31,6 +31,19 @@ class MemoryTable:
     async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
         if self._documents.get(name) != old:
             return False
+        self._put(name, new, due)
+        self._version += 1
+        return True
+
+    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
+        if any(self._documents.get(each.name) != each.old for each in replacements):
+            return False
+        for each in replacements:
+            self._put(each.name, each.new, 0.0)
+        self._version += bool(replacements)
+        return True
+
+    def _put(self, name: str, new: bytes | None, due: float) -> None:
         if new is None:
             self._documents.pop(name, None)
         else:
@@ -39,8 +52,6 @@ class MemoryTable:
             self._due.discard(name)
         else:
             self._due.put(name, due)
-        self._version += 1
-        return True
 
     async def due(self, now: float, most: int) -> list[str]:
         return self._due.until(now, most)

@@ -7,10 +7,24 @@ changed by compare-and-set only, so that of several managers exactly one wins an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Lease", "LeaseState", "Store", "Table"]
+__all__ = ["Lease", "LeaseState", "Replacement", "Store", "Table"]
+
+
+class Replacement(NamedTuple):
+    """What is to become of one document.
+
+    Attributes:
+        name: of the document.
+        old: what must be there now; None for nothing.
+        new: what is there afterwards, never due; None for nothing.
+    """
+
+    name: str
+    old: bytes | None
+    new: bytes | None
 
 
 class Table(Protocol):
@@ -34,6 +48,16 @@ class Table(Protocol):
 
         Returns:
             Whether `old` was there. False: nothing is changed.
+        """
+
+    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
+        """Do several replacements as one change: nobody sees some of them without the others, whoever dies when.
+
+        Args:
+            replacements: each of another document; all in one part of the table.
+
+        Returns:
+            Whether every `old` was there. False: nothing is changed.
         """
 
     async def due(self, now: float, most: int) -> list[str]:

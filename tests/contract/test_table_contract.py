@@ -19,7 +19,7 @@ from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.store import RedisStore
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks.store import RocksStore
-from kvcm.store.store import Store
+from kvcm.store.store import Replacement, Store
 
 Opened = AbstractAsyncContextManager[tuple[Store, Store]]
 
@@ -113,6 +113,58 @@ async def test_a_table_is_a_dict_with_compare_and_set(
             found = await seen_by_other.due(now, most)
             assert len(set(found)) == len(found)
             assert [dues[name] for name in found] == sorted(due for due in dues.values() if due <= now)[:most]
+
+
+CHANGES = st.lists(st.tuples(NAMES, DOCUMENTS, DOCUMENTS, st.booleans()), max_size=4, unique_by=lambda each: each[0])
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(CHANGES, max_size=12))
+async def test_several_documents_change_together_or_not_at_all(
+    kind: Kind, steps: list[list[tuple[str, bytes | None, bytes | None, bool]]]
+) -> None:
+    documents: dict[str, bytes] = {}
+    async with kind.open() as (store, other):
+        table, seen_by_other = store.table("things"), other.table("things")
+        for step in steps:
+            changes = [
+                Replacement(name, documents.get(name) if is_right else guess, new)
+                for name, guess, new, is_right in step
+            ]
+            before = await table.version()
+            replaced = await table.replace_together(changes)
+            assert replaced == all(each.old == documents.get(each.name) for each in changes)
+            if replaced:
+                documents |= {each.name: each.new for each in changes if each.new is not None}
+                for each in changes:
+                    if each.new is None:
+                        documents.pop(each.name, None)
+            assert (await table.version() > before) == (replaced and bool(changes))
+            assert await seen_by_other.all() == documents
+
+
+async def test_what_changes_together_is_never_due(kind: Kind) -> None:
+    async with kind.open() as (store, _):
+        table = store.table("things")
+        assert await table.replace("a", None, b"1", due=5.0)
+        assert await table.replace_together([Replacement("a", b"1", b"2"), Replacement("b", None, b"1")])
+        assert await table.due(10.0, 9) == []
+
+
+async def test_of_those_who_change_together_and_alone_none_loses_anothers_change(kind: Kind) -> None:
+    async with kind.open() as (store, other):
+        tables = [store.table("things"), other.table("things")]
+
+        async def count(at: int) -> None:
+            table, wins = tables[at % 2], 0
+            while wins < 5:
+                names = ["a", "b"] if at % 4 < 2 else ["a"]
+                found = [(name, await table.get(name)) for name in names]
+                changes = [Replacement(name, old, b"%d" % (int(old or b"0") + 1)) for name, old in found]
+                wins += await (table.replace_together(changes) if len(names) > 1 else table.replace(*changes[0]))
+
+        await asyncio.gather(*(count(at) for at in range(8)))
+        assert await store.table("things").all() == {"a": b"40", "b": b"20"}
 
 
 async def test_of_many_writers_exactly_one_wins_each_time(kind: Kind) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from kvcm.model.groups import (
 )
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import StorageConfig, StorageType
-from kvcm.store.store import Table
+from kvcm.store.store import Replacement, Table
 
 T = TypeVar("T")
 
@@ -62,6 +62,9 @@ class Opener:
 
     async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> StorageConfig:
         return await asyncio.to_thread(self.prepare, config, is_new=is_new)
+
+    def discard(self, prepared: StorageConfig) -> None:
+        self.calls.append(("discard", prepared.global_unique_name))
 
     def install(self, config: StorageConfig, prepared: StorageConfig) -> None:
         self.calls.append(("open", config.global_unique_name))
@@ -112,6 +115,12 @@ class SuspendingTable:
 
     async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
         done = await self._suspended("replace", self._table.replace(name, old, new, due))
+        if self.lost_answer is not None:
+            raise self.lost_answer
+        return done
+
+    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
+        done = await self._suspended("replace_together", self._table.replace_together(replacements))
         if self.lost_answer is not None:
             raise self.lost_answer
         return done

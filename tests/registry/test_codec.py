@@ -148,3 +148,12 @@ def test_numbers_keep_their_precision() -> None:
     trigger = TriggerStrategy((1 << 63) - 1, 1e-300)
     config = CacheConfig(replace(GROUP.cache_config.reclaim_strategy, trigger_strategy=trigger))
     assert decode_document(CacheConfig, encode_document(config)) == config
+
+
+def test_an_account_without_a_password_is_nothing_that_an_older_release_takes_for_one_with() -> None:
+    locked = Account("ann", AccountRole.ROLE_ADMIN, None)
+    assert json.loads(encode_document(locked))["version"] == 2
+    assert decode_document(Account, encode_document(locked)) == locked
+    stored = b'{"version":1,"value":{"user_name":"ann","role":1,"password":{"salt":"AAE=","digest":"/w=="}}}'
+    assert decode_document(Account, stored) == replace(locked, password=PasswordHash(b"\x00\x01", b"\xff"))
+    assert encode_document(decode_document(Account, stored)) == stored

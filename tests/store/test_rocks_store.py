@@ -14,6 +14,7 @@ from kvcm.model.errors import StorageIOError
 from kvcm.store.rocks.log import CommitLog, Fsync
 from kvcm.store.rocks.progress import shown_progress
 from kvcm.store.rocks.store import RocksStore
+from kvcm.store.store import Replacement
 
 TABLES = ["sessions", "s", "leases"]
 NAMES = ["a", "b", "ä/ö", ""]
@@ -63,6 +64,24 @@ async def test_a_table_is_the_same_every_time_and_counts_its_changes(tmp_path: P
     assert not await table.replace("a", None, b"2")
     assert await table.get("a") == b"1"
     assert await table.version() > version
+    await store.close()
+
+
+async def test_what_changed_together_is_there_together_after_a_restart(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    table = store.table("s")
+    await table.replace("gone", None, b"0", due=3.0)
+    assert await table.replace_together([Replacement(name, None, name.encode()) for name in "abc"])
+    changes = [Replacement("a", b"a", b"2"), Replacement("gone", b"0", None)]
+    assert not await table.replace_together([*changes, Replacement("b", b"x", None)])
+    assert await table.replace_together(changes)
+    await store.close()
+    with pytest.raises(StorageIOError, match="is closed"):
+        await table.replace_together([Replacement("a", b"2", b"3")])
+    assert await table.get("a") == b"2"
+    store = opened(tmp_path)
+    assert await store.table("s").all() == {"a": b"2", "b": b"b", "c": b"c"}
+    assert await store.table("s").due(9.0, 9) == []
     await store.close()
 
 

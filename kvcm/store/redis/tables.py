@@ -6,12 +6,14 @@ The three share a hash tag and change in one script, so that no crash leaves one
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from heapq import merge
 from itertools import islice
 from typing import Any
 
 from kvcm.store.redis.client import RedisClient, Script, ScriptCall
+from kvcm.store.redis.script import Argument
+from kvcm.store.store import Replacement
 
 __all__ = ["RedisTable"]
 
@@ -35,8 +37,30 @@ end
 redis.call('INCR', KEYS[3])
 return 1
 """
+_REPLACE_TOGETHER = """
+for at = 1, #ARGV, 5 do
+  local there = redis.call('HGET', KEYS[1], ARGV[at])
+  if ARGV[at + 1] == '1' then
+    if there ~= ARGV[at + 2] then return 0 end
+  elseif there then
+    return 0
+  end
+end
+for at = 1, #ARGV, 5 do
+  if ARGV[at + 3] == '1' then
+    redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 4])
+  else
+    redis.call('HDEL', KEYS[1], ARGV[at])
+  end
+  redis.call('ZREM', KEYS[2], ARGV[at])
+end
+redis.call('INCR', KEYS[3])
+return 1
+"""
 _CREATE = Script(_REPLACE)
 _CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server what is there can be decided, ended and removed
+_CREATE_TOGETHER = Script(_REPLACE_TOGETHER)
+_CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
 # Written by operators and by managers that start: few, and removing an instance begins with a new document.
 _ALWAYS = {"registry", "nodes"}
 
@@ -53,6 +77,7 @@ class RedisTable:
     def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
         self._client = client
         self._create = _CHANGE if name in _ALWAYS else _CREATE
+        self._create_together = _CHANGE_TOGETHER if name in _ALWAYS else _CREATE_TOGETHER
         self._parts = range(shard_count)
         self._documents, self._due, self._versions = (
             [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdv"
@@ -68,12 +93,25 @@ class RedisTable:
         return {name.decode(): value for part in parts for name, value in _pairs(part)}
 
     async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
-        part = self._part(name)
-        keys = (self._documents[part], self._due[part], self._versions[part])
+        keys = self._keys(self._part(name))
         when = repr(float(due)) if due and new is not None else ""
         args = (name.encode(), int(old is not None), old or b"", int(new is not None), new or b"", when)
         (done,) = await self._client.run([ScriptCall(self._create if old is None else _CHANGE, keys, args)])
         return bool(done)
+
+    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
+        parts = {self._part(each.name) for each in replacements}
+        assert len(parts) <= 1, "documents of several parts may lie on several servers"
+        if not parts:
+            return True
+        creates = any(each.old is None for each in replacements)
+        script = self._create_together if creates else _CHANGE_TOGETHER
+        args = [argument for each in replacements for argument in _arguments(each)]
+        (done,) = await self._client.run([ScriptCall(script, self._keys(parts.pop()), args)])
+        return bool(done)
+
+    def _keys(self, part: int) -> tuple[bytes, bytes, bytes]:
+        return self._documents[part], self._due[part], self._versions[part]
 
     async def due(self, now: float, most: int) -> list[str]:
         limit = (b"LIMIT", 0, most, b"WITHSCORES")
@@ -88,6 +126,10 @@ class RedisTable:
 
     def _part(self, name: str) -> int:
         return zlib.crc32(name.encode()) % len(self._parts)
+
+
+def _arguments(each: Replacement) -> tuple[Argument, ...]:
+    return each.name.encode(), int(each.old is not None), each.old or b"", int(each.new is not None), each.new or b""
 
 
 def _pairs(flat: list[Any]) -> zip[tuple[bytes, bytes]]:

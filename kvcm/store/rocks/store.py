@@ -6,7 +6,7 @@ reach the disk in the order in which they were stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import StorageIOError
 from kvcm.store.memory import MemoryTable
 from kvcm.store.rocks.document_rows import DOCUMENTS, DocumentRow, decode_row, encode_value, row_prefix, row_title
-from kvcm.store.rocks.log import CommitLog, Fsync, OnFailure
+from kvcm.store.rocks.log import CommitLog, Fsync, OnFailure, RowChange
+from kvcm.store.store import Replacement
 
 __all__ = ["RocksStore", "RocksTable"]
 
@@ -37,9 +38,18 @@ class RocksTable:
         self._log.admit()
         is_replaced = await self._memory.replace(name, old, new, due)
         if is_replaced:
-            value = encode_value(due, new) if new is not None else None
-            self._log.append([(self._prefix + name.encode(), value)])
+            self._log.append([self._row(name, new, due)])
         return is_replaced
+
+    async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
+        self._log.admit()
+        are_replaced = await self._memory.replace_together(replacements)
+        if are_replaced:  # what one `append` brings is on the disk as a whole or not at all
+            self._log.append([self._row(each.name, each.new, 0.0) for each in replacements])
+        return are_replaced
+
+    def _row(self, name: str, document: bytes | None, due: float) -> RowChange:
+        return self._prefix + name.encode(), encode_value(due, document) if document is not None else None
 
     def restore(self, row: DocumentRow) -> None:
         """Put a document in memory as its row has it."""

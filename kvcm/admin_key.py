@@ -1,0 +1,86 @@
+"""The first key: without one nobody could make others.
+
+Where keys are required, an administrator's key lies in a file of the manager's host, which only its owner can read. A
+key that is there already is taken over, so that secrets of an orchestrator can be mounted; else one is made, unless the
+deployment has an administrator. Its secret is never logged.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import structlog
+
+from kvcm.config import ConfigError, Settings
+from kvcm.model.api_keys import PresentedKey, new_key
+from kvcm.model.principals import Role
+from kvcm.registry.keys import NewKey
+from kvcm.registry.registry import Registry
+
+__all__ = ["keep_admin_key"]
+
+_NAME = "admin"
+_OTHERS = 0o077
+_log = structlog.get_logger("kvcm")
+
+
+async def keep_admin_key(registry: Registry, settings: Settings) -> None:
+    """See to it that somebody can administer a deployment that asks for keys.
+
+    Raises:
+        ConfigError: the file cannot be used, or nobody could, and there is no place for a key.
+        StorageIOError: the store cannot be asked.
+    """
+    if not settings.is_auth_required:
+        return
+    path = _path(settings)
+    if path is not None and path.exists():
+        await registry.keys.keep(NewKey(_NAME, Role.ROLE_ADMIN), _read(path))
+    elif not _has_admin(registry):
+        if path is None:
+            raise ConfigError(
+                "kvcm.auth.mode is required and there is no administrator's key: set kvcm.auth.admin_key_file, or "
+                "give --data-dir, or make a key while kvcm.auth.mode is off"
+            )
+        await registry.keys.keep(NewKey(_NAME, Role.ROLE_ADMIN), _written(path))
+        _log.warning("admin_key_made", file=str(path))
+
+
+def _path(settings: Settings) -> Path | None:
+    if settings.admin_key_file:
+        return Path(settings.admin_key_file)
+    return Path(settings.data_dir) / "admin.key" if settings.data_dir else None
+
+
+def _has_admin(registry: Registry) -> bool:
+    return any(key.role is Role.ROLE_ADMIN for key in registry.keys.all())
+
+
+def _read(path: Path) -> PresentedKey:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+        mode = path.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be read: {type(error).__name__}") from None
+    key = PresentedKey.parse(text)
+    if key is None:
+        raise ConfigError(
+            f"kvcm.auth.admin_key_file {str(path)!r} holds no key: it must be one line, kvcm_<id>_<secret>"
+        )
+    if mode & _OTHERS:
+        _log.warning("admin_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
+    return key
+
+
+def _written(path: Path) -> PresentedKey:
+    key = new_key()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{key.text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be written: {error.strerror}") from error
+    return key

@@ -1,0 +1,75 @@
+"""Makes entries of the audit log: of changes of the registry, and of calls that change something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Final
+
+from kvcm.model.accounts import PasswordHash
+from kvcm.model.api_keys import hides_keys
+from kvcm.model.clock import Clock
+from kvcm.model.principals import EVERYBODY, errand
+from kvcm.telemetry.logs import request_in_hand
+
+__all__ = ["AuditTrail", "described"]
+
+_SECRETS: Final = frozenset({"digest", "password", "salt", "secret"})
+_OF_URI: Final = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
+_MOST_TEXT: Final = 1024
+_HIDDEN: Final = "…"
+
+
+class AuditTrail:
+    """Tells a log of changes.
+
+    Args:
+        record: takes entries.
+        clock: time source.
+    """
+
+    def __init__(self, record: Callable[[Mapping[str, Any]], None], clock: Clock) -> None:
+        self._record = record
+        self._clock = clock
+
+    def changed(self, document: str, old: object, new: object) -> None:
+        """Record a change of the registry: a `ChangeListener`."""
+        kind, _, name = document.partition("/")
+        action = "add" if old is None else "remove" if new is None else "change"
+        entry = {"kind": kind, "name": name, "before": described(old), "after": described(new)}
+        self._record({**self._origin(), "action": action, **entry})
+
+    def called(self, call: str, code: str, fields: Mapping[str, object]) -> None:
+        """Record a call, and how it ended."""
+        after = {name: _described_field(name, value) for name, value in fields.items()}
+        self._record({**self._origin(), "call": call, "action": "call", "code": code, "after": after})
+
+    def _origin(self) -> dict[str, Any]:
+        principal, call, peer = errand.get()
+        request = request_in_hand.get()
+        name = principal.name if principal is not EVERYBODY else ""
+        trace_id = request.trace_id[:_MOST_TEXT] if request is not None else ""
+        origin = {"principal": name, "key_id": principal.key_id, "call": call, "peer": peer, "trace_id": trace_id}
+        return {"at": round(self._clock.now(), 6), **origin}
+
+
+def described(value: object) -> Any:
+    """Return a value of the model as JSON values, without secrets."""
+    if value is None or isinstance(value, bool | int | float):
+        return value.name if isinstance(value, Enum) else value
+    if isinstance(value, str):
+        return _OF_URI.sub(_HIDDEN, hides_keys(value[:_MOST_TEXT]))
+    if isinstance(value, PasswordHash | bytes):
+        return _HIDDEN
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, tuple | list):
+        return [described(item) for item in value]
+    assert dataclasses.is_dataclass(value), type(value)
+    return {field.name: _described_field(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
+def _described_field(name: str, value: object) -> Any:
+    return _HIDDEN if name in _SECRETS and value else described(value)

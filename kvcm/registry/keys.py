@@ -1,0 +1,311 @@
+"""The API keys of a deployment.
+
+A key that is rotated gets a successor of the same principal name, so that write sessions which the old one started can
+be finished with the new one. When keys were used is kept beside them: it changes all the time, and says nothing to
+whoever follows the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvcm.model.api_keys import ApiKey, PresentedKey, new_key
+from kvcm.model.clock import Clock
+from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
+from kvcm.model.names import check_name
+from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Principal, Role, Verb
+from kvcm.registry.shelf import Flush, Shelf
+
+__all__ = ["KeyRegistry", "KeyUse", "NewKey"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MOST_GROUPS: Final = 1000
+_MOST_CERTIFICATE_NAME: Final = 1024
+_MOST_TTL_SECONDS: Final = 10 * 365 * 86_400.0
+_USE_SECONDS: Final = 60.0  # how exactly it is known when a key was used
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """When a key was last used, unix seconds."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """What a key is to be.
+
+    Attributes:
+        name: of its principal.
+        role: what it may do.
+        groups: where; none means everywhere, and is not allowed for engines.
+        verbs: of an engine; none means all.
+        ttl_seconds: how long it lasts; 0 = for ever.
+        certificate_name: name in client certificates that stands for a secret, "" for none.
+    """
+
+    name: str
+    role: Role
+    groups: tuple[str, ...] = ()
+    verbs: tuple[Verb, ...] = ()
+    ttl_seconds: float = 0.0
+    certificate_name: str = ""
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            InvalidArgumentError: naming the field, the value and what is allowed.
+        """
+        if not _NAME.fullmatch(self.name):
+            raise InvalidArgumentError(f"name {self.name!r} is not 1 to 128 characters of A-Z a-z 0-9 . _ -")
+        check_ttl(self.ttl_seconds)
+        self._check_groups()
+        if self.verbs and self.role is not Role.ROLE_ENGINE:
+            raise InvalidArgumentError(f"verbs are of ROLE_ENGINE, role is {self.role.name}")
+        if len(self.certificate_name) > _MOST_CERTIFICATE_NAME:
+            raise InvalidArgumentError(f"certificate_name has {len(self.certificate_name)} characters, at most 1024")
+
+    def _check_groups(self) -> None:
+        if self.role is Role.ROLE_ENGINE and not self.groups:
+            raise InvalidArgumentError('instance_groups is empty: an engine needs those that it works for, or "*"')
+        if len(self.groups) > _MOST_GROUPS:
+            raise InvalidArgumentError(f"instance_groups has {len(self.groups)} entries, at most {_MOST_GROUPS}")
+        for position, group in enumerate(self.groups):
+            check_name(f"instance_groups[{position}]", group)
+
+
+def check_ttl(seconds: float) -> None:
+    """Refuse a time to live that is none.
+
+    Raises:
+        InvalidArgumentError: naming what is allowed.
+    """
+    if not 0 <= seconds <= _MOST_TTL_SECONDS:
+        raise InvalidArgumentError(f"ttl_seconds is {seconds:.0f}, must be from 0 (no end) to {_MOST_TTL_SECONDS:.0f}")
+
+
+class KeyRegistry:
+    """Keys by id.
+
+    Args:
+        shelf: where they are kept.
+        uses: when they were used.
+        flush: returns when what was changed is durable.
+        clock: time source.
+        fresh: makes a new key.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf[ApiKey],
+        uses: Shelf[KeyUse],
+        flush: Flush,
+        clock: Clock,
+        fresh: Callable[[], PresentedKey] = new_key,
+    ) -> None:
+        self._shelf = shelf
+        self._uses = uses
+        self._flush = flush
+        self._clock = clock
+        self._fresh = fresh
+        self._principals: dict[str, Principal] = {}
+        self._of_certificates: dict[str, ApiKey] = {}
+        self._read_generation = -1
+        self._used: dict[str, float] = {}
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change of a key."""
+        return self._shelf.generation
+
+    async def create(self, wanted: NewKey) -> tuple[ApiKey, PresentedKey | None]:
+        """Make a key.
+
+        Returns:
+            What is kept of it, and what its owner shows; None for a certificate's.
+
+        Raises:
+            InvalidArgumentError: a field is malformed.
+            DuplicateEntityError: there is a key of that name, or of that certificate's.
+            StorageIOError: the store cannot be asked.
+        """
+        wanted.check()
+        self._refuse_taken(wanted)
+        groups = tuple(sorted(set(wanted.groups))) or (ALL_GROUPS,)
+        verbs = tuple(verb for verb in ENGINE_VERBS if verb in wanted.verbs) or _all_verbs(wanted.role)
+        now = self._clock.now()
+        key = ApiKey("", wanted.name, wanted.role, groups, verbs, now, _end(now, wanted.ttl_seconds), b"")
+        key = replace(key, certificate_name=wanted.certificate_name)
+        return await self._add(key, has_secret=not wanted.certificate_name)
+
+    async def log_in(self, account: str, role: Role, ttl_seconds: float) -> tuple[ApiKey, PresentedKey | None]:
+        """Make a key for an account whose password was right."""
+        now = self._clock.now()
+        key = ApiKey("", f"account/{account}", role, (ALL_GROUPS,), (), now, now + ttl_seconds, b"", "", account)
+        return await self._add(key, has_secret=True)
+
+    async def keep(self, wanted: NewKey, presented: PresentedKey) -> None:
+        """Have a key that somebody else made, unless there is one of its id."""
+        now = self._clock.now()
+        key = ApiKey(presented.id, wanted.name, wanted.role, (ALL_GROUPS,), (), now, 0.0, presented.digest())
+        await self._shelf.change(key.id, lambda known: known if known is not None else key)
+        await self._flush()
+
+    async def rotate(
+        self, key_id: str, overlap_seconds: float, ttl_seconds: float
+    ) -> tuple[ApiKey, PresentedKey | None]:
+        """Make a key with the rights of another, which ends after `overlap_seconds`.
+
+        Raises:
+            InvalidArgumentError: there is no such key with a secret, or a time is out of range.
+            StorageIOError: the store cannot be asked.
+        """
+        check_ttl(ttl_seconds)
+        if not 0 <= overlap_seconds <= _MOST_TTL_SECONDS:
+            raise InvalidArgumentError(f"overlap_seconds is {overlap_seconds:.0f}, must be from 0")
+        old = self._existing(key_id, await self._shelf.read(key_id))
+        if not old.digest or old.account:
+            raise InvalidArgumentError(
+                f"key {key_id!r} is of {_kind(old)}: only keys with a lasting secret are rotated"
+            )
+        now = self._clock.now()
+        made = await self._add(replace(old, created_at=now, expires_at=_end(now, ttl_seconds)), has_secret=True)
+        end = now + overlap_seconds
+
+        def decide(known: ApiKey | None) -> ApiKey | None:
+            if known is None or not overlap_seconds:
+                return None
+            return replace(known, expires_at=min(end, known.expires_at or end))
+
+        await self._shelf.change(key_id, decide)
+        await self._flush()
+        return made
+
+    async def revoke(self, key_id: str) -> None:
+        """End a key at once; on other managers when they look at the store next.
+
+        Raises:
+            InvalidArgumentError: there is no such key.
+            StorageIOError: the store cannot be asked.
+        """
+        self._existing(key_id, await self._shelf.read(key_id))
+        await self._forget(key_id)
+        await self._flush()
+
+    async def revoke_logins(self, account: str) -> None:
+        """End the keys of whoever logged in to an account."""
+        for key in self._shelf.all():
+            if key.account == account:
+                await self._forget(key.id)
+        await self._flush()
+
+    def find(self, key_id: str) -> ApiKey | None:
+        """Return a key, None when there is none of that id."""
+        return self._shelf.get(key_id)
+
+    def all(self) -> list[ApiKey]:
+        """Return the keys that have not ended, ordered by name and time."""
+        now = self._clock.now()
+        return sorted(
+            (key for key in self._shelf.all() if not key.is_over(now)), key=lambda key: (key.name, key.created_at)
+        )
+
+    async def last_used_at(self, key_id: str) -> float:
+        """Return when a key was last used by any manager, to about a minute; 0 for never.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        use = await self._uses.read(key_id)
+        return max(use.at if use is not None else 0.0, self._used.get(key_id, 0.0))
+
+    def shown(self, presented: PresentedKey) -> ApiKey | None:
+        """Return the key that somebody proves to have, ended ones included; None when there is no such key."""
+        key = self._shelf.get(presented.id)
+        if key is None or not key.is_proven_by(presented):
+            return None
+        return key
+
+    def of_certificate(self, names: Sequence[str]) -> ApiKey | None:
+        """Return the key of a client certificate's names, None where none is known."""
+        self._look()
+        return next((key for name in names if (key := self._of_certificates.get(name)) is not None), None)
+
+    def principal(self, key: ApiKey) -> Principal | None:
+        """Return who shows a key that is right, and note its use; None when it has ended."""
+        now = self._clock.now()
+        if key.is_over(now):
+            return None
+        self._look()
+        self._used[key.id] = now
+        found = self._principals.get(key.id)
+        if found is None:
+            found = self._principals[key.id] = key.principal()
+        return found
+
+    async def tidy(self) -> None:
+        """Write down what was used, and forget what has ended. To be called now and then."""
+        used, self._used = self._used, {}
+        for key_id, at in used.items():
+            if self._shelf.get(key_id) is not None:
+                await self._uses.change(key_id, lambda known, at=at: _later(known, at))  # type: ignore[misc]
+        now = self._clock.now()
+        for key in self._shelf.all():
+            if key.is_over(now):
+                await self._forget(key.id)
+
+    def _look(self) -> None:
+        """Forget what was remembered of keys that may have changed."""
+        if self._shelf.generation != self._read_generation:
+            self._read_generation = self._shelf.generation
+            self._principals.clear()
+            self._of_certificates = {key.certificate_name: key for key in self._shelf.all() if key.certificate_name}
+
+    async def _add(self, key: ApiKey, *, has_secret: bool) -> tuple[ApiKey, PresentedKey | None]:
+        presented = self._fresh()
+        made = replace(key, id=presented.id, digest=presented.digest() if has_secret else b"")
+
+        def decide(known: ApiKey | None) -> ApiKey:
+            assert known is None, "80 random bits came twice"
+            return made
+
+        await self._shelf.change(made.id, decide)
+        await self._flush()
+        return made, presented if has_secret else None
+
+    async def _forget(self, key_id: str) -> None:
+        await self._shelf.change(key_id, lambda _known: None)
+        await self._uses.change(key_id, lambda _known: None)
+
+    def _existing(self, key_id: str, known: ApiKey | None) -> ApiKey:
+        if known is None or known.is_over(self._clock.now()):
+            raise InvalidArgumentError(f"key {key_id[:64]!r} does not exist; keys are named by their key_id")
+        return known
+
+    def _refuse_taken(self, wanted: NewKey) -> None:
+        for key in self.all():
+            if key.name == wanted.name:
+                raise DuplicateEntityError(f"name {wanted.name!r} is that of key {key.id!r}; rotate or revoke that one")
+            if wanted.certificate_name and key.certificate_name == wanted.certificate_name:
+                raise DuplicateEntityError(f"certificate_name {wanted.certificate_name!r} is that of key {key.id!r}")
+
+
+def _end(now: float, ttl_seconds: float) -> float:
+    return now + ttl_seconds if ttl_seconds else 0.0
+
+
+def _all_verbs(role: Role) -> tuple[Verb, ...]:
+    return ENGINE_VERBS if role is Role.ROLE_ENGINE else ()
+
+
+def _kind(key: ApiKey) -> str:
+    return f"a login of {key.account!r}" if key.account else "a certificate"
+
+
+def _later(known: KeyUse | None, at: float) -> KeyUse:
+    return known if known is not None and known.at + _USE_SECONDS > at else KeyUse(at)

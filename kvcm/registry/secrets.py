@@ -1,0 +1,113 @@
+"""Secrets in configured values: left out where a value leaves the manager, put back where it returns.
+
+What may hold one: every text of a storage's spec, the store's uri of a group, and the free texts of groups and models.
+In these a login before an `@` of an address, and the value of anything that is called a password, a secret, a token or
+a key, become `HIDDEN`. A login goes as a whole: the user's name alone may be a token. Too much may be left out of a
+free text, never too little of an address. Names and paths hold no secrets and are left as they are: values are known by
+them.
+
+A value that comes back gets its secrets from the one of its name that is configured, if the texts agree otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.instances import Instance
+from kvcm.model.storages import StorageConfig
+
+__all__ = ["HIDDEN", "redacted", "restored"]
+
+HIDDEN = "<redacted>"
+
+Value = TypeVar("Value")
+
+# A login may itself hold slashes and blanks; in a free text it ends where the word does.
+_LOGIN = re.compile(r"(?s)(?<=//).*@")
+_BARE_LOGIN = re.compile(r"(?s)^[^\s/:]*:(?!//).*@")  # user:password@host, as data sources are named without a scheme
+_LOGIN_IN_TEXT = re.compile(r"""(?<=//)[^\s"']*@""")
+_NAMED = re.compile(
+    r"""(?ix)
+    ( [\w-]* (?: passw(?:or)?d | passphrase | pwd | secret | token | credentials? | (?:api|access|private)[_-]?key )
+      [\w-]* ["']? \s* [=:] \s* | \b bearer \s+ )
+    (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | [^\s&;,"'{}]+ )"""
+)
+_ADDRESS = "cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri"
+_PLACES: Mapping[type[Any], tuple[str, ...]] = {
+    InstanceGroup: (_ADDRESS, "user_data"),
+    Instance: ("model_deployment.extra", "model_deployment.user_data"),
+}
+_PLAIN = {"root_path", "mountpoint", "root_dir", "node_id"}  # of specs
+_FREE_TEXTS = {"user_data", "extra"}
+
+
+def redacted(value: Value) -> Value:
+    """Return a configured value without its secrets; doing so twice changes nothing."""
+    for place in _places(value):
+        text = _text(value, place)
+        hidden = _hidden(place, text)
+        if hidden != text:  # nearly never
+            value = _with(value, place, hidden)
+    return value
+
+
+def restored(value: Value, known: Value | None) -> Value:
+    """Return a value with the secrets that were left out of it.
+
+    Args:
+        value: as somebody sent it.
+        known: what is configured under its name, None for nothing.
+
+    Raises:
+        InvalidArgumentError: a text lacks a secret, and what is configured has none that fits.
+    """
+    for place in _places(value):
+        text = _text(value, place)
+        if HIDDEN in text:
+            present = _text(known, place) if known is not None and place in _places(known) else ""
+            if _hidden(place, present) != text:
+                raise _missing(value, place)
+            value = _with(value, place, present)
+    return value
+
+
+def _missing(value: object, place: str) -> InvalidArgumentError:
+    if isinstance(value, StorageConfig):
+        place = place.replace("spec", type(value.spec).__name__, 1)
+    reason = (
+        f"lacks a secret, {HIDDEN} stands in its place, and what is configured has no text that is equal but for that: "
+        "write the secret there"
+    )
+    return InvalidArgumentError(f"{place} {reason}", f"{type(value).__name__}.{place}", reason)
+
+
+def _places(value: object) -> tuple[str, ...]:
+    if isinstance(value, StorageConfig):
+        spec = value.spec
+        names = (each.name for each in fields(spec) if each.name not in _PLAIN)
+        return tuple(f"spec.{name}" for name in names if isinstance(getattr(spec, name), str))
+    return _PLACES.get(type(value), ())
+
+
+def _hidden(place: str, text: str) -> str:
+    if place.rpartition(".")[2] in _FREE_TEXTS:
+        text = _LOGIN_IN_TEXT.sub(f"{HIDDEN}@", text)
+    else:
+        text = _BARE_LOGIN.sub(f"{HIDDEN}@", _LOGIN.sub(f"{HIDDEN}@", text))
+    return _NAMED.sub(lambda found: f"{found[1]}{HIDDEN}", text)
+
+
+def _text(value: Any, place: str) -> str:
+    for name in place.split("."):
+        value = getattr(value, name)
+    return str(value)
+
+
+def _with(value: Any, place: str, text: str) -> Any:
+    name, _, below = place.partition(".")
+    return replace(value, **{name: _with(getattr(value, name), below, text) if below else text})

@@ -1,0 +1,205 @@
+"""Keys: what is kept of them, when they count, and what several managers see; against a plain dict."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+from fake_clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcm.model.api_keys import ApiKey, PresentedKey, hides_keys, new_key
+from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
+from kvcm.registry.keys import KeyRegistry, KeyUse, NewKey
+from kvcm.registry.shelf import Shelf
+from kvcm.store.memory import MemoryTable
+
+
+async def _nothing() -> None:
+    """Memory is durable enough."""
+
+
+@dataclass
+class World:
+    """A registry of keys over a table."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    table: MemoryTable = field(default_factory=MemoryTable)
+    uses: MemoryTable = field(default_factory=MemoryTable)
+
+    def registry(self) -> KeyRegistry:
+        shelf, uses = Shelf(self.table, "key/", ApiKey), Shelf(self.uses, "", KeyUse)
+        return KeyRegistry(shelf, uses, _nothing, self.clock)
+
+
+def engine(name: str = "e", **changes: object) -> NewKey:
+    return NewKey(**{"name": name, "role": Role.ROLE_ENGINE, "groups": ("a",), **changes})  # type: ignore[arg-type]
+
+
+@given(st.text(max_size=80))
+def test_only_keys_are_keys(text: str) -> None:
+    parsed = PresentedKey.parse(text)
+    assert parsed is None or parsed.text == text
+
+
+def test_a_fresh_key_is_read_again_and_its_secret_is_never_shown() -> None:
+    key = new_key()
+    assert PresentedKey.parse(key.text) == key
+    assert key.secret not in repr(key)
+    assert re.fullmatch("kvcm_[a-z2-7]{16}_[A-Za-z0-9_-]{43}", key.text)
+    assert hides_keys(f"x {key.text} y") == f"x kvcm_{key.id}_… y"
+
+
+async def test_of_a_secret_only_a_digest_is_kept() -> None:
+    world = World()
+    key, presented = await world.registry().create(engine())
+    assert presented is not None
+    stored = await world.table.all()
+    assert [presented.secret.encode() in document for document in stored.values()] == [False]
+    assert presented.secret not in repr(key)
+    assert key.is_proven_by(presented)
+    assert not key.is_proven_by(PresentedKey(presented.id, new_key().secret))
+
+
+async def test_a_key_of_a_certificate_is_proven_by_no_secret() -> None:
+    registry = World().registry()
+    key, presented = await registry.create(engine(certificate_name="spiffe://a"))
+    assert presented is None
+    assert not key.is_proven_by(PresentedKey(key.id, ""))
+    assert registry.of_certificate(["other", "spiffe://a"]) == key
+    assert registry.of_certificate(["other"]) is None
+
+
+@pytest.mark.parametrize("verbs", [(), (Verb.PIN, Verb.MATCH)])
+async def test_an_engine_may_what_it_was_given_and_all_if_nothing_was_said(verbs: tuple[Verb, ...]) -> None:
+    key, _ = await World().registry().create(engine(verbs=verbs))
+    assert set(key.verbs) == set(verbs or ENGINE_VERBS)
+    principal = key.principal()
+    assert (principal.covers("a"), principal.covers("b"), principal.has_all_groups) == (True, False, False)
+    assert Verb.VIEW not in principal.verbs
+
+
+async def test_other_roles_have_all_groups_unless_some_are_given() -> None:
+    registry = World().registry()
+    everywhere, _ = await registry.create(NewKey("v", Role.ROLE_VIEWER))
+    somewhere, _ = await registry.create(NewKey("w", Role.ROLE_VIEWER, ("b", "a", "b")))
+    assert (everywhere.groups, somewhere.groups) == ((ALL_GROUPS,), ("a", "b"))
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("create"), st.integers(0, 3), st.sampled_from([0, 5, 50])),
+        st.tuples(st.just("rotate"), st.integers(0, 7), st.sampled_from([0, 5, 50])),
+        st.tuples(st.just("revoke"), st.integers(0, 7), st.just(0)),
+        st.tuples(st.just("wait"), st.just(0), st.sampled_from([1, 4, 30, 61])),
+        st.tuples(st.just("tidy"), st.just(0), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@dataclass
+class Model:
+    """Keys in a plain dict beside the real ones.
+
+    Attributes:
+        world: time and tables.
+        made: every key that ever was, oldest first.
+        ends: of those that were not revoked; 0 = never.
+        names: of their principals.
+    """
+
+    world: World
+    made: list[PresentedKey] = field(default_factory=list)
+    ends: dict[PresentedKey, float] = field(default_factory=dict)
+    names: dict[PresentedKey, str] = field(default_factory=dict)
+
+    def counts(self, key: PresentedKey) -> bool:
+        return key in self.ends and not 0 < self.ends[key] <= self.world.clock.time
+
+    async def create(self, registry: KeyRegistry, number: int, seconds: int) -> None:
+        name = f"n{number}"
+        if not any(self.names[key] == name for key in self.made if self.counts(key)):
+            self._add((await registry.create(engine(name, ttl_seconds=seconds)))[1], seconds, name)
+
+    async def rotate(self, registry: KeyRegistry, number: int, seconds: int) -> None:
+        if (old := self._chosen(number)) is not None:
+            self._add((await registry.rotate(old.id, seconds, 0))[1], 0, self.names[old])
+            end = self.world.clock.time + seconds
+            self.ends[old] = min(end, self.ends[old] or end)
+
+    async def revoke(self, registry: KeyRegistry, number: int, _seconds: int) -> None:
+        if (key := self._chosen(number)) is not None:
+            await registry.revoke(key.id)
+            del self.ends[key]
+
+    async def wait(self, _registry: KeyRegistry, _number: int, seconds: int) -> None:
+        self.world.clock.time += seconds
+
+    async def tidy(self, registry: KeyRegistry, _number: int, _seconds: int) -> None:
+        await registry.tidy()
+
+    def _chosen(self, number: int) -> PresentedKey | None:
+        key = self.made[number % len(self.made)] if self.made else None
+        return key if key is not None and self.counts(key) else None
+
+    def _add(self, key: PresentedKey | None, seconds: int, name: str) -> None:
+        assert key is not None
+        self.made.append(key)
+        self.ends[key], self.names[key] = self.world.clock.time + seconds if seconds else 0.0, name
+
+    def check(self, registry: KeyRegistry) -> None:
+        for presented in self.made:
+            key = registry.shown(presented)
+            assert (key is not None and registry.principal(key) is not None) == self.counts(presented)
+            assert key is None or key.name == self.names[presented]
+        assert {key.id for key in registry.all()} == {each.id for each in self.made if self.counts(each)}
+
+
+@given(_STEPS)
+async def test_keys_count_from_their_making_to_their_end(steps: list[tuple[str, int, int]]) -> None:
+    """Against a plain dict; another manager sees the same."""
+    world = World()
+    registry, model = world.registry(), Model(world)
+    for step, number, seconds in steps:
+        await getattr(model, step)(registry, number, seconds)
+    shelf = Shelf(world.table, "key/", ApiKey)
+    shelf.take(await world.table.all(), set())
+    model.check(registry)
+    model.check(KeyRegistry(shelf, Shelf(world.uses, "", KeyUse), _nothing, world.clock))
+
+
+async def test_uses_are_written_down_by_the_minute_and_forgotten_with_the_key() -> None:
+    world = World()
+    registry = world.registry()
+    key, _ = await registry.create(engine())
+    assert await registry.last_used_at(key.id) == 0
+    registry.principal(key)
+    used = world.clock.time
+    await registry.tidy()
+    assert await world.registry().last_used_at(key.id) == used
+    world.clock.time += 10
+    registry.principal(key)
+    await registry.tidy()
+    assert await world.registry().last_used_at(key.id) == used
+    await registry.revoke(key.id)
+    assert await world.uses.all() == {}
+
+
+async def test_logins_end_with_their_account() -> None:
+    registry = World().registry()
+    await registry.log_in("eve", Role.ROLE_ADMIN, 60)
+    await registry.log_in("bob", Role.ROLE_ADMIN, 60)
+    await registry.revoke_logins("eve")
+    assert [key.account for key in registry.all()] == ["bob"]
+
+
+async def test_a_mounted_key_is_taken_over_once() -> None:
+    registry = World().registry()
+    presented = new_key()
+    for _ in range(2):
+        await registry.keep(NewKey("admin", Role.ROLE_ADMIN), presented)
+    (key,) = registry.all()
+    assert registry.shown(presented) == key
