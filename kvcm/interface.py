@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
+from kvcm import __version__
 from kvcm.config import Settings
 from kvcm.reload import Reloader
 from kvcm.rooms import Rooms
+from kvcm.service.access import Access, KeyedAccess, OpenAccess
+from kvcm.service.access_api import AccessApi
 from kvcm.service.access_log import AccessLog
+from kvcm.service.access_metrics import AccessMetrics
 from kvcm.service.admin_api import AdminApi
 from kvcm.service.admission import REASONS, AdmissionSettings, GuardedAdmission
+from kvcm.service.audit_calls import AuditCalls
 from kvcm.service.bodies import BodyReader
 from kvcm.service.call_metrics import CallMetrics
+from kvcm.service.call_schema import OPENAPI_PATH, CallsPage
 from kvcm.service.calls import Call, Caller, CallObserver
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.capacity_series import CapacitySeries
@@ -24,7 +31,7 @@ from kvcm.service.debug_api import DebugApi
 from kvcm.service.drain_view import DrainView
 from kvcm.service.faults import Faults
 from kvcm.service.gate import Phase
-from kvcm.service.http_app import LineStream
+from kvcm.service.http_app import LineStream, Resources
 from kvcm.service.http_pages import PageRoute
 from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
@@ -35,7 +42,9 @@ from kvcm.service.prometheus_page import MetricsPage
 from kvcm.service.prometheus_state import ManagerState
 from kvcm.service.request_context import RequestContext
 from kvcm.service.request_sizes import RequestSizes
+from kvcm.service.rest.late import LateResources
 from kvcm.service.storage_api import StorageApi
+from kvcm.service.tls import ServerTls, certificate_readings
 from kvcm.telemetry.logs import LEVELS, set_format, set_level
 from kvcm.telemetry.metrics import ApiMetrics
 from kvcm.telemetry.tracing import SpanExport
@@ -55,6 +64,8 @@ class Interface:
         streams: what GET of a path of the admin port begins to listen to.
         pages: what GET of a path of the admin port answers, beside probes.
         debug: calls that make others fail; none unless they are switched on.
+        data_pages: what GET of a path of the data port answers, beside probes.
+        resources: answers what is below /v1 of the admin port.
     """
 
     data: list[Call]
@@ -64,9 +75,18 @@ class Interface:
     streams: Mapping[str, Callable[[], LineStream]]
     pages: Mapping[str, PageRoute] = field(default_factory=dict)
     debug: list[Call] = field(default_factory=list)
+    data_pages: Mapping[str, PageRoute] = field(default_factory=dict)
+    resources: Resources | None = None
 
     @classmethod
-    def of(cls, rooms: Rooms, settings: Settings, reloader: Reloader, spans: SpanExport | None = None) -> Interface:
+    def of(
+        cls,
+        rooms: Rooms,
+        settings: Settings,
+        reloader: Reloader,
+        spans: SpanExport | None = None,
+        tls: ServerTls | None = None,
+    ) -> Interface:
         """Wire the calls to the rooms, and what can be changed at runtime to its settings."""
         limits = RequestLimits(settings.max_keys_per_request, settings.max_tokens_per_request, settings.max_body_bytes)
         metrics = ApiMetrics()
@@ -74,15 +94,19 @@ class Interface:
         refresh = rooms.registry.refresh if rooms.metadata.store.is_shared else _nothing_new
         access_log = AccessLog(Random().random)  # noqa: S311 - a sample, no secret
         reading = Lane(time.monotonic, 1, settings.queued_long_requests, settings.max_queue_ms / 1000)
-        counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS])
+        counted = CallMetrics(metrics, [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"])
         admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, rooms.counts.lag.standing_seconds)
-        observers: list[CallObserver] = [counted, access_log, *_tracing(settings, reloader, spans), RequestContext()]
+        audited, tracing = AuditCalls(rooms.audit), _tracing(settings, reloader, spans)
+        observers: list[CallObserver] = [counted, access_log, audited, *tracing, RequestContext()]
+        access = _access(rooms, settings)
+        check_sizes = RequestSizes(limits).check
         caller = Caller(
-            *(observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, RequestSizes(limits).check),
+            *(observers, rooms.refuse_unless_leading, rooms.labels, refresh, admission, check_sizes, access),
             wants_trace_parents=spans is not None,
         )
         data, admin = _data_calls(rooms, limits), _admin_calls(rooms, limits, metrics, view)
         admin += ConfigApi(reloader.reload).calls()
+        admin += AccessApi(rooms.registry, is_required=settings.is_auth_required).calls()
         faults = Faults()
         debug = DebugApi(faults).calls() if settings.enable_debug_service else []
         data = faults.breakable(data) if debug else data
@@ -100,10 +124,32 @@ class Interface:
         for call in (*data, *admin):
             counted.declare(call)
         rooms.cache.observe(rooms.counts.cache)
-        pages = {"/metrics": MetricsPage(counted, rooms.counts, _state(rooms, view))}
+        others = (AccessMetrics(access).readings, partial(certificate_readings, tls))
+        pages: dict[str, PageRoute] = {
+            "/metrics": MetricsPage(counted, rooms.counts, _state(rooms, view), others),
+            OPENAPI_PATH: CallsPage(admin),
+        }
+        streams = {"/api/events": rooms.events.subscribe}
         return cls(
-            data, admin, caller, BodyReader(limits, reading), {"/api/events": rooms.events.subscribe}, pages, debug
+            *(data, admin, caller, BodyReader(limits, reading), streams, pages, debug),
+            data_pages={OPENAPI_PATH: CallsPage(data)},
+            resources=_resources([*data, *admin], caller),
         )
+
+
+def _access(rooms: Rooms, settings: Settings) -> Access:
+    if not settings.is_auth_required:
+        return OpenAccess()
+    return KeyedAccess(rooms.registry.keys, rooms.registry.instances.group_of)
+
+
+def _resources(calls: list[Call], caller: Caller) -> Resources:
+    def make() -> Resources:
+        from kvcm.service.rest.app import RestApp
+
+        return RestApp(calls, caller, __version__)
+
+    return LateResources(make)
 
 
 def _admission(settings: Settings) -> AdmissionSettings:

@@ -58,6 +58,7 @@ class AccountRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROLE_USER: _ClassVar[AccountRole]
     ROLE_ADMIN: _ClassVar[AccountRole]
+    ROLE_OPERATOR: _ClassVar[AccountRole]
 
 class StorageHealth(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -108,6 +109,7 @@ CPS_ALWAYS_VCNS_3FS: CachePreferStrategy
 CPS_PREFER_VCNS_3FS: CachePreferStrategy
 ROLE_USER: AccountRole
 ROLE_ADMIN: AccountRole
+ROLE_OPERATOR: AccountRole
 SH_UNSPECIFIED: StorageHealth
 SH_UP: StorageHealth
 SH_DEGRADED: StorageHealth
@@ -799,12 +801,38 @@ class ConfigSnapShotResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., config_snapshot: _Optional[str] = ...) -> None: ...
 
 class LoadConfigSnapshotRequest(_message.Message):
-    __slots__ = ("trace_id", "config_snapshot")
+    __slots__ = ("trace_id", "config_snapshot", "dry_run", "prune")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    PRUNE_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     config_snapshot: str
-    def __init__(self, trace_id: _Optional[str] = ..., config_snapshot: _Optional[str] = ...) -> None: ...
+    dry_run: bool
+    prune: bool
+    def __init__(self, trace_id: _Optional[str] = ..., config_snapshot: _Optional[str] = ..., dry_run: _Optional[bool] = ..., prune: _Optional[bool] = ...) -> None: ...
+
+class LoadConfigSnapshotResponse(_message.Message):
+    __slots__ = ("header", "changes")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    header: CommonResponseHeader
+    changes: _containers.RepeatedCompositeFieldContainer[ConfigChange]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., changes: _Optional[_Iterable[_Union[ConfigChange, _Mapping]]] = ...) -> None: ...
+
+class ConfigChange(_message.Message):
+    __slots__ = ("kind", "name", "action", "old_value", "new_value")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    OLD_VALUE_FIELD_NUMBER: _ClassVar[int]
+    NEW_VALUE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    name: str
+    action: str
+    old_value: str
+    new_value: str
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., action: _Optional[str] = ..., old_value: _Optional[str] = ..., new_value: _Optional[str] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = ("trace_id",)

@@ -138,7 +138,7 @@ class AdminServiceStub:
         self.LoadConfigSnapshot = channel.unary_unary(
                 '/kv_cache_manager.proto.admin.AdminService/LoadConfigSnapshot',
                 request_serializer=admin__service__pb2.LoadConfigSnapshotRequest.SerializeToString,
-                response_deserializer=admin__service__pb2.CommonResponse.FromString,
+                response_deserializer=admin__service__pb2.LoadConfigSnapshotResponse.FromString,
                 _registered_method=True)
         self.GetMetrics = channel.unary_unary(
                 '/kv_cache_manager.proto.admin.AdminService/GetMetrics',
@@ -483,7 +483,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
             'LoadConfigSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadConfigSnapshot,
                     request_deserializer=admin__service__pb2.LoadConfigSnapshotRequest.FromString,
-                    response_serializer=admin__service__pb2.CommonResponse.SerializeToString,
+                    response_serializer=admin__service__pb2.LoadConfigSnapshotResponse.SerializeToString,
             ),
             'GetMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetrics,
@@ -1088,7 +1088,7 @@ class AdminService:
             target,
             '/kv_cache_manager.proto.admin.AdminService/LoadConfigSnapshot',
             admin__service__pb2.LoadConfigSnapshotRequest.SerializeToString,
-            admin__service__pb2.CommonResponse.FromString,
+            admin__service__pb2.LoadConfigSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

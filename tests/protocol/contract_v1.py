@@ -222,3 +222,56 @@ POOL_MESSAGES: dict[str, dict[str, str]] = {
     },
     "ReportPoolResponse": {"header": f"1 {META}.CommonResponseHeader", "is_new_generation": "2 bool"},
 }
+
+ACCESS_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
+    "AccessService": {
+        "CreateKey": ("CreateKeyRequest", "CreateKeyResponse"),
+        "ListKeys": ("ListKeysRequest", "ListKeysResponse"),
+        "RotateKey": ("RotateKeyRequest", "CreateKeyResponse"),
+        "RevokeKey": ("RevokeKeyRequest", f"{ADMIN}.CommonResponse"),
+        "Login": ("LoginRequest", "CreateKeyResponse"),
+        "WhoAmI": ("WhoAmIRequest", "WhoAmIResponse"),
+    }
+}
+
+ACCESS_ENUMS: dict[str, dict[str, int]] = {
+    "Role": {"ROLE_UNSPECIFIED": 0, "ROLE_VIEWER": 1, "ROLE_OPERATOR": 2, "ROLE_ADMIN": 3, "ROLE_ENGINE": 4},
+    "EngineVerb": {"ENGINE_VERB_UNSPECIFIED": 0, "MATCH": 1, "WRITE": 2, "REMOVE": 3, "PIN": 4},
+}
+
+ACCESS_MESSAGES: dict[str, dict[str, str]] = {
+    "Key": {
+        "key_id": "1 string",
+        "name": "2 string",
+        "role": "3 Role",
+        "instance_groups": "4 repeated string",
+        "verbs": "5 repeated EngineVerb",
+        "created_at_ms": "6 int64",
+        "expires_at_ms": "7 int64",
+        "last_used_at_ms": "8 int64",
+        "certificate_name": "9 string",
+        "account": "10 string",
+    },
+    "CreateKeyRequest": {
+        "trace_id": "1 string",
+        "name": "2 string",
+        "role": "3 Role",
+        "instance_groups": "4 repeated string",
+        "verbs": "5 repeated EngineVerb",
+        "ttl_seconds": "6 int64",
+        "certificate_name": "7 string",
+    },
+    "CreateKeyResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "key": "2 Key", "secret": "3 string"},
+    "ListKeysRequest": {"trace_id": "1 string", "with_logins": "2 bool"},
+    "ListKeysResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "keys": "2 repeated Key"},
+    "RotateKeyRequest": {
+        "trace_id": "1 string",
+        "key_id": "2 string",
+        "overlap_seconds": "3 int64",
+        "ttl_seconds": "4 int64",
+    },
+    "RevokeKeyRequest": {"trace_id": "1 string", "key_id": "2 string"},
+    "LoginRequest": {"trace_id": "1 string", "user_name": "2 string", "password": "3 string", "ttl_seconds": "4 int64"},
+    "WhoAmIRequest": {"trace_id": "1 string"},
+    "WhoAmIResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "is_required": "2 bool", "key": "3 Key"},
+}

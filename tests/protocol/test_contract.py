@@ -12,6 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 
 from kvcm.protocol import admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, meta_service_pb2
 from kvcm.protocol.kvcm.v1 import (
+    access_service_pb2,
     capacity_service_pb2,
     group_service_pb2,
     lease_service_pb2,
@@ -89,6 +90,14 @@ CONTRACTS = [
         V1.POOL_SERVICES,
         {},
         V1.POOL_MESSAGES,
+    ),
+    Contract(
+        "kvcm/v1/access_service.proto",
+        access_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        V1.ACCESS_SERVICES,
+        V1.ACCESS_ENUMS,
+        V1.ACCESS_MESSAGES,
     ),
 ]
 
@@ -179,6 +188,9 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
         if field.number >= 1000
     }
     assert ours == {
+        "kv_cache_manager.proto.admin.LoadConfigSnapshotRequest.dry_run",
+        "kv_cache_manager.proto.admin.LoadConfigSnapshotRequest.prune",
+        "kv_cache_manager.proto.admin.LoadConfigSnapshotResponse.changes",
         "kv_cache_manager.proto.meta.StartWriteCacheRequest.parent_block_key",
         "kv_cache_manager.proto.meta.StartWriteCacheRequest.node_id",
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.node_id",
