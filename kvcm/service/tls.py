@@ -1,0 +1,138 @@
+"""TLS of the ports: what they show and whom they believe, replaced while they serve.
+
+A connection keeps what it began with. Each new one gets what is in force then: HTTP a context that nobody changes any
+more, gRPC what its fetcher hands out. A context that is changed while it is used would pass through states in which
+key and certificate do not fit, and would go on to believe authorities that were taken away.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+
+from kvcm.service.certificates import Certificate
+from kvcm.telemetry import metrics_catalog as catalog
+from kvcm.telemetry.metrics_values import Reading
+
+__all__ = ["ServerTls", "TlsMaterial", "certificate_readings"]
+
+_SERVER: Final = "server"
+_CLIENT_CA: Final = "client_ca"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsMaterial:
+    """What ports show and whom they believe. Its parts fit together.
+
+    Attributes:
+        chain_pem: the certificate, and those between it and its authority.
+        key_pem: its key.
+        client_ca_pem: authorities of clients, b"" for that certificates of clients are not asked for.
+        requires_client: whether clients without a certificate are refused.
+        certificate: that of the ports.
+        client_cas: authorities of clients.
+    """
+
+    chain_pem: bytes
+    key_pem: bytes = field(repr=False)
+    client_ca_pem: bytes
+    requires_client: bool
+    certificate: Certificate
+    client_cas: Sequence[Certificate] = ()
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context for HTTP.
+
+        Raises:
+            ValueError: OpenSSL does not take it.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # its ciphers have forward secrecy
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            _load_chain(context, self.chain_pem + b"\n" + self.key_pem)
+            if self.client_ca_pem:
+                context.load_verify_locations(cadata=self.client_ca_pem.decode("ascii"))
+        except ssl.SSLError as error:
+            raise ValueError(error.reason or str(error)) from error
+        if self.client_ca_pem:
+            context.verify_mode = ssl.CERT_REQUIRED if self.requires_client else ssl.CERT_OPTIONAL
+            # Who comes back with a ticket is not looked at again: his certificate may have ended since.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
+        return context
+
+    def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Return the same for gRPC."""
+        # gRPC can demand certificates or not ask for them: Python has no access to what lies between.
+        roots = self.client_ca_pem if self.requires_client else None
+        return grpc.ssl_server_certificate_configuration([(self.key_pem, self.chain_pem)], roots)
+
+
+class ServerTls:
+    """What is in force.
+
+    Args:
+        material: at the beginning.
+
+    Raises:
+        ValueError: OpenSSL does not take it.
+    """
+
+    def __init__(self, material: TlsMaterial) -> None:
+        self.material = material
+        self.context = material.context()
+
+    def replace(self, material: TlsMaterial) -> None:
+        """Have new connections use this.
+
+        Raises:
+            ValueError: OpenSSL does not take it; nothing is changed.
+        """
+        context = material.context()
+        self.material, self.context = material, context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for one server of gRPC: each is told of changes by itself."""
+        given = self.material
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:  # for each connection, on threads of gRPC
+            nonlocal given
+            if self.material is given:
+                return None
+            given = self.material
+            return given.grpc_configuration()
+
+        configuration = given.grpc_configuration()
+        # None stands for no change, which the types do not know.
+        return grpc.dynamic_ssl_server_credentials(configuration, fetch, given.requires_client)  # type: ignore[arg-type]
+
+
+def certificate_readings(tls: ServerTls | None) -> Iterator[Reading]:
+    """Yield when certificates end; 0 for those that there are not."""
+    of_server = tls.material.certificate.not_after if tls is not None else 0
+    of_clients = (ca.not_after for ca in tls.material.client_cas) if tls is not None else ()
+    yield Reading(catalog.CERTIFICATE_EXPIRY, of_server, (_SERVER,))
+    yield Reading(catalog.CERTIFICATE_EXPIRY, min(of_clients, default=0), (_CLIENT_CA,))
+
+
+def _load_chain(context: ssl.SSLContext, pem: bytes) -> None:
+    """Load a chain with its key from memory: what was checked, not what the files hold by now."""
+    descriptor = os.memfd_create("kvcm-tls")
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_password)
+    finally:
+        os.close(descriptor)
+
+
+def _no_password() -> str:
+    """Stand in for OpenSSL's question at the terminal; keys with a password are refused before."""
+    return ""
