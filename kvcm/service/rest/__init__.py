@@ -1,0 +1,1 @@
+"""Resources under /v1: the calls of the interface, as operators' tools expect them of HTTP."""

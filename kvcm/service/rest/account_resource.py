@@ -1,0 +1,99 @@
+"""/v1/accounts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from pydantic import Field
+
+from kvcm.service.rest.call_book import CallBook
+from kvcm.service.rest.changing import unless_absent
+from kvcm.service.rest.documents import Document, NamePath
+from kvcm.service.rest.etags import check_preconditions, etag_of
+from kvcm.service.rest.messages import plain
+from kvcm.service.rest.names import encoded_name
+from kvcm.service.rest.paging import Page, PageQuery, page_of
+from kvcm.service.rest.routing import add_route, answer, answer_item, not_found
+
+__all__ = ["AccountDocument", "AccountResource", "NewAccountDocument"]
+
+AccountRoleName = Literal["ROLE_USER", "ROLE_ADMIN", "ROLE_OPERATOR"]
+
+
+class AccountDocument(Document):
+    """An account, without its password."""
+
+    user_name: str
+    """Its name."""
+    role: AccountRoleName
+    """What it may do."""
+
+
+class NewAccountDocument(Document):
+    """An account to add."""
+
+    password: Annotated[str, Field(min_length=1, max_length=1024, json_schema_extra={"writeOnly": True})]
+    """Its password, which is never shown."""
+    role: AccountRoleName = "ROLE_USER"
+    """What it may do."""
+
+
+class AccountResource:
+    """Accounts.
+
+    Args:
+        book: runs the calls behind them.
+    """
+
+    def __init__(self, book: CallBook) -> None:
+        self._book = book
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the routes."""
+        one = "/v1/accounts/{name}"
+        add_route(router, "GET", "/v1/accounts", self.list_accounts, Page[AccountDocument])
+        add_route(router, "GET", one, self.get_account, AccountDocument, problems=[404])
+        add_route(router, "PUT", one, self.put_account, AccountDocument, status=201, problems=[409, 412])
+        add_route(router, "DELETE", one, self.delete_account, status=204, problems=[404, 412])
+
+    async def list_accounts(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+        """List accounts, ordered by name."""
+        return answer(page_of(await self._all(request), lambda account: (account["user_name"],), query, dict))
+
+    async def get_account(self, request: Request, name: NamePath) -> Response:
+        """Get an account."""
+        account = await self._existing(request, name)
+        return answer_item(request, account, etag_of(account))
+
+    async def put_account(
+        self, request: Request, name: NamePath, body: Annotated[NewAccountDocument, Body()]
+    ) -> Response:
+        """Add an account. One that exists is a conflict: delete it first, to change its password or role."""
+        if "if-none-match" in request.headers or "if-match" in request.headers:
+            known = await self._find(request, name)
+            check_preconditions(request.headers, None if known is None else etag_of(known))
+        await self._book.run(request, "AdminService.AddAccount", user_name=name, **body.model_dump())
+        account = {"user_name": name, "role": body.role}
+        return answer_item(request, account, etag_of(account), 201, {"location": f"/v1/accounts/{encoded_name(name)}"})
+
+    async def delete_account(self, request: Request, name: NamePath) -> Response:
+        """Delete an account."""
+        if "if-match" in request.headers:
+            check_preconditions(request.headers, etag_of(await self._existing(request, name)))
+        removal = self._book.run(request, "AdminService.DeleteAccount", user_name=name)
+        await unless_absent(removal, lambda: self._existing(request, name))
+        return Response(status_code=204)
+
+    async def _all(self, request: Request) -> list[dict[str, Any]]:
+        listed = await self._book.run(request, "AdminService.ListAccount")
+        return [plain(account) for account in listed.accounts]
+
+    async def _find(self, request: Request, name: str) -> dict[str, Any] | None:
+        found = [account for account in await self._all(request) if account["user_name"] == name]
+        return found[0] if found else None
+
+    async def _existing(self, request: Request, name: str) -> dict[str, Any]:
+        if (account := await self._find(request, name)) is None:
+            raise not_found("account", name)
+        return account

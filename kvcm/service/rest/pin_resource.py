@@ -1,0 +1,110 @@
+"""/v1/pins."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from pydantic import FailFast, Field
+
+from kvcm.service.rest.call_book import CallBook
+from kvcm.service.rest.changing import fields_of
+from kvcm.service.rest.documents import BlockKey, Document, Int64, NamePath, TokenPath, Whole
+from kvcm.service.rest.messages import plain
+from kvcm.service.rest.names import encoded_name
+from kvcm.service.rest.paging import Page, PageQuery, page_of
+from kvcm.service.rest.problem import Problem, ProblemError
+from kvcm.service.rest.routing import add_route, answer
+
+__all__ = ["MadePinDocument", "NewPinDocument", "PinDocument", "PinResource"]
+
+_MOST_KEYS = 65_536
+_MOST_TOKENS = 1 << 20
+_MOST_TTL_SECONDS = 30 * 86_400
+
+
+class PinDocument(Document):
+    """A pin: it keeps a prefix from eviction."""
+
+    pin_id: str
+    """Names it."""
+    owner: str
+    """Who pinned."""
+    blocks: Int64
+    """Blocks."""
+    bytes: Int64
+    """Bytes."""
+    deadline_ms: Int64
+    """When it ends, unix time in ms."""
+    last_block_key: BlockKey
+    """The last of its keys, which stands for the whole prefix."""
+
+
+class NewPinDocument(Document):
+    """A prefix to pin, by its keys or its tokens."""
+
+    instance_id: Annotated[str, Field(min_length=1, max_length=256)]
+    """The instance."""
+    block_keys: Annotated[list[BlockKey], Field(max_length=_MOST_KEYS), FailFast()] = Field(default_factory=list)
+    """Block keys of the prefix in order, as texts. They win when token_ids are given too."""
+    token_ids: Annotated[list[Int64], Field(max_length=_MOST_TOKENS), FailFast()] = Field(default_factory=list)
+    """Tokens of the prefix."""
+    owner: Annotated[str, Field(min_length=1, max_length=256)]
+    """Who pins; shown in lists."""
+    ttl_seconds: Annotated[Whole, Field(ge=1, le=_MOST_TTL_SECONDS)]
+    """For how long."""
+
+
+class MadePinDocument(Document):
+    """A pin that was made."""
+
+    pin_id: str
+    """Names the pin."""
+    pinned_blocks: Int64
+    """Blocks that are pinned: the longest prefix that could be read."""
+    pinned_bytes: Int64
+    """Their bytes."""
+    deadline_ms: Int64
+    """When it ends, unix time in ms."""
+
+
+class PinQuery(PageQuery):
+    """Whose pins."""
+
+    instance: Annotated[str, Field(min_length=1, max_length=256, description="The instance.")]
+
+
+class PinResource:
+    """Pins.
+
+    Args:
+        book: runs the calls behind them.
+    """
+
+    def __init__(self, book: CallBook) -> None:
+        self._book = book
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the routes."""
+        add_route(router, "GET", "/v1/pins", self.list_pins, Page[PinDocument], problems=[404])
+        add_route(router, "POST", "/v1/pins", self.create_pin, MadePinDocument, 201, problems=[404, 409, 507])
+        add_route(router, "DELETE", "/v1/pins/{instance}/{pin_id}", self.delete_pin, status=204, problems=[404])
+
+    async def list_pins(self, request: Request, query: Annotated[PinQuery, Query()]) -> Response:
+        """List the pins of an instance, ordered by id."""
+        listed = await self._book.run(request, "PinService.ListPins", instance_id=query.instance)
+        return answer(page_of(listed.pins, lambda pin: (pin.pin_id,), query))
+
+    async def create_pin(self, request: Request, body: Annotated[NewPinDocument, Body()]) -> Response:
+        """Pin the longest readable prefix of some keys."""
+        made = plain(await self._book.run(request, "PinService.PinPrefix", **fields_of(body)))
+        if not made["pin_id"]:
+            text = f"nothing of this prefix can be read in instance {body.instance_id!r}: there is nothing to pin"
+            raise ProblemError(Problem(409, text))
+        location = f"/v1/pins/{encoded_name(body.instance_id)}/{encoded_name(made['pin_id'])}"
+        return answer(made, 201, {"location": location})
+
+    async def delete_pin(self, request: Request, instance: NamePath, pin_id: TokenPath) -> Response:
+        """End a pin early. One that has ended already is no error."""
+        await self._book.run(request, "PinService.UnpinPrefix", instance_id=instance, pin_id=pin_id)
+        return Response(status_code=204)

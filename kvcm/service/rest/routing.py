@@ -1,0 +1,218 @@
+"""How requests for resources are taken in and answered, whatever the resource."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import structlog
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from kvcm.service.rest.etags import is_known
+from kvcm.service.rest.problem import MEDIA_TYPE, FieldError, Problem, ProblemError, problem_of_refusal
+from kvcm.service.turned_away import TurnedAwayError
+
+__all__ = [
+    "MERGE_PATCH",
+    "add_route",
+    "answer",
+    "answer_item",
+    "answer_problem",
+    "not_found",
+    "problem_of_fields",
+]
+
+MERGE_PATCH: Final = "application/merge-patch+json"
+
+_log = structlog.get_logger("kvcm.service")
+
+_MOST_SHOWN_ERRORS: Final = 20
+_MOST_SHOWN_CHARACTERS: Final = 80
+_MOST_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # more is made to be slow to read
+_MOST_SHOWN_NUMBER: Final = 1 << 64
+_SECRET: Final = {"password", "secret"}
+_ALWAYS: Final = (400, 401, 403, 429, 500, 503)
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class _StrictRequest(Request):
+    """A request whose body is JSON in the strict sense: readers disagree about what else is."""
+
+    async def json(self) -> Any:
+        """Return the body's values.
+
+        Raises:
+            JSONDecodeError: it is no JSON, a key is given twice, or a number is none.
+        """
+        body = await self.body()
+        for sign, most in _MOST_SIGNS.items():
+            if body.count(sign) > most:
+                raise json.JSONDecodeError(f"it has more than {most} {sign.decode()!r}", "", 0)
+        try:
+            return json.loads(body, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        except json.JSONDecodeError:
+            raise
+        except RecursionError:
+            raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+        except ValueError as error:  # no UTF-8, or a number of thousands of digits
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise json.JSONDecodeError(f"the key {counts.most_common(1)[0][0]!r:.80} is given twice", "", 0)
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise json.JSONDecodeError(f"{name} is no JSON number", "", 0)
+
+
+class ProblemRoute(APIRoute):
+    """A route whose errors are problems, and whose bodies are JSON."""
+
+    def get_route_handler(self) -> Handler:
+        """Return what answers a request."""
+        handle = super().get_route_handler()
+        media = {"application/json"} | ({MERGE_PATCH} if "PATCH" in (self.methods or ()) else set())
+        has_body, has_query = self.body_field is not None, bool(self.dependant.query_params)
+
+        async def answer_whatever_happens(request: Request) -> Response:
+            try:
+                if not has_query:
+                    _refuse_query(request)
+                if has_body:
+                    _check_media_type(request, media)
+                response = await handle(_StrictRequest(request.scope, request.receive))
+            except ProblemError as error:
+                return answer_problem(request, error.problem)
+            except TurnedAwayError as error:
+                return answer_problem(request, problem_of_refusal(error))
+            except RequestValidationError as error:
+                return answer_problem(request, problem_of_fields(error.errors()))
+            except HTTPException:
+                raise
+            except Exception:
+                _log.exception("failed", resource=self.path)
+                return answer_problem(request, Problem(500, "the manager failed to answer; its log has the reason"))
+            _tell_state(request, response)
+            return response
+
+        return answer_whatever_happens
+
+
+def add_route(
+    router: APIRouter,
+    method: str,
+    path: str,
+    endpoint: Callable[..., Any],
+    model: Any = None,
+    status: int = 200,
+    problems: Sequence[int] = (),
+) -> None:
+    """Add a route; its documentation is the endpoint's docstring, and its operation id the endpoint's name."""
+    first, *rest = endpoint.__name__.split("_")
+    statuses = {*_ALWAYS, *problems, *((413, 415) if method in {"PUT", "PATCH", "POST"} else ())}
+    router.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        response_model=model,
+        status_code=status,
+        response_description="It was done." if model is None else "The answer.",
+        operation_id=first + "".join(word.capitalize() for word in rest),
+        responses={code: {"description": ""} for code in sorted(statuses)},  # described where the document is completed
+        response_class=Response if model is None else _Json,
+    )
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        """Return it as JSON without characters that readers stumble over."""
+        return json.dumps(content).encode()
+
+
+def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer with a JSON body."""
+    return _Json(content, status, headers)
+
+
+def answer_item(
+    request: Request, item: Any, etag: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return one thing with its entity tag, or that the client has it already."""
+    tagged = {"etag": etag, **(headers or {})}
+    if request.method == "GET" and is_known(request.headers, etag):
+        return Response(status_code=304, headers=tagged)
+    return answer(item, status, tagged)
+
+
+def answer_problem(request: Request, problem: Problem) -> Response:
+    """Return an error."""
+    request_id = problem.request_id or getattr(request.state, "request_id", "")
+    response = Response(problem._replace(request_id=request_id).body(), problem.status, media_type=MEDIA_TYPE)
+    for name, value in problem.headers:
+        response.headers.append(name, value)
+    _tell_state(request, response)
+    return response
+
+
+def not_found(what: str, name: str) -> ProblemError:
+    """Return the error that says that there is no such thing."""
+    return ProblemError(Problem(404, f"{what} {name!r} does not exist"))
+
+
+def _tell_state(request: Request, response: Response) -> None:
+    """Say what calls left to be said."""
+    for key, name in (("request_id", "x-request-id"), ("warning", "x-kvcm-warning")):
+        text = getattr(request.state, key, "")
+        if text:
+            printable = "".join(letter if letter.isprintable() else "?" for letter in text)[:500]
+            response.headers[name] = printable.encode("latin-1", "replace").decode("latin-1")
+    response.headers["cache-control"] = "no-store" if "etag" not in response.headers else "no-cache"
+
+
+def _check_media_type(request: Request, allowed: set[str]) -> None:
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() not in allowed:
+        error = FieldError("header.content-type", given[:_MOST_SHOWN_CHARACTERS], " or ".join(sorted(allowed)))
+        raise ProblemError(Problem(415, f"content-type is {given[:80]!r}, must be {error.allowed}", errors=[error]))
+
+
+def _refuse_query(request: Request) -> None:
+    """Refuse parameters that would be passed over: who adds `dry_run` does not want it done."""
+    if request.query_params:
+        errors = [FieldError(f"query.{name[:80]}", None, "no parameter") for name in request.query_params]
+        raise ProblemError(Problem(400, "there are no query parameters here", errors=errors[:_MOST_SHOWN_ERRORS]))
+
+
+def problem_of_fields(errors: Sequence[Any]) -> Problem:
+    """Return the problem of a request that is not what its documents say, by pydantic's errors."""
+    shown = [_field_error(error) for error in errors[:_MOST_SHOWN_ERRORS]]
+    first = shown[0]
+    detail = f"{first.field}: {first.allowed}" + (f"; and {len(errors) - 1} more" if len(errors) > 1 else "")
+    return Problem(400, detail, "INVALID_ARGUMENT", errors=shown)
+
+
+def _field_error(error: Mapping[str, Any]) -> FieldError:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+    is_absent = error["type"] in {"missing", "json_invalid"}
+    is_secret = bool(_SECRET & {str(part) for part in error["loc"]})
+    reason = str(error["ctx"]["error"]) if error["type"] in {"json_invalid", "value_error"} else error["msg"]
+    return FieldError(path, None if is_absent or is_secret else _shown(error["input"]), reason)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:_MOST_SHOWN_CHARACTERS]
+    if isinstance(value, int | float | None):
+        return value if -_MOST_SHOWN_NUMBER < (value or 0) < _MOST_SHOWN_NUMBER else "a number"
+    return "an array" if isinstance(value, list) else "an object"

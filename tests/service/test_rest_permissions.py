@@ -1,0 +1,210 @@
+"""Every resource x every kind of credential: who may do it is who may make the calls behind it, written down again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from rest_client import RestAnswer, RestClient, component
+from secured import Tenants, secured
+from test_transport_sites import Site, unique
+
+from kvcm.model.api_keys import new_key
+
+_VIEWERS = {"viewer", "operator", "admin"}
+_OPERATORS = {"operator", "admin"}
+_ADMINS = {"admin"}
+_OF_A = {"match", "write", "remove", "pin", "engine"}
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    with secured(tmp_path_factory.mktemp("secured")) as server:
+        yield Tenants.on(server)
+
+
+@pytest.fixture(scope="module")
+def client(tenants: Tenants) -> Iterator[RestClient]:
+    made = RestClient(tenants.server.process.address.admin_http)
+    with contextlib.closing(made.connection):
+        yield made
+
+
+class Deed(NamedTuple):
+    """One operation of the document.
+
+    Attributes:
+        may: who may do it.
+        make: prepares what it is done to; returns method, path and body.
+    """
+
+    may: set[str]
+    make: Callable[[Site, Tenants], tuple[str, str, Any]]
+
+
+def _get(path: str, may: set[str] = _VIEWERS) -> Deed:
+    return Deed(may, lambda _site, _tenants: ("GET", path, None))
+
+
+def _on_a(kind: str, path: str, may: set[str]) -> Deed:
+    return Deed(may, lambda _site, tenants: ("GET", path.format(component(getattr(tenants, kind)["a"])), None))
+
+
+def _document(site: Site, tenants: Tenants, path: str) -> Any:
+    client = RestClient(tenants.server.process.address.admin_http)
+    with contextlib.closing(client.connection):
+        found = client.get(path, authorization=f"Bearer {tenants.server.admin_key}").body
+    return {name: value for name, value in found.items() if name not in {"version", "status"}}
+
+
+def _storage(method: str, suffix: str = "", body: Any = None) -> Callable[[Site, Tenants], tuple[str, str, Any]]:
+    return lambda site, _tenants: (method, f"/v1/storages/{component(site.storage())}{suffix}", body)
+
+
+def _put_storage(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+    path = f"/v1/storages/{component(site.storage())}"
+    return "PUT", path, _document(site, tenants, path)
+
+
+def _put_group(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+    path = f"/v1/groups/{component(site.group())}"
+    return "PUT", path, _document(site, tenants, path)
+
+
+def _put_instance(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+    path = f"/v1/instances/{component(tenants.instances['a'])}"
+    return "PUT", path, _document(site, tenants, path)
+
+
+def _account(site: Site) -> str:
+    name = unique("user")
+    site.api.ok("AdminService.AddAccount", user_name=name, password="right", role="ROLE_USER")
+    return f"/v1/accounts/{name}"
+
+
+def _key(site: Site) -> str:
+    made = site.api.ok("AccessService.CreateKey", name=unique("key"), role="ROLE_VIEWER")
+    return f"/v1/keys/{made.key.key_id}"
+
+
+def _drain(site: Site) -> str:
+    name = site.storage()
+    site.api.ok("StorageService.DrainStorage", storage_unique_name=name)
+    return name
+
+
+def _pin(site: Site, tenants: Tenants) -> str:
+    instance = tenants.instances["a"]
+    key = int(unique("1").rpartition("-")[2])
+    site.write(instance, [key])
+    fields = {"block_keys": [key], "owner": "o", "ttl_seconds": 60}
+    made = site.api.ok("PinService.PinPrefix", instance_id=instance, **fields)
+    return f"/v1/pins/{component(instance)}/{made.pin_id}"
+
+
+def _create_pin(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+    instance = tenants.instances["a"]
+    site.write(instance, [424_242])
+    order = {"instance_id": instance, "block_keys": ["424242"], "owner": "o", "ttl_seconds": 60}
+    return "POST", "/v1/pins", order
+
+
+DEEDS = {
+    "listStorages": _get("/v1/storages"),
+    "getStorage": Deed(_VIEWERS, _storage("GET")),
+    "getStorageStatus": Deed(_VIEWERS, _storage("GET", "/status")),
+    "putStorage": Deed(_ADMINS, _put_storage),
+    "patchStorage": Deed(_ADMINS, _storage("PATCH", body={"capacity_bytes": 1 << 40})),
+    "deleteStorage": Deed(_ADMINS, _storage("DELETE")),
+    "drainStorage": Deed(_OPERATORS, _storage("POST", "/drain")),
+    "cancelDrain": Deed(_OPERATORS, lambda site, _: ("DELETE", f"/v1/storages/{_drain(site)}/drain", None)),
+    "listGroups": _get("/v1/groups"),
+    "getGroup": _on_a("groups", "/v1/groups/{}", _VIEWERS),
+    "putGroup": Deed(_ADMINS, _put_group),
+    "patchGroup": Deed(
+        _ADMINS, lambda site, _: ("PATCH", f"/v1/groups/{component(site.group())}", {"user_data": "mine"})
+    ),
+    "deleteGroup": Deed(_ADMINS, lambda site, _: ("DELETE", f"/v1/groups/{component(site.group())}", None)),
+    "listInstances": _get("/v1/instances"),
+    "getInstance": _on_a("instances", "/v1/instances/{}", _VIEWERS | {"match", "write", "engine", "everywhere"}),
+    "putInstance": Deed({"admin", "write", "engine", "everywhere"}, _put_instance),
+    "deleteInstance": Deed(_ADMINS, lambda site, _: ("DELETE", f"/v1/instances/{component(site.instance())}", None)),
+    "listAccounts": _get("/v1/accounts", _OPERATORS),
+    "getAccount": Deed(_OPERATORS, lambda site, _: ("GET", _account(site), None)),
+    "putAccount": Deed(_ADMINS, lambda _site, _: ("PUT", f"/v1/accounts/{unique('new')}", {"password": "p"})),
+    "deleteAccount": Deed(_ADMINS, lambda site, _: ("DELETE", _account(site), None)),
+    "listKeys": _get("/v1/keys", _OPERATORS),
+    "getKey": Deed(_OPERATORS, lambda site, _: ("GET", _key(site), None)),
+    "createKey": Deed(_ADMINS, lambda _site, _: ("POST", "/v1/keys", {"name": unique("made"), "role": "ROLE_VIEWER"})),
+    "revokeKey": Deed(_ADMINS, lambda site, _: ("DELETE", _key(site), None)),
+    "rotateKey": Deed(_ADMINS, lambda site, _: ("POST", f"{_key(site)}/rotate", {})),
+    "whoAmI": _get("/v1/whoami", _VIEWERS | _OF_A | {"foreign", "everywhere"}),
+    "getUsage": _get("/v1/usage"),
+    "listTasks": _get("/v1/tasks"),
+    "createTask": Deed(_OPERATORS, lambda site, _: ("POST", "/v1/tasks", {"kind": "drain", "storage": site.storage()})),
+    "getTask": Deed(_VIEWERS, lambda site, _: ("GET", f"/v1/tasks/drain:{_drain(site)}", None)),
+    "deleteTask": Deed(_OPERATORS, lambda site, _: ("DELETE", f"/v1/tasks/drain:{_drain(site)}", None)),
+    "listPins": Deed(
+        _VIEWERS | {"pin", "engine", "everywhere"},
+        lambda _site, tenants: ("GET", f"/v1/pins?instance={component(tenants.instances['a'])}", None),
+    ),
+    "createPin": Deed(_OPERATORS | {"pin", "engine", "everywhere"}, _create_pin),
+    "deletePin": Deed(
+        _OPERATORS | {"pin", "engine", "everywhere"}, lambda site, tenants: ("DELETE", _pin(site, tenants), None)
+    ),
+}
+_STRANGERS = {"nobody": "", "malformed": "Bearer kvcm_x", "wrong": f"Bearer {new_key().text}"}
+
+
+def _ask(client: RestClient, deed: tuple[str, str, Any], authorization: str) -> RestAnswer:
+    headers = {"authorization": authorization} if authorization else {}
+    return client.ask(*deed, **headers)
+
+
+def test_the_table_has_every_operation(client: RestClient) -> None:
+    document = client.get("/v1/openapi.json").body
+    operations = {each["operationId"] for path in document["paths"].values() for each in path.values()}
+    assert operations - {"login"} == DEEDS.keys()
+
+
+@pytest.mark.parametrize("operation", DEEDS)
+def test_a_resource_is_asked_by_those_who_may_and_by_nobody_else(
+    operation: str, tenants: Tenants, client: RestClient
+) -> None:
+    may, make = DEEDS[operation]
+    with tenants.server.api() as api:
+        deed = make(Site(api), tenants)
+    for who, authorization in (*_STRANGERS.items(), ("expired", tenants.authorization("expired"))):
+        answer = _ask(client, deed, authorization)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, 'Bearer realm="kvcm"'), who
+        assert answer.body["status"] == 401
+    for who in tenants.keys.keys() - may - {"expired"}:
+        answer = _ask(client, deed, tenants.authorization(who))
+        assert answer.status == 403, (who, answer)
+        assert "may not" in answer.body["detail"]
+    for who in sorted(may):
+        with tenants.server.api() as api:
+            fresh = make(Site(api), tenants)
+        answer = _ask(client, fresh, tenants.authorization(who))
+        assert 200 <= answer.status < 300, (who, answer)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/nothing", "/v1/", "/v1/groups/none", "/v1/%6cogin", "/v1/login/", "/v1//login", "/v1/openapi.json/../keys"],
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_a_stranger_learns_nothing_of_what_there_is(client: RestClient, method: str, path: str) -> None:
+    assert client.ask(method, path).status in {401, 404, 405}
+    assert "groups" not in str(client.ask(method, path).body)
+
+
+def test_a_login_needs_no_key(tenants: Tenants, client: RestClient) -> None:
+    with tenants.server.api() as api:
+        user = _account(Site(api)).rpartition("/")[2]
+    made = client.post("/v1/login", {"user_name": user, "password": "right"})
+    assert made.status in {200, 201}
+    assert client.get("/v1/groups", authorization=f"Bearer {made.body['secret']}").status == 200
+    assert client.post("/v1/login", {"user_name": user, "password": "wrong"}).status == 401
