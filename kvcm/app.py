@@ -17,6 +17,7 @@ from random import Random
 import structlog
 
 from kvcm import __version__
+from kvcm.admin_key import keep_admin_key
 from kvcm.config import ConfigError, Settings
 from kvcm.draining import SlowEnd, drain, tell_left_tasks
 from kvcm.freed_memory import collect_seldom, give_back_freed_memory, keep_freed_memory, limit_arenas
@@ -29,6 +30,7 @@ from kvcm.model.mooncake import mooncake_hosts
 from kvcm.model.nodes import Endpoint
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageType
 from kvcm.model.tasks import end_tasks
+from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
@@ -40,7 +42,9 @@ from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.mempool import PoolOpener
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks.progress import LoadProgress
+from kvcm.telemetry.audit_log import AuditLog
 from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
+from kvcm.tls_files import open_tls
 
 __all__ = ["Manager"]
 
@@ -104,6 +108,7 @@ class Manager:
             collect_seldom()
             keep_freed_memory()
             _log.info("serving", **_addresses(endpoint))
+            _tell_risks(self._settings)
             await self._stopping.wait()
 
     def _handle_signals(self, until: contextlib.ExitStack) -> None:
@@ -127,12 +132,12 @@ class Manager:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Endpoint]:
         """Serve inside the block. Yields the endpoint with the ports that are really bound."""
-        spans = _opened_spans(self._settings)
+        files, spans = open_tls(self._settings), _opened_spans(self._settings)
         async with contextlib.AsyncExitStack() as stack:
             slow_end = stack.enter_context(SlowEnd())
             if spans is not None:
                 stack.push_async_callback(spans.close)
-            listeners = Listeners(self._settings, self._gate)
+            listeners = Listeners(self._settings, self._gate, files.tls if files is not None else None)
             stack.push_async_callback(listeners.stop)
             await listeners.start()
             self._reloader.follow(lambda new, _changed: listeners.apply(new))
@@ -152,8 +157,13 @@ class Manager:
             ask = rooms.metadata.store.table("registry").version
             watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
             trim: Duty = ("freed_memory", give_back_freed_memory)
-            duties += [asyncio.create_task(_keep_running(*duty)) for duty in (*rooms.duties(), watch, trim)]
-            await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans))
+            certificates: list[Duty] = [("certificates", files.run)] if files is not None else []
+            every = (*rooms.duties(), watch, trim, *certificates)
+            duties += [asyncio.create_task(_keep_running(*duty)) for duty in every]
+            if files is not None:
+                self._reloader.refresh(files.reread)
+            tls = files.tls if files is not None else None
+            await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans, tls))
             await self._gate.enter_phase(Phase.SERVING)
             yield endpoint
 
@@ -186,8 +196,16 @@ class Manager:
                 allowed_hosts=_allowed_hosts(settings, document),
             )
             stack.callback(storages.close_all)
-            registry = Registry(storages, table, store.flush, metadata.kind)
+            audit_log = AuditLog(settings.audit_log_file)
+            audit = AuditTrail(audit_log.record, self._clock)
+            stack.push_async_callback(audit_log.flushed)
+            flush = partial(_flushed, store.flush, audit_log.flushed)
+            uses = store.table("uses")
+            registry = Registry(
+                *(storages, table, flush, metadata.kind, self._clock, uses, audit.changed),
+            )
             await registry.load()
+            await keep_admin_key(registry, settings)
             await _add_missing(registry, document)
             leadership = Leadership(
                 node_id,
@@ -197,7 +215,7 @@ class Manager:
                 store.table("nodes"),
                 margin_seconds=settings.loop_interval_ms / 1000,
             )
-            rooms = Rooms.build(metadata, registry, storages, leadership, self._clock, settings)
+            rooms = Rooms.build(metadata, registry, storages, leadership, self._clock, settings, audit, audit_log)
             await rooms.cache.load()
             stack.push_async_callback(rooms.events.close)
             yield rooms
@@ -219,6 +237,20 @@ class Manager:
         self._failure = reason
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._stopping.set)
+
+
+def _tell_risks(settings: Settings) -> None:
+    """Say at start who can reach what."""
+    if not settings.is_auth_required:
+        log, who = (_log.info, "is on this host") if settings.is_loopback else (_log.warning, "reaches these ports")
+        log("not_authenticated", reason=f"kvcm.auth.mode is off: whoever {who} may do everything")
+    elif not settings.is_loopback and not settings.tls_cert_file:
+        _log.warning("not_encrypted", reason="keys and prompts can be read on the way: set kvcm.tls.cert_file")
+
+
+async def _flushed(*flushes: Callable[[], Awaitable[None]]) -> None:
+    for flush in flushes:
+        await flush()
 
 
 def _opened_spans(settings: Settings) -> SpanExport | None:

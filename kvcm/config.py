@@ -25,6 +25,8 @@ DEBUG_PORT_OFFSET = 3000
 
 _OWN_SECTIONS = (
     "kvcm.auth.",
+    "kvcm.audit.",
+    "kvcm.tls.",
     "kvcm.storage.",
     "kvcm.store.",
     "kvcm.limits.",
@@ -164,7 +166,13 @@ class Settings:
     event_publishers_configs: str = _setting("kvcm.event.event_publishers_configs", "")
     event_log_file: str = _setting("kvcm.event.log_file", "", _file)
     event_max_bytes: int = _setting("kvcm.event.max_bytes", 64 << 20, _number(1 << 10, 1 << 40))
-    auth_mode: str = _setting("kvcm.auth.mode", "off", _one_of("off"))
+    auth_mode: str = _setting("kvcm.auth.mode", "off", _one_of("off", "required"))
+    admin_key_file: str = _setting("kvcm.auth.admin_key_file", "", _file)
+    audit_log_file: str = _setting("kvcm.audit.log_file", "", _file)
+    tls_cert_file: str = _setting("kvcm.tls.cert_file", "", _file)
+    tls_key_file: str = _setting("kvcm.tls.key_file", "", _file)
+    tls_client_ca_file: str = _setting("kvcm.tls.client_ca_file", "", _file)
+    tls_client_auth: str = _setting("kvcm.tls.client_auth", "optional", _one_of("optional", "required"))
     deletion_workers: int = _setting("kvcm.reclaim.deletion_workers_per_storage", 4, _number(1, 32))
     garbage_blocks_per_second: int = _setting("kvcm.reclaim.garbage_blocks_per_second", 2000, _number(0, 1 << 20))
     cluster_id: str = _setting("kvcm.cluster_id", "")
@@ -198,8 +206,13 @@ class Settings:
 
     @property
     def bind_address(self) -> str:
-        """Address to bind: the configured one, else all of them with --insecure, else loopback."""
-        return self.host or ("0.0.0.0" if self.insecure else "127.0.0.1")  # noqa: S104
+        """Address to bind: the configured one, else all of them where that is allowed, else loopback."""
+        return self.host or ("0.0.0.0" if self.insecure or self.is_auth_required else "127.0.0.1")  # noqa: S104
+
+    @property
+    def is_auth_required(self) -> bool:
+        """Whether everybody is asked who he is."""
+        return self.auth_mode == "required"
 
     @property
     def is_loopback(self) -> bool:
@@ -299,16 +312,18 @@ def _checked(settings: Settings) -> Settings:
         loopback = settings.is_loopback
     except ValueError:
         raise ConfigError(f"kvcm.service.host is {settings.host!r}, must be an ip address or localhost") from None
-    if settings.enable_debug_service and not loopback and not settings.insecure:
+    may_serve_others = settings.insecure or settings.is_auth_required
+    if settings.enable_debug_service and not loopback and not may_serve_others:
         raise ConfigError(
             "kvcm.service.enable_debug_service lets whoever reaches this server make its calls fail: "
             f"give --insecure to allow that on {settings.host!r}, or leave the host at 127.0.0.1"
         )
-    if not loopback and not settings.insecure:
+    if not loopback and not may_serve_others:
         raise ConfigError(
-            f"kvcm.service.host is {settings.host!r} and nobody is authenticated: "
-            "give --insecure to serve other hosts, or leave the host at 127.0.0.1"
+            f"kvcm.service.host is {settings.host!r} and nobody is authenticated: set kvcm.auth.mode=required, "
+            "or give --insecure to serve other hosts all the same, or leave the host at 127.0.0.1"
         )
+    _check_tls(settings)
     if settings.enable_debug_service and settings.http_port > _MOST_PORT - DEBUG_PORT_OFFSET:
         raise ConfigError(
             f"kvcm.service.http_port is {settings.http_port}, must be at most {_MOST_PORT - DEBUG_PORT_OFFSET} with "
@@ -321,6 +336,16 @@ def _checked(settings: Settings) -> Settings:
             "kvcm.distributed_lock.uri is memory:// while managers share a store: each would lead; leave it unset"
         )
     return settings
+
+
+def _check_tls(settings: Settings) -> None:
+    if bool(settings.tls_cert_file) != bool(settings.tls_key_file):
+        missing = "key_file" if settings.tls_cert_file else "cert_file"
+        raise ConfigError(f"kvcm.tls.{missing} is missing: a certificate and its key belong together")
+    if settings.tls_client_ca_file and not settings.tls_cert_file:
+        raise ConfigError("kvcm.tls.client_ca_file is set without kvcm.tls.cert_file and kvcm.tls.key_file")
+    if settings.tls_client_auth == "required" and not settings.tls_client_ca_file:
+        raise ConfigError("kvcm.tls.client_auth is required: set kvcm.tls.client_ca_file, or nobody could connect")
 
 
 def _check_uri(key: str, uri: str, schemes: Sequence[str]) -> None:

@@ -11,10 +11,33 @@ import typer
 from kvcm.config import ConfigError
 from kvcm.model.errors import KvcmError, NotLeaderError, NotReadyError
 
-__all__ = ["CANNOT_RUN", "FAILED", "FINDINGS", "refusals"]
+__all__ = [
+    "CANNOT_RUN",
+    "EXIT_CODES",
+    "FAILED",
+    "FINDINGS",
+    "NOT_ALLOWED",
+    "NotAllowedError",
+    "asking",
+    "refusals",
+    "refuse_to_run",
+]
 
-FAILED, FINDINGS, CANNOT_RUN = 1, 1, 2
-"""Exit codes: what was asked for is refused; something was found; it could not be done or asked at all."""
+FAILED, FINDINGS, CANNOT_RUN, NOT_ALLOWED = 1, 1, 2, 3
+"""Exit codes: what was asked for is refused; something was found; it could not be done or asked at all; the manager
+does not know the caller, or does not let it."""
+
+EXIT_CODES = {
+    0: "it is done, and nothing was found",
+    FAILED: "what was asked for is refused, or something was found",
+    CANNOT_RUN: "the command line is wrong, no manager answers, or it could not be tried",
+    NOT_ALLOWED: "the manager does not know the key, or the key may not do this",
+}
+"""What each exit code says, for all commands."""
+
+
+class NotAllowedError(Exception):
+    """The manager does not know the caller, or does not let it; the message says what to do."""
 
 
 @contextlib.contextmanager
@@ -27,12 +50,24 @@ def refusals(exit_code: int, unavailable: int | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except NotAllowedError as error:
+        _refuse(str(error), NOT_ALLOWED)
     except (NotReadyError, NotLeaderError) as error:
         _refuse(str(error), exit_code if unavailable is None else unavailable)
     except (ConfigError, KvcmError) as error:
         _refuse(str(error), exit_code)
     except OSError as error:
         _refuse(f"{error.filename or 'the file'}: {error.strerror or error}", exit_code)
+
+
+def asking() -> contextlib.AbstractContextManager[None]:
+    """Return `refusals` of commands that ask a manager."""
+    return refusals(FAILED, CANNOT_RUN)
+
+
+def refuse_to_run(reason: str) -> NoReturn:
+    """End the command before anything is done."""
+    _refuse(reason, CANNOT_RUN)
 
 
 def _refuse(reason: str, exit_code: int) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 import structlog
 
@@ -23,6 +23,9 @@ _log = structlog.get_logger("kvcm")
 Apply = Callable[[Settings, Container[str]], None]
 """Takes the settings that are in force from now on, and the names of those that changed. Neither waits nor fails."""
 
+Refresh = Callable[[], Awaitable[None]]
+"""Takes over what files hold that settings name. Does not fail."""
+
 
 class Reloader:
     """Keeps the settings in force.
@@ -36,11 +39,16 @@ class Reloader:
         self.settings = settings
         self._reread = reread
         self._appliers: list[Apply] = []
+        self._refreshers: list[Refresh] = []
         self._reading = asyncio.Lock()
 
     def follow(self, apply: Apply) -> None:
         """Have something called with every new state of the settings."""
         self._appliers.append(apply)
+
+    def refresh(self, refresh: Refresh) -> None:
+        """Have something called whenever somebody asks for a reload: files that settings name may have changed."""
+        self._refreshers.append(refresh)
 
     async def reload(self) -> Sequence[SettingChange]:
         """Read the settings anew, put those in force that can be, and return what changed, ordered by key.
@@ -55,6 +63,8 @@ class Reloader:
                 _log.warning("reload_refused", reason=str(error))
                 raise InvalidArgumentError(f"nothing is changed: {error}") from error
             changes = self._take(new)
+            for refresh in self._refreshers:
+                await refresh()
         _log.info("reloaded", changes=[change.described() for change in changes])
         return changes
 

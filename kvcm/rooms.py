@@ -36,6 +36,7 @@ from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.reclaim.turns import Turns
 from kvcm.reclaim.wakes import SharedWakes
+from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.calls import Plane
@@ -45,6 +46,7 @@ from kvcm.service.prometheus_evictions import EvictionMetrics
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.prober import Prober
 from kvcm.store.redis.tracking import Invalidations
+from kvcm.telemetry.audit_log import AuditLog
 from kvcm.telemetry.events import EventLog
 
 __all__ = ["Duty", "Rooms"]
@@ -53,6 +55,7 @@ Duty = tuple[str, Callable[[], Awaitable[None]]]
 """Name and endless coroutine."""
 
 _ACCESSES_SECONDS = 1.0  # what a crash may lose
+_KEYS_SECONDS = 60.0
 _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
 _SHARED_DUTY_SECONDS = 0.5  # a round asks every shard of every instance
 _RECOUNT_SECONDS = 1.0
@@ -206,6 +209,8 @@ class Rooms:
         prober: looks after the health of storages.
         sharing: what there is to do while other managers work on the store; None while there are none.
         counts: what is counted all the time.
+        audit: makes entries of the audit log.
+        audit_log: what was changed, and by whom.
     """
 
     settings: Settings
@@ -225,6 +230,8 @@ class Rooms:
     prober: Prober
     sharing: Sharing | None
     counts: Counts
+    audit: AuditTrail
+    audit_log: AuditLog
 
     @classmethod
     def build(
@@ -235,6 +242,8 @@ class Rooms:
         leadership: Leadership,
         clock: Clock,
         settings: Settings,
+        audit: AuditTrail,
+        audit_log: AuditLog,
     ) -> Rooms:
         """Build the rooms over an opened store and a loaded registry."""
         ground = _Ground(metadata, registry, storages, leadership, clock, settings)
@@ -260,7 +269,8 @@ class Rooms:
         return cls(
             *(settings, metadata, registry, storages, leadership, events),
             *(cache, reclaimer, deletions, garbage, scrubber, drains),
-            *(purges, leaks, prober, sharing, counts),
+            *(purges, leaks, prober, sharing),
+            *(counts, audit, audit_log),
         )
 
     def duties(self) -> list[Duty]:
@@ -284,6 +294,8 @@ class Rooms:
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
             ("events", self.events.run),
             ("loop_lag", self.counts.lag.run),
+            ("audit", self.audit_log.run),
+            ("keys", partial(_every, _KEYS_SECONDS, self.registry.keys.tidy)),
         ]
         if self.settings.probe_interval_ms:
             duties.append(("probes", self.prober.run))

@@ -10,12 +10,14 @@ import time
 from kvcm.config import DEBUG_PORT_OFFSET, Settings
 from kvcm.interface import Interface
 from kvcm.model.nodes import Endpoint
+from kvcm.model.principals import EVERYBODY, STRANGER
 from kvcm.service.gate import Gate
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer
 from kvcm.service.http_app import HttpApp
 from kvcm.service.http_connection import ConnectionLimits
 from kvcm.service.http_server import HttpServer
 from kvcm.service.probes import Probes
+from kvcm.service.tls import ServerTls
 
 __all__ = ["Listeners"]
 
@@ -26,12 +28,13 @@ class Listeners:
     Args:
         settings: addresses and limits.
         gate: whether calls are served.
+        tls: what connections use; None for plain text.
 
     Raises:
         StorageIOError: an address cannot be bound.
     """
 
-    def __init__(self, settings: Settings, gate: Gate) -> None:
+    def __init__(self, settings: Settings, gate: Gate, tls: ServerTls | None = None) -> None:
         host, body = settings.bind_address, settings.max_body_bytes
         self._settings = settings
         self._connections = _connection_limits(settings)
@@ -39,13 +42,15 @@ class Listeners:
         shared = settings.admin_rpc_port in {0, settings.rpc_port}
         of_grpc = GrpcLimits(body, settings.max_connections, settings.max_streams, settings.receive_timeout_ms)
         of_http = self._connections
-        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate)
-        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate)
-        self._http = HttpServer(host, settings.http_port, of_http)
-        self._admin_http = HttpServer(host, settings.admin_http_port, of_http)
-        self._debug_http = HttpServer(host, _debug_port(settings), of_http) if settings.enable_debug_service else None
-        self._data = HttpApp(gate, body, self.probes.pages(has_detail=False))
-        self._admin = HttpApp(gate, body, self.probes.pages(has_detail=True))
+        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate, tls)
+        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate, tls)
+        self._http = HttpServer(host, settings.http_port, of_http, tls)
+        self._admin_http = HttpServer(host, settings.admin_http_port, of_http, tls)
+        has_debug, debug_port = settings.enable_debug_service, _debug_port(settings)
+        self._debug_http = HttpServer(host, debug_port, of_http, tls) if has_debug else None
+        visitor = STRANGER if settings.is_auth_required else EVERYBODY
+        self._data = HttpApp(gate, body, self.probes.pages(has_detail=False), visitor)
+        self._admin = HttpApp(gate, body, self.probes.pages(has_detail=True), visitor)
         self._debug = HttpApp(gate, body)
         self._close_by = 0.0
 
@@ -74,14 +79,16 @@ class Listeners:
         """Answer calls from now on, as far as the gate is open."""
         data, caller, bodies = interface.data, interface.caller, interface.bodies
         admin = [*interface.admin, *interface.debug]
-        has_reflection = self._settings.reflection
+        has_reflection = self._settings.reflection and not self._settings.is_auth_required  # it asks nobody
         if self._admin_rpc is None:
             await self._rpc.serve([*data, *admin], caller, bodies, has_reflection=has_reflection)
         else:
             await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
             await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
-        self._data.serve(data, caller, bodies=bodies)
-        self._admin.serve(interface.admin, caller, interface.streams, interface.pages, bodies=bodies)
+        self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies)
+        self._admin.serve(
+            *(interface.admin, caller, interface.streams, interface.pages), bodies=bodies, resources=interface.resources
+        )
         self._debug.serve(interface.debug, caller, bodies=bodies)
 
     def apply(self, settings: Settings) -> None:

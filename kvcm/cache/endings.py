@@ -34,6 +34,7 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.masks import BlockMask
+from kvcm.model.principals import EVERYBODY, errand
 from kvcm.store.store import Table
 from kvcm.telemetry.events import EventLog
 
@@ -254,7 +255,7 @@ class SessionEndings:
         if session is not None and session.decision is None and session.deadline <= self._clock.now():
             await self._end_due(session_id)
             session = None
-        if session is None or document is None or session.uid != cache.placement.uid:
+        if session is None or document is None or session.uid != cache.placement.uid or _is_foreign(session):
             raise InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")
         return session, document
 
@@ -336,3 +337,9 @@ def _success_flags(success: BlockMask, count: int) -> Sequence[bool]:
             f"success_blocks has {len(flags)} entries, must have one per location that the start returned: {count}"
         )
     return flags
+
+
+def _is_foreign(session: WriteSession) -> bool:
+    """Return whether it was started by somebody else than who asks now; while nobody is asked who he is, it was not."""
+    asking = errand.get().principal
+    return bool(session.starter) and asking is not EVERYBODY and asking.name != session.starter

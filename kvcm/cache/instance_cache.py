@@ -47,6 +47,7 @@ class InstanceCache:
         specs_of_group: spec infos by spec group, in the order of registration.
         linear_specs: names of specs that hold linear-attention state.
         full_specs: names of the other specs.
+        page_keys: blocks that are worked on without a pause. A shared store suspends itself, and is asked in few calls.
         present: remembers which specs a location holds.
         filters: remember locations reduced to some specs, by the names of those; the latest few.
     """
@@ -59,6 +60,7 @@ class InstanceCache:
     specs_of_group: dict[str, tuple[LocationSpecInfo, ...]] = field(init=False)
     linear_specs: frozenset[str] = field(init=False)
     full_specs: frozenset[str] = field(init=False)
+    page_keys: int = field(init=False)
     present: ChunkMemo[frozenset[str]] = field(init=False)
     filters: dict[frozenset[str], ChunkMemo[bytes]] = field(init=False, default_factory=dict)
 
@@ -75,12 +77,8 @@ class InstanceCache:
         object.__setattr__(self, "specs_of_group", groups)
         object.__setattr__(self, "linear_specs", linear)
         object.__setattr__(self, "full_specs", frozenset(names) - linear)
+        object.__setattr__(self, "page_keys", PAGE_KEYS if self.index.is_shared else page_keys(len(names)))
         object.__setattr__(self, "present", ChunkMemo(_NamesIn()))
-
-    @property
-    def page_keys(self) -> int:
-        """Blocks that are worked on without a pause. A shared store suspends itself, and is asked in few calls."""
-        return PAGE_KEYS if self.index.is_shared else page_keys(len(self.instance.spec_names))
 
     def filter_of(self, spec_names: frozenset[str]) -> ChunkMemo[bytes] | None:
         """Return what reduces locations to the named specs, None where those are all."""

@@ -37,6 +37,7 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, No
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.locations import BlockRecord
 from kvcm.model.masks import BlockMask
+from kvcm.model.principals import errand
 from kvcm.storage.backend import Hints, StorageBackend
 from kvcm.telemetry.stages import staged
 
@@ -258,7 +259,8 @@ class WriteSessions:
         if not plan.runs:
             seconds = min(seconds, _EMPTY_SESSION_SECONDS)
         session_id = reservation.owner if reservation is not None else self._new_id(32)
-        return WriteSession(session_id, cache.placement.uid, self._clock.now() + seconds, self._new_id(12), plan.keys)
+        deadline, starter = self._clock.now() + seconds, errand.get().principal.name
+        return WriteSession(session_id, cache.placement.uid, deadline, self._new_id(12), plan.keys, starter=starter)
 
     async def _begin(
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _Placed

@@ -99,8 +99,14 @@ class _CheckedDocument(_HintedDocument, array_like=True, frozen=True):
     checksums: bytes = b""
 
 
+class _OwnedDocument(_CheckedDocument, array_like=True, frozen=True):
+    """The same of a principal who is known."""
+
+    starter: str = ""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_CheckedDocument)
+_decoder = msgspec.msgpack.Decoder(_OwnedDocument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ class WriteSession:
         priority: what its blocks have once they serve.
         keep_until: unix seconds when its blocks have to go, 0 for never.
         checksums: of its parts; these three are part of the decision.
+        starter: name of the principal who may finish it, "" for whoever knows its id.
     """
 
     id: str
@@ -129,12 +136,15 @@ class WriteSession:
     priority: int = 0
     keep_until: float = 0.0
     checksums: Checksums = NO_CHECKSUMS
+    starter: str = ""
 
     def encoded(self) -> bytes:
         """Return the session's document; its id is the document's name."""
         decision = bytes(self.decision) if self.decision is not None else None
         fields = (_FORMAT, self.uid, self.deadline, self.location_id, array("q", self.keys).tobytes(), decision)
         hint = (self.priority, self.keep_until)
+        if self.starter:
+            return _encoder.encode(_OwnedDocument(*fields, *hint, *self.checksums, self.starter))
         if self.checksums.names:
             return _encoder.encode(_CheckedDocument(*fields, *hint, *self.checksums))
         if any(hint):
@@ -162,7 +172,8 @@ class WriteSession:
         if len(checksums.values) != len(keys) * len(checksums.names) * CHECKSUM_BYTES:
             raise StorageIOError("a stored write session cannot be read: it has not one checksum per key and name")
         hint = (stored.priority, stored.keep_until)
-        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), decision, *hint, checksums)
+        end = (decision, *hint, checksums, stored.starter)
+        return cls(session_id, stored.uid, stored.deadline, stored.location_id, tuple(keys), *end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import structlog
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
 from kvcm.model.accounts import AccountRole
-from kvcm.model.errors import InvalidArgumentError, UnsupportedError
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import InstanceGroup
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
@@ -21,6 +21,7 @@ from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.capacity_series import CapacitySeries
 from kvcm.service.limits import RequestLimits
+from kvcm.service.snapshot_api import SnapshotCalls
 from kvcm.service.state_series import state_series
 from kvcm.service.translate import fill, instance_of, read, read_storage, write_storage
 from kvcm.service.usage_values import StorageStatus
@@ -52,6 +53,7 @@ _ANSWERS = {
     "ListInstanceInfo": pb.ListInstanceInfoResponse,
     "ListAccount": pb.ListAccountResponse,
     "GenConfigSnapshot": pb.ConfigSnapShotResponse,
+    "LoadConfigSnapshot": pb.LoadConfigSnapshotResponse,
     "GetMetrics": pb.GetMetricsResponse,
     "CheckHealth": pb.CheckHealthResponse,
     "GetManagerClusterInfo": pb.GetManagerClusterInfoResponse,
@@ -92,6 +94,7 @@ class AdminApi:
         self._storages = storages
         self._drains = drains
         self._said_uri_is_ignored = False
+        self._snapshots = SnapshotCalls(registry.snapshots, storages.cluster_id if storages is not None else "")
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -116,8 +119,8 @@ class AdminApi:
             "AddAccount": self.add_account,
             "DeleteAccount": self.delete_account,
             "ListAccount": self.list_account,
-            "GenConfigSnapshot": self.no_snapshot,
-            "LoadConfigSnapshot": self.no_snapshot,
+            "GenConfigSnapshot": self._snapshots.generate,
+            "LoadConfigSnapshot": self._snapshots.load,
             "GetMetrics": self.get_metrics,
             "CheckHealth": self.check_health,
             "GetManagerClusterInfo": self.cluster_info,
@@ -252,7 +255,9 @@ class AdminApi:
     async def add_account(self, request: Any) -> Reply:
         """Add an account."""
         if request.role not in set(AccountRole):
-            raise InvalidArgumentError(f"role is {request.role}, must be ROLE_USER=0 or ROLE_ADMIN=1")
+            raise InvalidArgumentError(
+                f"role is {request.role}, must be ROLE_USER=0, ROLE_ADMIN=1 or ROLE_OPERATOR=1000"
+            )
         await self._registry.accounts.add(request.user_name, request.password, AccountRole(request.role))
         return _done()
 
@@ -260,6 +265,7 @@ class AdminApi:
         """Remove an account."""
         require(request.user_name, "DeleteAccount.user_name")
         await self._registry.accounts.remove(request.user_name)
+        await self._registry.keys.revoke_logins(request.user_name)
         return _done()
 
     async def list_account(self, _request: Any) -> Reply:
@@ -268,10 +274,6 @@ class AdminApi:
         for account in self._registry.accounts.all():
             message.accounts.add(user_name=account.user_name, role=pb.AccountRole.Name(account.role))
         return Reply(message)
-
-    async def no_snapshot(self, _request: Any) -> Reply:
-        """Refuse snapshots, which this release does not have."""
-        raise UnsupportedError("config snapshots are not available in this release")
 
     async def get_metrics(self, _request: Any) -> Reply:
         """Return all counters and gauges."""

@@ -132,14 +132,14 @@ class GuardedAdmission:
             return None
         keys = min(key_count(call, request), self._most_keys())
         if self._buckets.is_on:
-            self._charge(arrival.peer, keys)
+            self._charge(arrival.principal.name or arrival.peer, keys)
         if keys < self._long_keys:
             return None
         try:
             return await self._long.enter(arrival.deadline)
         except TurnedAwayError:
             if self._buckets.is_on:
-                self._buckets.give_back(arrival.peer, keys)
+                self._buckets.give_back(arrival.principal.name or arrival.peer, keys)
             raise
 
     def leave(self, entered: float | None) -> None:

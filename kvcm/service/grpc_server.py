@@ -17,11 +17,13 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvcm.model.errors import StorageIOError
+from kvcm.service.access import Credentials
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.grpc_health import GrpcHealth, reflection_of
 from kvcm.service.grpc_wakeups import whole_wakeups
+from kvcm.service.tls import ServerTls
 from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = ["GrpcServer"]
@@ -44,7 +46,12 @@ _MANY_CONNECTIONS = 64 * _ACCEPTORS
 _UNEVEN = 1.25
 
 _CLOSE_SECONDS = 1.0  # for answers that are being sent
-_TURNED_AWAY = {429: grpc.StatusCode.RESOURCE_EXHAUSTED, 503: grpc.StatusCode.UNAVAILABLE}
+_TURNED_AWAY = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +79,13 @@ class GrpcServer:
         port: port to bind; 0 takes a free one.
         limits: of requests and connections.
         gate: whether calls are served.
+        tls: what connections use; None for plain text.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, limits: GrpcLimits, gate: Gate) -> None:
+    def __init__(self, host: str, port: int, limits: GrpcLimits, gate: Gate, tls: ServerTls | None = None) -> None:
         _check_free(host, port)
         acceptors = _ACCEPTORS if limits.max_connections >= _MANY_CONNECTIONS else 1
         most = limits.max_connections if acceptors == 1 else math.ceil(limits.max_connections / acceptors * _UNEVEN)
@@ -94,7 +102,7 @@ class GrpcServer:
             self._acceptors = [grpc.aio.server(options=options) for _ in range(acceptors)]
         self.port = port
         for server in self._acceptors:
-            self.port = _bound(server, host, self.port)
+            self.port = _bound(server, host, self.port, tls)
         self._gate = gate
         self.health = GrpcHealth(self._acceptors)
         self._add([_WhileStarting(gate)])
@@ -162,9 +170,12 @@ class _WhileStarting(grpc.GenericRpcHandler):
         return await _turn_away(context, refusal)
 
 
-def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bound(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.grpc_credentials())
     except RuntimeError as error:
         raise StorageIOError(f"gRPC address {host}:{port} cannot be bound") from error
 
@@ -182,6 +193,7 @@ def _check_free(host: str, port: int) -> None:
 
 def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
     arrived = _traced_arrival if caller.wants_trace_parents else _arrival
+    asks = caller.access.asks
 
     async def serve(body: bytes, context: Any) -> bytes:
         arrival = arrived(context)
@@ -192,6 +204,11 @@ def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Calla
             refusal = caller.refusal(call, arrival)
         if refusal is not None:
             await _turn_away(context, refusal)
+        if asks:
+            try:
+                arrival = caller.recognised(call, arrival, _credentials(context))
+            except TurnedAwayError as error:
+                await _turn_away(context, error)
         gate.enter()
         try:
             return await answer(body, context, arrival)
@@ -226,13 +243,25 @@ def _traced_arrival(context: Any) -> Arrival:
     return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
 
 
+def _credentials(context: Any) -> Credentials:
+    found = ""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            found = value if isinstance(value, str) and not found else "twice"  # whose of two is meant?
+    if found:
+        return Credentials(found)
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return Credentials("", tuple(name.decode("utf-8", "replace") for name in names))
+
+
 def _host(peer: str) -> str:
     """Return the address in `ipv4:1.2.3.4:567` or `ipv6:[::1]:567`, percent-encoded brackets or not."""
     return peer.partition(":")[2].rpartition(":")[0]
 
 
 async def _turn_away(context: Any, error: TurnedAwayError) -> NoReturn:
-    code = _TURNED_AWAY[error.http_status]
-    pushback = str(round(error.retry_after_seconds * 1000))  # gRFC A6: clients wait so long before they retry
-    await context.abort(code, str(error), (("grpc-retry-pushback-ms", pushback),))
+    trailers: tuple[tuple[str, str], ...] = ()
+    if error.retry_after_seconds is not None:  # gRFC A6: clients wait so long before they retry
+        trailers = (("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))),)
+    await context.abort(_TURNED_AWAY[error.http_status], str(error), trailers)
     raise AssertionError  # abort raises

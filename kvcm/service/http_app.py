@@ -7,29 +7,40 @@ what is wrong with it.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from kvcm.model.principals import EVERYBODY, Principal
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_connection import BODY_BYTES, CAME
+from kvcm.service.http_credentials import credentials_of
 from kvcm.service.http_pages import PageRequest, PageRoute
 from kvcm.service.json_codec import MalformedBody
 from kvcm.service.json_locations import LocationTexts, print_reply
+from kvcm.service.rest.problem import MEDIA_TYPE, Problem, problem_of_refusal
 from kvcm.service.turned_away import TurnedAwayError
 
-__all__ = ["HttpApp"]
+__all__ = ["ARRIVAL", "HttpApp", "Receive", "Resources", "Send"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+Resources = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+"""Answers requests below /v1, as an ASGI application."""
 
+ARRIVAL: Final = "kvcm.arrival"
+"""Key of the scope of a request for a resource: how it came."""
+
+_RESOURCES: Final = b"/v1/"
+_MOST_RESOURCE_BYTES: Final = 1 << 21  # is read on the event loop
 _JSON: Headers = [(b"content-type", b"application/json")]
 _CLOSE = (b"connection", b"close")
+_NO_PAGES: Final = "requests from web pages are not served"
+_NO_ENCODINGS: Final = "a body with a content-encoding is not understood"
 _LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
 
@@ -59,10 +70,18 @@ class HttpApp:
         gate: whether calls are served.
         max_body_bytes: largest body.
         pages: what GET of a path answers, whether calls are served or not.
+        visitor: who asks for pages before calls are served.
     """
 
-    def __init__(self, gate: Gate, max_body_bytes: int, pages: Mapping[str, PageRoute] | None = None) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        max_body_bytes: int,
+        pages: Mapping[str, PageRoute] | None = None,
+        visitor: Principal = EVERYBODY,
+    ) -> None:
         self._gate = gate
+        self._visitor = visitor
         self._max_body_bytes = max_body_bytes
         self._texts = LocationTexts()
         self._pages = dict(pages or {})
@@ -70,6 +89,7 @@ class HttpApp:
         self._calls: dict[str, Call] = {}
         self._caller: Caller | None = None
         self._bodies: BodyReader | None = None
+        self._resources: Resources | None = None
 
     def serve(
         self,
@@ -79,6 +99,7 @@ class HttpApp:
         pages: Mapping[str, PageRoute] | None = None,
         *,
         bodies: BodyReader,
+        resources: Resources | None = None,
     ) -> None:
         """Answer calls from now on, as far as the gate is open.
 
@@ -88,7 +109,9 @@ class HttpApp:
             streams: what GET of a path begins to listen to.
             pages: further pages.
             bodies: reads requests.
+            resources: answers what is below /v1.
         """
+        self._resources = resources
         self._calls.update((call.path, call) for call in calls)
         self._caller, self._bodies = caller, bodies
         self._streams.update(streams or {})
@@ -111,8 +134,10 @@ class HttpApp:
         if scope["type"] != "http":
             return
         if self._gate.is_leaving:
-            send = _closing(send)
-        if scope["method"] == "POST":
+            send = _closing(send, self._gate)
+        if scope.get("raw_path", b"").startswith(_RESOURCES):
+            await self._resource(scope, receive, send)
+        elif scope["method"] == "POST":
             try:
                 await self._post(scope, receive, send)
             finally:
@@ -139,11 +164,11 @@ class HttpApp:
         elif call is None:
             await _not_found(send)
         elif headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            await _respond(send, 415, b"{}", _reason("a body with a content-encoding is not understood"))
+            await _respond(send, 415, b"{}", _reason(_NO_ENCODINGS))
         else:
             self._gate.enter()
             try:
-                await self._answer(call, headers, arrival, receive, send)
+                await self._recognised(call, headers, arrival, scope, receive, send)
             finally:
                 self._gate.leave()
 
@@ -160,6 +185,39 @@ class HttpApp:
         self._caller.tell_turned_away(call, arrival, refusal)
         return refusal
 
+    async def _resource(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        problem = self._problem(scope["method"], dict(scope["headers"]))
+        if problem is not None:
+            await _respond_problem(send, problem)
+            return
+        if self._resources is None:
+            await _not_found(send)
+            return
+        self._gate.enter()
+        try:
+            arrival = self._arrival(scope)._replace(principal=self._principal(scope))
+            body = await self._read(dict(scope["headers"]), receive, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
+            leaving = _closing(send, self._gate)
+            await self._resources({**scope, ARRIVAL: arrival}, _already_read(body, receive), leaving)
+        except _BodyTooLargeError as error:
+            await _respond_problem(send, Problem(413, str(error)))
+        except TurnedAwayError as error:
+            await _respond_problem(send, problem_of_refusal(error))
+        except _ClientGoneError:
+            pass
+        finally:
+            self._gate.leave()
+
+    def _problem(self, method: str, headers: Mapping[bytes, bytes]) -> Problem | None:
+        """Return why a request for a resource is not let in, None where it is."""
+        if b"origin" in headers or (method in {"GET", "HEAD"} and b"accept-language" in headers):
+            return Problem(403, _NO_PAGES)
+        if (refusal := self._gate.refusal()) is not None:
+            return problem_of_refusal(refusal)
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return Problem(415, _NO_ENCODINGS)
+        return None
+
     async def _get(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         page, stream = self._pages.get(scope["path"]), self._streams.get(scope["path"])
         headers = dict(scope["headers"])
@@ -167,19 +225,48 @@ class HttpApp:
             await _not_found(send)
         elif b"origin" in headers or b"accept-language" in headers:
             await _refuse_page(send)
-        elif page is not None:
-            answer = await page(PageRequest(scope["query_string"], headers))
-            await _respond(send, answer.status, answer.body, list(answer.headers))
-        elif stream is not None:
-            await _stream(stream(), receive, send)
+        else:
+            try:
+                principal = self._principal(scope)
+            except TurnedAwayError as error:
+                await _respond(send, error.http_status, b"{}", _turned_away(error))
+                return
+            if page is not None:
+                answer = await page(PageRequest(scope["query_string"], headers, principal))
+                await _respond(send, answer.status, answer.body, list(answer.headers))
+            elif stream is not None:
+                await _stream(stream(), receive, send)
+
+    def _principal(self, scope: MutableMapping[str, Any]) -> Principal:
+        if self._caller is None:
+            return self._visitor
+        return self._caller.visitor(scope["path"], credentials_of(scope))
+
+    async def _recognised(
+        self,
+        call: Call,
+        headers: dict[bytes, bytes],
+        arrival: Arrival,
+        scope: MutableMapping[str, Any],
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        assert self._caller is not None
+        if self._caller.access.asks:
+            try:
+                arrival = self._caller.recognised(call, arrival, credentials_of(scope))
+            except TurnedAwayError as error:
+                await _respond(send, error.http_status, b"{}", _turned_away(error))
+                return
+        await self._answer(call, headers, arrival, receive, send)
 
     async def _answer(
         self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
     ) -> None:
         try:
-            body = await self._read(headers, receive)
-        except _BodyTooLargeError:
-            await _respond(send, 413, b"{}", _reason(f"the body is larger than {self._max_body_bytes} bytes"))
+            body = await self._read(headers, receive, self._max_body_bytes)
+        except _BodyTooLargeError as error:
+            await _respond(send, 413, b"{}", _reason(str(error)))
             return
         except _ClientGoneError:
             return
@@ -200,11 +287,11 @@ class HttpApp:
             await _respond(send, error.http_status, b"{}", _turned_away(error))
             return
         body = await print_reply(reply, self._texts)
-        await _respond(_closing(send) if self._gate.is_leaving else send, 200, body, _JSON)  # perhaps since it came
+        await _respond(_closing(send, self._gate) if self._gate.is_leaving else send, 200, body, _JSON)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
-            raise _BodyTooLargeError
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise _BodyTooLargeError(f"the body is larger than {most} bytes")
         parts: list[bytes] = []
         size = 0
         while True:
@@ -213,8 +300,8 @@ class HttpApp:
                 raise _ClientGoneError  # what came of the body may look like a whole one
             parts.append(event.get("body", b""))
             size += len(parts[-1])
-            if size > self._max_body_bytes:
-                raise _BodyTooLargeError
+            if size > most:
+                raise _BodyTooLargeError(f"the body is larger than {most} bytes")
             if not event.get("more_body"):
                 return b"".join(parts)
 
@@ -231,7 +318,7 @@ def _header_text(text: str) -> bytes:
 
 
 def _turned_away(error: TurnedAwayError) -> Headers:
-    return [*_reason(str(error)), (b"retry-after", str(max(1, math.ceil(error.retry_after_seconds))).encode())]
+    return [*_reason(str(error)), *((name.encode(), value.encode()) for name, value in error.headers)]
 
 
 def _length(body: bytes) -> tuple[bytes, bytes]:
@@ -252,14 +339,15 @@ async def _refuse_page(send: Send) -> None:
     """Refuse a browser: only those send an origin, with everything but a GET of what they take for the page's own site,
     and only those send languages. Nobody is authenticated: a page that somebody on this host looks at must neither act
     nor listen here."""
-    await _respond(send, 403, b"{}", _reason("requests from web pages are not served"))
+    await _respond(send, 403, b"{}", _reason(_NO_PAGES))
 
 
-def _closing(send: Send) -> Send:
-    """Have the connection closed behind the answer, so that the client's next request finds another manager."""
+def _closing(send: Send, gate: Gate) -> Send:
+    """Have the connection closed behind the answer, perhaps because the end has begun since the request came: the
+    client's next request finds another manager."""
 
     async def closing(event: MutableMapping[str, Any]) -> None:
-        if event["type"] == "http.response.start":
+        if event["type"] == "http.response.start" and gate.is_leaving:
             event["headers"] = [*(each for each in event["headers"] if each != _CLOSE), _CLOSE]
         await send(event)
 
@@ -269,6 +357,21 @@ def _closing(send: Send) -> Send:
 async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
     await send({"type": "http.response.start", "status": status, "headers": [*headers, _length(body)]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _respond_problem(send: Send, problem: Problem) -> None:
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in problem.headers]
+    await _respond(send, problem.status, problem.body(), [(b"content-type", MEDIA_TYPE.encode()), *headers])
+
+
+def _already_read(body: bytes, receive: Receive) -> Receive:
+    """Receive a body that was read, and what comes behind it."""
+    waiting = [body]
+
+    async def receive_again() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": waiting.pop(), "more_body": False} if waiting else await receive()
+
+    return receive_again
 
 
 async def _stream(lines: LineStream, receive: Receive, send: Send) -> None:

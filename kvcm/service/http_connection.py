@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 import struct
-from collections.abc import Callable
+import sys
+import termios
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvcm.service.certificates import names_of_peer
+from kvcm.service.http_credentials import CERTIFICATE_NAMES
 
 __all__ = ["BODY_BYTES", "CAME", "ConnectionLimits", "ConnectionWatch", "WatchedConnection"]
 
@@ -27,6 +33,7 @@ CAME: Final = "kvcm.came"
 
 _MOST_HEAD_BYTES: Final = 1 << 16
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
+_MOST_UNSENT_BYTES: Final = 1 << 16
 _LEAST_LOOK_SECONDS: Final = 0.05
 _MOST_LOOK_SECONDS: Final = 1.0
 
@@ -102,11 +109,18 @@ class WatchedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._running: Any = None
+        self._is_secure = False
+        self._is_parting = False
+        self._names: Sequence[str] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; a connection too many is told so and closed."""
         self.receiving_since = self.loop.time()
         super().connection_made(transport)
+        if transport.get_extra_info("ssl_object") is not None:
+            self._is_secure = True
+            transport.set_write_buffer_limits(high=_MOST_UNSENT_BYTES)  # as without TLS: who is slow is to be seen
+            self._names = names_of_peer(transport.get_extra_info("peercert"))
         if len(self.connections) > self._limits.most:
             transport.write(_BUSY)
             transport.close()
@@ -127,6 +141,8 @@ class WatchedConnection(HttpToolsProtocol):
         """Note when a request waits to be answered."""
         self._in_head, self._head_bytes = False, 0
         self.scope[CAME] = self.loop.time()  # type: ignore[typeddict-unknown-key]
+        if self._names:
+            self.scope[CERTIFICATE_NAMES] = self._names  # type: ignore[typeddict-unknown-key]
         refusal = self._knock(self._head()) if self._is_alone() else None
         if refusal is None:
             super().on_headers_complete()
@@ -183,6 +199,15 @@ class WatchedConnection(HttpToolsProtocol):
             self.refuse(_TOO_SLOW)
         elif _is_over(self.idle_since, limits.idle_seconds, now):
             self.transport.close()
+        if self._is_secure and self.transport.is_closing():
+            self._part()
+
+    def _part(self) -> None:
+        """End what was closed, whether or not the client says goodbye: at the second look at which all has arrived."""
+        has_arrived = not self.transport.get_write_buffer_size() and not _unacknowledged_bytes(self.transport)
+        if has_arrived and self._is_parting:
+            self.transport.abort()
+        self._is_parting = has_arrived
 
     def refuse(self, answer: bytes) -> None:
         """End the connection; with an answer, if its client asked for something that is not answered yet."""
@@ -207,6 +232,15 @@ class WatchedConnection(HttpToolsProtocol):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+
+
+def _unacknowledged_bytes(transport: asyncio.Transport) -> int:
+    """Return what the system holds for the client. While it holds nothing, nobody in front of it holds anything."""
+    try:
+        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # it is closed already
+        return 0
+    return int.from_bytes(found, sys.byteorder)
 
 
 def _is_over(since: float | None, seconds: float, now: float) -> bool:

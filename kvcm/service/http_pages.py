@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvcm.model.principals import EVERYBODY, Principal
+
 __all__ = ["Page", "PageRequest", "PageRoute"]
 
 
@@ -14,10 +16,12 @@ class PageRequest(NamedTuple):
     Attributes:
         query: what stands behind the question mark, as it came.
         headers: by lower-case name, as they came.
+        principal: who asks.
     """
 
     query: bytes
     headers: Mapping[bytes, bytes]
+    principal: Principal = EVERYBODY
 
 
 class Page(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from kvcm.model.errors import StorageIOError
 from kvcm.model.tasks import end_tasks
 from kvcm.service.http_app import HttpApp
 from kvcm.service.http_connection import ConnectionLimits, ConnectionWatch, WatchedConnection
+from kvcm.service.tls import ServerTls
+from kvcm.service.tls_listener import TlsListener
 
 __all__ = ["HttpServer"]
 
@@ -37,13 +39,18 @@ class HttpServer:
         host: address to bind.
         port: port to bind; 0 takes a free one.
         limits: of its connections.
+        tls: what they use; None for plain text.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, limits: ConnectionLimits | None = None, tls: ServerTls | None = None
+    ) -> None:
         self._limits = limits if limits is not None else ConnectionLimits()
+        self._tls = tls
+        self._secure: TlsListener | None = None
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,11 +77,16 @@ class HttpServer:
             http=partial(WatchedConnection, self._limits, app.knock),  # type: ignore[arg-type]
         )
         self._server = _QuietServer(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        # uvicorn listens to none where connections are accepted for it.
+        sockets = [self._socket] if self._tls is None else []
+        self._task = asyncio.create_task(self._server.serve(sockets=sockets))
         while not self._server.started:
             if self._task.done():
                 return await self._task
             await asyncio.sleep(0.005)
+        if self._tls is not None:
+            inside = self._server.server_state.connections
+            self._secure = TlsListener(self._socket, self._tls, self._limits, _maker(self._server), inside)
         watch = ConnectionWatch(self._server.server_state.connections, self._limits)
         self._watch = asyncio.create_task(watch.run())
         return None
@@ -87,21 +99,20 @@ class HttpServer:
             self._take_waiting(self._server)
             for listener in self._server.servers:
                 listener.close()
+            if self._secure is not None:
+                self._secure.close()
         self._socket.close()
 
     def _take_waiting(self, server: _QuietServer) -> None:
         """Accept whoever has connected and perhaps sent a request: closing the socket would cut them off."""
-        loop, config = asyncio.get_running_loop(), server.config
-
-        def protocol() -> asyncio.Protocol:
-            kind: Any = config.http_protocol_class
-            made: asyncio.Protocol = kind(config=config, server_state=server.server_state, app_state={})
-            return made
-
+        loop, protocol = asyncio.get_running_loop(), _maker(server)
         with contextlib.suppress(OSError):  # nobody waits
             while True:
                 connection, _ = self._socket.accept()
-                self._late.append(loop.create_task(loop.connect_accepted_socket(protocol, connection)))
+                if self._secure is not None:
+                    self._secure.take(connection)
+                else:
+                    self._late.append(loop.create_task(loop.connect_accepted_socket(protocol, connection)))
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)  # now, and not in the loop's next turn: more are refused
 
@@ -110,18 +121,32 @@ class HttpServer:
         self.stop_accepting()
         if self._server is not None and self._task is not None:
             await asyncio.gather(*self._late, return_exceptions=True)
-            await _heard(self._server)
+            await self._heard(self._server)
+            if self._secure is not None:
+                await self._secure.end()
             self._server.config.timeout_graceful_shutdown = max(_CLOSE_SECONDS, round(seconds))
             self._server.should_exit = True
             await self._task
         if self._watch is not None:
             await end_tasks([self._watch])
 
+    async def _heard(self, server: _QuietServer) -> None:
+        """Wait a moment for the requests of connections that have just come: uvicorn closes those that sent none."""
+        connections: set[Any] = server.server_state.connections
+        for _ in range(_HEAR_LOOKS):
+            is_greeting = self._secure is not None and self._secure.is_greeting
+            if not is_greeting and all(connection.cycle is not None for connection in connections):
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
 
-async def _heard(server: _QuietServer) -> None:
-    """Wait a moment for the requests of connections that have just come: uvicorn closes those that have sent none."""
-    connections: set[Any] = server.server_state.connections
-    for _ in range(_HEAR_LOOKS):
-        if all(connection.cycle is not None for connection in connections):
-            return
-        await asyncio.sleep(_LOOK_SECONDS)
+
+def _maker(server: _QuietServer) -> Callable[[], asyncio.Protocol]:
+    """Return what makes connections as uvicorn does."""
+    config, state = server.config, server.server_state
+    kind: Any = config.http_protocol_class
+
+    def make() -> asyncio.Protocol:
+        made: asyncio.Protocol = kind(config=config, server_state=state, app_state={})
+        return made
+
+    return make

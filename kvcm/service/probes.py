@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 import structlog
 
 from kvcm.model.errors import KvcmError
+from kvcm.model.principals import Verb
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_pages import Page, PageRequest, PageRoute
 
@@ -74,12 +75,13 @@ class Probes:
         """Return the pages of one port.
 
         Args:
-            has_detail: whether it tells the reasons when asked to.
+            has_detail: whether it tells the reasons to those who may view, when asked to.
         """
 
         def page(name: str, look: Callable[[], list[_Check]]) -> PageRoute:
             async def answer(request: PageRequest) -> Page:
-                is_verbose = has_detail and b"verbose" in parse_qs(request.query, keep_blank_values=True)
+                may_see = has_detail and Verb.VIEW in request.principal.verbs
+                is_verbose = may_see and b"verbose" in parse_qs(request.query, keep_blank_values=True)
                 return _page(name, look(), is_verbose=is_verbose)
 
             return answer

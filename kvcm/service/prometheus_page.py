@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -31,12 +31,13 @@ class MetricsPage:
         calls: of what is counted of calls.
         counts: what is counted beside calls.
         state: what there is to look at.
+        others: what else there is to read.
     """
 
-    def __init__(self, calls: CallMetrics, counts: Counts, state: ManagerState) -> None:
+    def __init__(self, calls: CallMetrics, counts: Counts, state: ManagerState, others: Sequence[Source] = ()) -> None:
         self._state = StateMetrics(state, counts.groups)
         self._registry, self._counts = state.registry, counts
-        self._sources: tuple[Source, ...] = (calls.readings, counts.readings, self._state.readings)
+        self._sources: tuple[Source, ...] = (calls.readings, *others, counts.readings, self._state.readings)
         self._turn = asyncio.Lock()
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)

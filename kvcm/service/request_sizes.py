@@ -14,7 +14,15 @@ from google.protobuf.descriptor import FieldDescriptor
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.service.limits import RequestLimits
 
-__all__ = ["MOST_ENTRIES", "MOST_FREE_TEXT_BYTES", "MOST_NAME_BYTES", "MOST_TEXT_BYTES", "RequestSizes", "check_text"]
+__all__ = [
+    "MOST_ENTRIES",
+    "MOST_FREE_TEXT_BYTES",
+    "MOST_NAME_BYTES",
+    "MOST_SNAPSHOT_BYTES",
+    "MOST_TEXT_BYTES",
+    "RequestSizes",
+    "check_text",
+]
 
 MOST_ENTRIES: Final = 1024
 """Of a list that has nothing to do with keys; more than any model has parts."""
@@ -22,6 +30,8 @@ MOST_NAME_BYTES: Final = 256
 MOST_TEXT_BYTES: Final = 1024
 """Of texts that are no names: uris, paths, trace ids."""
 MOST_FREE_TEXT_BYTES: Final = 1 << 16
+MOST_SNAPSHOT_BYTES: Final = 8 << 20
+"""Of a whole configuration: some thousand instances."""
 
 _PER_KEY: Final = {"block_keys", "values", "location_spec_group_names", "locations", "parts"}
 _NAMES: Final = {"instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"}
@@ -125,4 +135,6 @@ def _bounds(message_type: type[Any]) -> _Bounds:
 
 
 def _most_bytes(name: str) -> int:
+    if name == "config_snapshot":
+        return MOST_SNAPSHOT_BYTES
     return MOST_NAME_BYTES if name in _NAMES else MOST_FREE_TEXT_BYTES if name in _FREE_TEXTS else MOST_TEXT_BYTES

@@ -35,6 +35,16 @@ class Usage:
     high_mark_bytes: int = NOT_LIMITED
     low_mark_bytes: int = NOT_LIMITED
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more fits."""
+        return 0 <= self.capacity_bytes <= self.used_bytes and self.used_bytes > 0
+
+    @property
+    def is_above_mark(self) -> bool:
+        """Whether eviction has something to do; what is being deleted counts as gone then."""
+        return 0 <= self.high_mark_bytes < self.used_bytes - self.deleting_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class TypeUsage:

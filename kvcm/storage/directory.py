@@ -123,6 +123,10 @@ class StorageDirectory:
         thread = StorageThreads(f"open-{config.global_unique_name}", 1)
         return await thread.run(lambda: self.prepare(config, is_new=is_new))
 
+    def discard(self, prepared: StorageBackend) -> None:
+        """Close what was prepared and will not be installed."""
+        prepared.close()
+
     def install(self, config: StorageConfig, backend: StorageBackend) -> None:
         """Put what was prepared in place; it takes over what an earlier storage of that name remembers."""
         name = config.global_unique_name

@@ -60,6 +60,17 @@ RPC_REQUEST_KEYS: Final = _histogram(
 )
 RPC_REJECTED: Final = _counter("rpc_rejected", "Requests turned away before any work.", "reason")
 
+AUTH: Final = _counter("auth", "Credentials that were looked at, by what became of them.", "outcome")
+AUTHZ_DENIED: Final = _counter(
+    "authz_denied", "Requests of known principals that they may not make, by what they wanted to do.", "action"
+)
+CERTIFICATE_EXPIRY: Final = _gauge(
+    "certificate_expiry_seconds",
+    "When the certificate of the ports ends (`server`), or the first authority of clients (`client_ca`), in unix "
+    "seconds; 0 while there is none.",
+    "file",
+)
+
 LOOKUP_KEYS: Final = _counter(
     "lookup_keys",
     "Block keys asked for: handed out (hit), not (miss), left out by the request's mask (filtered), "

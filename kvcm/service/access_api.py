@@ -1,0 +1,177 @@
+"""AccessService: keys, logins, and who the caller is. Translation, and the patience with wrong passwords."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvcm.model.accounts import AccountRole
+from kvcm.model.api_keys import ApiKey, PresentedKey
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.principals import ENGINE_VERBS, EVERYBODY, Role, Verb, errand
+from kvcm.protocol import admin_service_pb2 as admin_pb
+from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
+from kvcm.registry.keys import NewKey
+from kvcm.registry.registry import Registry
+from kvcm.registry.validation import require
+from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.token_bucket import TokenBuckets
+from kvcm.service.turned_away import RateLimitedError, TurnedAwayError, UnauthenticatedError
+
+__all__ = ["AccessApi"]
+
+_SERVICE: Final = "kvcm.v1.AccessService"
+_LOGIN_SECONDS: Final = 3600
+_MOST_LOGIN_SECONDS: Final = 12 * 3600
+_MOST_PASSWORD: Final = 1024
+_TRIES: Final = 10.0  # in a row, of one address
+_SECONDS_PER_TRY: Final = 6.0
+_AT_ONCE: Final = 2  # a hash takes 50 ms and 16 MiB
+_MOST_WAITING: Final = 32
+_RETRY_SECONDS: Final = 5.0
+
+_ROLE_OF_ACCOUNT: Final = {
+    AccountRole.ROLE_USER: Role.ROLE_VIEWER,
+    AccountRole.ROLE_ADMIN: Role.ROLE_ADMIN,
+    AccountRole.ROLE_OPERATOR: Role.ROLE_OPERATOR,
+}
+
+
+class AccessApi:
+    """Handlers of the calls about credentials. To be used inside one event loop.
+
+    Args:
+        registry: keys and accounts.
+        is_required: whether credentials are asked for.
+        clock: seconds of a clock that never runs backwards, for the patience.
+    """
+
+    def __init__(self, registry: Registry, *, is_required: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = registry.keys
+        self._accounts = registry.accounts
+        self._is_required = is_required
+        self._tries = TokenBuckets(clock)
+        self._tries.set(1 / _SECONDS_PER_TRY, _TRIES)
+        self._hashing = asyncio.Semaphore(_AT_ONCE)
+        self._waiting = 0
+
+    def calls(self) -> list[Call]:
+        """Return every call, all of the admin plane."""
+
+        def call(name: str, request: type[Any], answer: type[Any], handler: Any) -> Call:
+            return Call(_SERVICE, name, Plane.ADMIN, request, answer, handler)
+
+        return [
+            call("CreateKey", pb.CreateKeyRequest, pb.CreateKeyResponse, self.create),
+            call("ListKeys", pb.ListKeysRequest, pb.ListKeysResponse, self.list_keys),
+            call("RotateKey", pb.RotateKeyRequest, pb.CreateKeyResponse, self.rotate),
+            call("RevokeKey", pb.RevokeKeyRequest, admin_pb.CommonResponse, self.revoke),
+            call("Login", pb.LoginRequest, pb.CreateKeyResponse, self.log_in),
+            call("WhoAmI", pb.WhoAmIRequest, pb.WhoAmIResponse, self.who_am_i),
+        ]
+
+    async def create(self, request: Any) -> Reply:
+        """Make a key."""
+        wanted = NewKey(
+            request.name,
+            _role(request.role),
+            tuple(request.instance_groups),
+            tuple(_verb(number, place) for place, number in enumerate(request.verbs)),
+            request.ttl_seconds,
+            request.certificate_name,
+        )
+        return _made(*await self._keys.create(wanted))
+
+    async def list_keys(self, request: Any) -> Reply:
+        """List keys without their secrets."""
+        message = pb.ListKeysResponse()
+        for key in self._keys.all():
+            if request.with_logins or not key.account:
+                _fill(message.keys.add(), key, await self._keys.last_used_at(key.id))
+        return Reply(message)
+
+    async def rotate(self, request: Any) -> Reply:
+        """Put a new key in the place of another."""
+        require(request.key_id, "RotateKey.key_id")
+        return _made(*await self._keys.rotate(request.key_id, request.overlap_seconds, request.ttl_seconds))
+
+    async def revoke(self, request: Any) -> Reply:
+        """End a key at once."""
+        require(request.key_id, "RevokeKey.key_id")
+        await self._keys.revoke(request.key_id)
+        return Reply(admin_pb.CommonResponse())
+
+    async def log_in(self, request: Any) -> Reply:
+        """Turn a password into a key that ends soon."""
+        require(request.user_name, "Login.user_name")
+        require(request.password, "Login.password")
+        if len(request.password) > _MOST_PASSWORD:
+            raise InvalidArgumentError(f"password has {len(request.password)} characters, at most {_MOST_PASSWORD}")
+        seconds = request.ttl_seconds or _LOGIN_SECONDS
+        if not 0 < seconds <= _MOST_LOGIN_SECONDS:
+            raise InvalidArgumentError(
+                f"ttl_seconds is {seconds}, must be from 1 to {_MOST_LOGIN_SECONDS}; 0 = {_LOGIN_SECONDS}"
+            )
+        wait_seconds = self._tries.take(errand.get().peer, 1)
+        if wait_seconds:
+            text = f"too many tries to log in; the next is heard in {wait_seconds:.0f} s"
+            raise RateLimitedError(text, "rate", wait_seconds)
+        role = await self._proven(request.user_name, request.password)
+        self._tries.give_back(errand.get().peer, 1)
+        return _made(*await self._keys.log_in(request.user_name, _ROLE_OF_ACCOUNT[role], seconds))
+
+    async def who_am_i(self, _request: Any) -> Reply:
+        """Tell the caller who it is."""
+        message = pb.WhoAmIResponse(is_required=self._is_required)
+        principal = errand.get().principal
+        key = self._keys.find(principal.key_id) if principal is not EVERYBODY else None
+        if key is not None:
+            _fill(message.key, key, await self._keys.last_used_at(key.id))
+        return Reply(message)
+
+    async def _proven(self, user_name: str, password: str) -> AccountRole:
+        """Return the role of an account whose password is right. A name that is unknown takes as long as a wrong
+        password, and has the same answer."""
+        if self._waiting >= _MOST_WAITING:
+            raise TurnedAwayError("too many log in at a time; retry later", "queue", _RETRY_SECONDS)
+        self._waiting += 1
+        try:
+            async with self._hashing:
+                role = await self._accounts.proven(user_name, password)
+        finally:
+            self._waiting -= 1
+        if role is None:
+            raise UnauthenticatedError("user name or password is wrong", "unauthenticated")
+        return role
+
+
+def _role(number: int) -> Role:
+    if number not in set(Role):
+        allowed = ", ".join(f"{role.name}={role.value}" for role in Role)
+        raise InvalidArgumentError(f"role is {number}, allowed are {allowed}")
+    return Role(number)
+
+
+def _verb(number: int, place: int) -> Verb:
+    if not 1 <= number <= len(ENGINE_VERBS):
+        allowed = ", ".join(f"{verb.name}={position}" for position, verb in enumerate(ENGINE_VERBS, start=1))
+        raise InvalidArgumentError(f"verbs[{place}] is {number}, allowed are {allowed}")
+    return ENGINE_VERBS[number - 1]
+
+
+def _made(key: ApiKey, presented: PresentedKey | None) -> Reply:
+    message = pb.CreateKeyResponse(secret=presented.text if presented is not None else "")
+    _fill(message.key, key, 0.0)
+    return Reply(message)
+
+
+def _fill(message: Any, key: ApiKey, last_used_at: float) -> None:
+    message.key_id, message.name, message.role = key.id, key.name, int(key.role)
+    message.instance_groups.extend(key.groups)
+    message.verbs.extend(ENGINE_VERBS.index(verb) + 1 for verb in key.verbs)
+    message.created_at_ms = int(key.created_at * 1000)
+    message.expires_at_ms = int(key.expires_at * 1000)
+    message.last_used_at_ms = int(last_used_at * 1000)
+    message.certificate_name, message.account = key.certificate_name, key.account
