@@ -16,7 +16,7 @@ from kvcm.service.usage_values import GroupUsage, StorageStatus, StorageUsage, U
 from kvcm.sizes import shown_size
 from kvcm.storage.health import HealthState
 
-__all__ = ["ListedStorage", "print_drains", "print_storages", "print_usage", "shown_time"]
+__all__ = ["ListedStorage", "print_drains", "print_storages", "print_usage", "shown_time", "troubles"]
 
 _LIMITS = ("used", "deleting", "limit", "evict above", "down to", "%")
 _BAD, _WARN, _QUIET = "bold red", "yellow", "dim"
@@ -148,7 +148,7 @@ def _limits(usage: Usage) -> Iterator[RenderableType]:
     yield shown_size(usage.deleting_bytes) if usage.deleting_bytes else ""
     for limit in (usage.capacity_bytes, usage.high_mark_bytes, usage.low_mark_bytes):
         yield shown_size(limit) if limit >= 0 else Text("none", _QUIET)
-    style = _BAD if _is_full(usage) else _WARN if _is_above_mark(usage) else ""
+    style = _BAD if usage.is_full else _WARN if usage.is_above_mark else ""
     yield Text(_percent(usage.used_bytes, usage.capacity_bytes), style)
 
 
@@ -169,34 +169,31 @@ def _oversubscription(storage: StorageUsage) -> RenderableType:
     return Text(f"× {ratio:.2f}", _WARN if ratio > 1 else "") if ratio else ""
 
 
-def _is_full(usage: Usage) -> bool:
-    return 0 <= usage.capacity_bytes <= usage.used_bytes and usage.used_bytes > 0
-
-
-def _is_above_mark(usage: Usage) -> bool:
-    """Whether eviction has something to do; what is being deleted counts as gone then."""
-    return 0 <= usage.high_mark_bytes < usage.used_bytes - usage.deleting_bytes
-
-
 def _sentences(report: UsageReport) -> Iterator[Text]:
     for group in report.groups:
         yield from _about_group(group)
     for storage in report.storages:
         yield from _about_storage(storage)
     for quota in report.global_quotas:
-        if _is_full(quota.usage):
+        if quota.usage.is_full:
             yield Text(f"global quota {quota.name} is full: no group of it can write", _BAD)
+
+
+def troubles(report: UsageReport) -> Iterator[tuple[bool, str]]:
+    """Yield every sentence about what is full or above a mark, and whether it keeps somebody from writing."""
+    for sentence in _sentences(report):
+        yield sentence.style == _BAD, sentence.plain
 
 
 def _about_group(group: GroupUsage) -> Iterator[Text]:
     if not group.total.capacity_bytes and group.total.used_bytes:
         yield Text(f"group {group.name} may use nothing, but its instances do: it was removed, or its quota is 0", _BAD)
-    elif _is_full(group.total):
+    elif group.total.is_full:
         yield Text(f"group {group.name} is full: writes are refused until something is evicted or removed", _BAD)
     elif group.total.high_mark_bytes < 0:
         yield Text(f"group {group.name} has no mark of its own: it fills up, and then writes are refused", _WARN)
     for kind in group.types:
-        if _is_full(kind.usage):
+        if kind.usage.is_full:
             yield Text(f"group {group.name} is full on type {kind.storage_type.kind}", _BAD)
     if group.refused_writes:
         times = "once" if group.refused_writes == 1 else f"{group.refused_writes:,} times"
@@ -205,7 +202,7 @@ def _about_group(group: GroupUsage) -> Iterator[Text]:
 
 def _about_storage(storage: StorageUsage) -> Iterator[Text]:
     name, ratio = storage.storage_unique_name, storage.oversubscription
-    if _is_full(storage.usage):
+    if storage.usage.is_full:
         yield Text(f"storage {name} is full: writes go to the next candidate, or are refused", _BAD)
     if ratio > 1:
         yield Text(f"storage {name} is oversubscribed: its groups may use {ratio:.2f} times its capacity", _WARN)

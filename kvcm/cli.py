@@ -5,41 +5,43 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvcm import __version__
 
-__all__ = ["main"]
+__all__ = ["app", "main"]
+
+# gRPC's own lines are no events, and it has one for whoever comes to a TLS port with anything else. Read on import.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 try:
     import structlog
     import typer
-    import uvloop
 
-    from kvcm.app import Manager
-    from kvcm.capacity_commands import capacity_apps
+    from kvcm.commands.tree import add_commands
     from kvcm.config import ConfigError, Settings, load_settings
-    from kvcm.index_commands import index_app
     from kvcm.model.errors import KvcmError
+    from kvcm.refusals import EXIT_CODES
     from kvcm.store.rocks.progress import shown_progress
     from kvcm.telemetry.logs import LEVELS, configure_logs
 except ModuleNotFoundError as missing:
     sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
 
-_app = typer.Typer(
+if TYPE_CHECKING:
+    from kvcm.app import Manager
+
+app = typer.Typer(
     name="kvcm",
     help="KV-cache manager for LLM inference.",
     no_args_is_help=True,
+    epilog="Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-_app.add_typer(index_app)
-for _commands in capacity_apps:
-    _app.add_typer(_commands)
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +50,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@_app.callback()
+@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", "-v", callback=_print_version, is_eager=True, help="Print the version.")
@@ -57,7 +59,7 @@ def _root(
     """KV-cache manager for LLM inference: every engine of a cluster reuses the KV that any of them computed."""
 
 
-@_app.command()
+@app.command()
 def serve(
     config_file: Annotated[
         Path | None,
@@ -117,7 +119,19 @@ def _run(settings: Settings, reread: Callable[[], Settings]) -> None:
     for key in settings.without_effect():
         log.warning("settings", reason=f"{key} has no effect in this release")
     progress = partial(shown_progress, "loading metadata")
-    uvloop.run(Manager(settings, progress=progress, reread=reread).serve())
+    run, manager = _server()
+    run(manager(settings, progress=progress, reread=reread).serve())
+
+
+def _server() -> tuple[Callable[[Coroutine[Any, Any, None]], None], type[Manager]]:
+    """Import what only a manager needs: most of what there is, and other commands are to begin at once."""
+    try:
+        import uvloop
+
+        from kvcm.app import Manager
+    except ModuleNotFoundError as missing:
+        sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
+    return uvloop.run, Manager
 
 
 def _changed(settings: Settings) -> dict[str, str]:
@@ -137,6 +151,9 @@ def _detach() -> None:
     typer.echo(process.pid)
 
 
+add_commands(app)
+
+
 def main() -> None:
     """Run the command line."""
-    _app()
+    app()

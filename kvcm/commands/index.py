@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +19,12 @@ from rich.table import Table
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.cache.export import Exported
 from kvcm.cache.importing import Imported
+from kvcm.commands.options import ConfigFile, DataDir, Env
 from kvcm.config import Settings, load_settings
 from kvcm.index_tools import IndexTools
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.private_files import private_file
 from kvcm.refusals import CANNOT_RUN, FAILED, FINDINGS, refusals
 from kvcm.telemetry.logs import LEVELS, configure_logs
 
@@ -36,15 +37,6 @@ index_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config_file", "--config-file", "-c", help="Settings of the manager, as for serve.")
-]
-Env = Annotated[
-    list[str] | None, typer.Option("--env", "-e", metavar="KEY=VALUE", help="One setting, as for serve; repeatable.")
-]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Data directory of the manager, as for serve.")]
 Group = Annotated[str, typer.Option("--group", metavar="NAME", help="Only this instance group.")]
 
 
@@ -153,28 +145,8 @@ def _output(name: str, *, force: bool) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    path = Path(name)
-    if path.exists() and not force:
-        raise InvalidArgumentError(f"{path} exists: choose another name, or give --force to replace it")
-    temporary = path.with_name(f"{path.name}.tmp")
-    descriptor = _new_file(temporary)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _new_file(path: Path) -> int:
-    """Make a file that nobody else has open or can point elsewhere; what an export of ours left there goes first."""
-    with contextlib.suppress(FileNotFoundError):
-        left = path.lstat()
-        if stat.S_ISREG(left.st_mode) and left.st_uid == os.geteuid():
-            path.unlink()
-    return os.open(path, _NEW_FILE, 0o600)
+    with private_file(Path(name), force=force) as file:
+        yield file
 
 
 @contextlib.contextmanager

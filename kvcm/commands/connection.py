@@ -1,0 +1,164 @@
+"""How commands reach a manager: where it is, which key is shown, whom to trust."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from kvcm.admin_client import AdminClient
+from kvcm.commands.options import first_line
+from kvcm.model.errors import InvalidArgumentError, NotReadyError
+from kvcm.protocol import admin_service_pb2 as admin_pb
+
+__all__ = ["ADMIN_URL", "KEY_VARIABLE", "Connection"]
+
+ADMIN_URL = "http://127.0.0.1:6492"
+KEY_VARIABLE = "KVCM_KEY"
+
+_FILE = "FILE"
+_PANEL = "Connection"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Options of every command that asks a manager. A key is never one of them: everybody sees a command line."""
+
+    manager: Annotated[
+        str,
+        typer.Option(
+            "--manager",
+            rich_help_panel=_PANEL,
+            envvar="KVCM_MANAGER",
+            metavar="URL",
+            help="HTTP address of its admin port.",
+        ),
+    ] = ADMIN_URL
+    data_manager: Annotated[
+        str,
+        typer.Option(
+            "--data-manager",
+            rich_help_panel=_PANEL,
+            envvar="KVCM_DATA_MANAGER",
+            metavar="URL",
+            help="HTTP address of its data port, for what goes there; the manager tells it otherwise.",
+        ),
+    ] = ""
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file",
+            rich_help_panel=_PANEL,
+            envvar="KVCM_KEY_FILE",
+            metavar=_FILE,
+            help="File with the key to show, readable by you only; or set KVCM_KEY to the key itself.",
+        ),
+    ] = None
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca-file",
+            rich_help_panel=_PANEL,
+            envvar="KVCM_CA_FILE",
+            metavar=_FILE,
+            help="Certificates (PEM) to trust for https, instead of those of the system.",
+        ),
+    ] = None
+    cert_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cert-file",
+            rich_help_panel=_PANEL,
+            envvar="KVCM_CERT_FILE",
+            metavar=_FILE,
+            help="Certificate (PEM) to show.",
+        ),
+    ] = None
+    cert_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cert-key-file",
+            rich_help_panel=_PANEL,
+            envvar="KVCM_CERT_KEY_FILE",
+            metavar=_FILE,
+            help="Its private key (PEM).",
+        ),
+    ] = None
+
+    def admin(self) -> AdminClient:
+        """Return a client of the admin port.
+
+        Raises:
+            InvalidArgumentError: an address is none, the key file is readable by others, or a certificate is unusable.
+            OSError: a file cannot be read.
+        """
+        return self._client(self.manager)
+
+    def data(self) -> AdminClient:
+        """Return a client of the data port, which the admin port tells unless `--data-manager` does.
+
+        Raises:
+            NotReadyError: the manager cannot be asked, or does not know of a data port.
+            InvalidArgumentError, OSError: as for `admin`.
+        """
+        return self._client(self.data_manager or self._told_data_url())
+
+    def at(self, url: str) -> AdminClient:
+        """Return a client of another address, which is shown the same key."""
+        return self._client(url)
+
+    def without_key(self) -> AdminClient:
+        """Return a client of the admin port that shows no key, for a login."""
+        return AdminClient(self.manager, tls=self._tls(self.manager))
+
+    def _client(self, url: str) -> AdminClient:
+        return AdminClient(url, self._key(), self._tls(url))
+
+    def _key(self) -> str:
+        if self.key_file is not None:
+            return first_line(self.key_file, "key file").strip()
+        return os.environ.get(KEY_VARIABLE, "").strip()
+
+    def _told_data_url(self) -> str:
+        answer = self.admin().call(
+            "GetManagerClusterInfo",
+            admin_pb.GetManagerClusterInfoRequest(),
+            admin_pb.GetManagerClusterInfoResponse,
+        )
+        endpoint = answer.leader_endpoint
+        if not endpoint.meta_http_port:
+            raise NotReadyError(
+                f"{self.manager} does not say where its data port is, since no manager leads at the moment: "
+                "give --data-manager"
+            )
+        parts = urlsplit(self.manager)
+        # Whoever answers is reached by the name that was given; what it calls itself may mean nothing here.
+        host = parts.hostname if answer.self_node_id == answer.leader_node_id else endpoint.host
+        shown = f"[{host}]" if host and ":" in host else host
+        return f"{parts.scheme}://{shown}:{endpoint.meta_http_port}"
+
+    def _tls(self, url: str) -> ssl.SSLContext | None:
+        if not url.startswith("https://"):
+            return None
+        context = ssl.create_default_context(cafile=self._existing(self.ca_file))
+        if self.cert_key_file is not None and self.cert_file is None:
+            raise InvalidArgumentError(f"--cert-key-file {self.cert_key_file} needs --cert-file too")
+        if self.cert_file is not None:
+            try:
+                context.load_cert_chain(self.cert_file, self._existing(self.cert_key_file))
+            except ssl.SSLError as error:
+                raise InvalidArgumentError(
+                    f"--cert-file {self.cert_file} and its key cannot be used: {error.reason or error}"
+                ) from error
+        return context
+
+    @staticmethod
+    def _existing(path: Path | None) -> str | None:
+        if path is not None and not path.is_file():
+            raise InvalidArgumentError(f"{path} is not a file")  # the TLS library does not say which one is missing
+        return None if path is None else str(path)

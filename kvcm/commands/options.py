@@ -1,0 +1,125 @@
+"""Options that several commands have: a command names a dataclass, and gets its fields as options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.refusals import refuse_to_run
+
+__all__ = [
+    "AsJson", "ConfigFile", "DataDir", "DryRun", "Env", "Yes", "asked_password", "confirm", "first_line", "noun",
+    "with_options",
+]  # fmt: skip
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, show what would be changed.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for a confirmation.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config_file", "--config-file", "-c", help="Settings of the manager, as for serve.")
+]
+Env = Annotated[
+    list[str] | None, typer.Option("--env", "-e", metavar="KEY=VALUE", help="One setting, as for serve; repeatable.")
+]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Data directory of the manager, as for serve.")]
+
+
+def noun(name: str, text: str) -> typer.Typer:
+    """Return an empty set of commands about one thing."""
+    return typer.Typer(name=name, help=text, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with each parameter that is a dataclass replaced by one option per field.
+
+    Args:
+        command: its other parameters stay as they are; fields of the dataclasses are annotated as options.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters.values()
+    values = {each.name: each.annotation for each in parameters if dataclasses.is_dataclass(each.annotation)}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {name: _made(kind, given) for name, kind in values.items()}
+        command(**made, **given)
+
+    plain = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters if each.name not in values]
+    options = [option for kind in values.values() for option in _options(kind)]
+    signature = inspect.Signature([*plain, *options])
+    run.__signature__ = signature  # type: ignore[attr-defined] # what typer looks at
+    run.__annotations__ = {each.name: each.annotation for each in (*plain, *options)}
+    return run
+
+
+def _options(kind: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+
+
+def _made(kind: Any, given: dict[str, Any]) -> Any:
+    return kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Return when the operator agrees; without a terminal to ask at, the command ends with exit code 2.
+
+    Args:
+        question: what is about to be done.
+        yes: whether it was agreed to on the command line.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        refuse_to_run(f"{question} Nobody is there to ask: give --yes")
+    typer.confirm(question, abort=True, err=True)
+
+
+def asked_password(path: Path | None, *, is_new: bool) -> str:
+    """Return a password, from a file or from whoever sits at the terminal.
+
+    Args:
+        path: the file, None to ask.
+        is_new: whether to ask for it twice.
+
+    Raises:
+        InvalidArgumentError, OSError: the file cannot be used.
+    """
+    if path is not None:
+        return first_line(path, "password file")
+    if not sys.stdin.isatty():
+        refuse_to_run("nobody is there to ask for the password: give --password-file")
+    password: str = typer.prompt("Password", hide_input=True, confirmation_prompt=is_new, err=True)
+    return password
+
+
+def first_line(path: Path, what: str) -> str:
+    """Return the only line of a file that holds a secret.
+
+    Raises:
+        InvalidArgumentError: others than its owner may read it, or there is no such line in it.
+        OSError: it cannot be read.
+    """
+    with path.open(encoding="utf-8") as file:
+        mode = path.stat().st_mode & 0o777
+        if mode & 0o077:
+            raise InvalidArgumentError(
+                f"{what} {path} has mode {mode:03o}: others can read the secret in it; run `chmod 600 {path}`"
+            )
+        lines = file.read(_MOST_CHARACTERS).splitlines()
+    if len(lines) != 1 or not lines[0].strip():
+        raise InvalidArgumentError(f"{what} {path} has {len(lines)} lines, must be one line with the secret")
+    return lines[0]
+
+
+_MOST_CHARACTERS = 65_536

@@ -1,0 +1,164 @@
+"""A running manager: whether it serves, who leads, what is full, which storages are down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvcm.admin_client import AdminClient
+from kvcm.capacity_tables import troubles
+from kvcm.doctor.findings import Finding, Level, fail, ok, warn
+from kvcm.doctor.places import check_directory
+from kvcm.doctor.reachable import check_reachable
+from kvcm.doctor.skew import check_skew
+from kvcm.model.errors import InvalidArgumentError, KvcmError
+from kvcm.model.mooncake import mooncake_hosts
+from kvcm.model.storages import (
+    MooncakeStorageSpec,
+    NfsStorageSpec,
+    StorageConfig,
+    ThreeFSStorageSpec,
+    VcnsThreeFSStorageSpec,
+)
+from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
+from kvcm.refusals import NotAllowedError
+from kvcm.service.translate import read, storage_of
+from kvcm.service.usage_values import StorageStatus, UsageReport
+from kvcm.storage.health import HealthState
+
+__all__ = ["above_marks", "check_manager", "check_storage", "readiness", "status_of"]
+
+_CHECK = "manager"
+_PATHS = (NfsStorageSpec, ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
+
+
+def check_manager(client: AdminClient, *, is_expected: bool) -> Iterator[Finding]:
+    """Yield how a manager is, by what it answers.
+
+    Args:
+        client: of its admin port.
+        is_expected: whether it has to run.
+    """
+    try:
+        page = client.page("/readyz?verbose")
+    except KvcmError as error:
+        if is_expected or not isinstance(error.__cause__, ConnectionRefusedError):
+            yield fail(_CHECK, str(error), "start it with `kvcm serve`, or correct --manager and --ca-file")
+        else:
+            yield ok(_CHECK, f"none runs at {client.url}; `kvcm serve` starts one")
+        return
+    yield from readiness(client.url, page.status, page.body.decode(errors="replace"))
+    for check in (_leader, _usage, _storages):
+        yield from _asked(client, check)
+
+
+def _asked(client: AdminClient, check: Callable[[AdminClient], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check(client)
+    except NotAllowedError as error:
+        yield warn(_CHECK, str(error), "give a key of the role viewer at least")
+    except KvcmError as error:
+        yield fail(_CHECK, str(error), "look into its log")
+
+
+def readiness(url: str, status: int, text: str) -> Iterator[Finding]:
+    """Yield what the readiness page says."""
+    if status not in {200, 503}:
+        yield fail(_CHECK, f"{url} answers /readyz with HTTP {status}", "is it the admin port of a manager?")
+        return
+    reasons = [line.removeprefix("[-]") for line in text.splitlines() if line.startswith("[-]")]
+    if status == 200:
+        yield ok(_CHECK, f"{url} is ready")
+    for reason in reasons or (["it does not say why"] if status != 200 else []):
+        yield fail(
+            _CHECK, f"{url} is not ready: {reason}", "wait if it starts or stops; else see its log and its store"
+        )
+
+
+def _leader(client: AdminClient) -> Iterator[Finding]:
+    before = time.time()
+    answer = client.call("GetManagerClusterInfo", pb.GetManagerClusterInfoRequest(), pb.GetManagerClusterInfoResponse)
+    middle = (before + time.time()) / 2
+    if not answer.leader_node_id:
+        yield fail(
+            _CHECK,
+            "no manager leads: nothing is evicted, deleted or probed for garbage",
+            "look at kvcm_leader of all managers, and at the store that holds the lease",
+        )
+    else:
+        where = "this one" if answer.leader_node_id == answer.self_node_id else answer.leader_node_id
+        yield ok(_CHECK, f"{where} leads")
+    told = answer.header.request_id.rpartition("_")[2]
+    if told.isdecimal():
+        yield check_skew(f"manager {client.url}", int(told) / 1e6 - middle)
+
+
+def _usage(client: AdminClient) -> Iterator[Finding]:
+    answer = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
+    report = read(UsageReport, answer)
+    found = [_of_trouble(bad, text) for bad, text in troubles(report)]
+    found += above_marks(report)
+    yield from found or [ok("capacity", "no group, storage or global quota is full")]
+
+
+def above_marks(report: UsageReport) -> list[Finding]:
+    """Return the groups in which eviction has something to do; for long, it does not keep up."""
+    above = (each for each in report.groups if each.total.is_above_mark and not each.total.is_full)
+    advice = "if that lasts, see `kvcm storage list` and kvcm_reclaim_* metrics: deletions may fail or be slow"
+    return [warn("capacity", f"group {each.name} is above its mark and evicts", advice) for each in above]
+
+
+def _of_trouble(is_bad: bool, text: str) -> Finding:
+    advice = "raise a limit, remove what is not needed, or set marks below the limits: `kvcm usage` shows all"
+    return Finding(Level.FAIL if is_bad else Level.WARN, "capacity", text, advice)
+
+
+def _storages(client: AdminClient) -> Iterator[Finding]:
+    answer = client.call("ListStorage", pb.ListStorageRequest(), pb.ListStorageResponse)
+    known = {each.storage_unique_name: read(StorageStatus, each) for each in answer.storage_status}
+    if not answer.storage:
+        yield fail("storages", "there is none: nothing can be stored", "`kvcm storage add`")
+    for config in map(storage_of, answer.storage):
+        status = known.get(config.global_unique_name)
+        if status is not None:
+            yield status_of(status)
+        yield from check_storage(config)
+
+
+def status_of(status: StorageStatus) -> Finding:
+    """Return how a storage is for the manager that was asked."""
+    name = f"storage {status.storage_unique_name}"
+    if not status.is_enabled:
+        return warn(
+            "storages", f"{name} is disabled: its blocks count as missing", "`kvcm storage enable` uses it again"
+        )
+    if status.health is HealthState.SH_DOWN:
+        return fail(
+            "storages", f"{name} is down for the manager: {status.reason}", "repair it; it comes back by itself"
+        )
+    if status.health is HealthState.SH_DEGRADED:
+        return warn("storages", f"{name} is degraded: {status.reason}", "look at its medium and at its network")
+    if status.is_draining:
+        return warn("storages", f"{name} is being drained", "`kvcm storage drains` shows what is left")
+    return ok("storages", f"{name} is up for the manager")
+
+
+def check_storage(config: StorageConfig) -> Iterator[Finding]:
+    """Yield how a storage is as seen from this host."""
+    spec, check = config.spec, f"storage {config.global_unique_name}"
+    if isinstance(spec, _PATHS):
+        yield from check_directory(check, Path(spec.root), is_made=isinstance(spec, NfsStorageSpec))
+    elif isinstance(spec, MooncakeStorageSpec):
+        yield from _mooncake(check, spec)
+
+
+def _mooncake(check: str, spec: MooncakeStorageSpec) -> Iterator[Finding]:
+    try:
+        hosts: Sequence[tuple[str, object]] = mooncake_hosts(spec)
+    except InvalidArgumentError as error:
+        yield fail(check, str(error), "`kvcm storage update` with --set corrects it")
+        return
+    for name, host in hosts:
+        yield check_reachable(check, name, str(host))
