@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import grpc.aio
 
 from connectors.calls import AnswerT, Call
-from connectors.channels import CHANNEL_OPTIONS, failed, read_addresses
+from connectors.channels import failed, left_seconds, open_async_channel, read_addresses
+from connectors.credentials import Login, Shown
 from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
 from connectors.policy import Conversation, Pause, Reply
 from connectors.results import (
@@ -39,8 +41,10 @@ class AsyncManagerClient:
         self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
     ) -> None:
         self._addresses = read_addresses(addresses)
-        self._exchanges = Exchanges(len(self._addresses), instance_id, settings or ClientSettings())
-        self._channels: dict[int, grpc.aio.Channel] = {}
+        settings = settings or ClientSettings()
+        self._login = Login(settings.credentials)
+        self._exchanges = Exchanges(len(self._addresses), instance_id, settings)
+        self._channels: dict[int, tuple[grpc.aio.Channel, Shown]] = {}
         self._closed = False
 
     def counters(self) -> dict[str, CallCounters]:
@@ -188,7 +192,7 @@ class AsyncManagerClient:
     async def close(self) -> None:
         """See `ManagerClient.close`."""
         self._closed = True
-        for channel in self._channels.values():
+        for channel, _ in self._channels.values():
             await channel.close()
 
     async def __aenter__(self) -> AsyncManagerClient:
@@ -215,16 +219,29 @@ class AsyncManagerClient:
                 reply = await self._send(exchange.call, request, step.address, step.timeout_seconds)
 
     async def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
+        begin, shown = time.monotonic(), self._login.shown
+        reply = await self._attempt(call, request, address, timeout_seconds, shown)
+        is_in_doubt = reply.answer is None and self._login.is_in_doubt(reply.status)
+        if is_in_doubt and await asyncio.to_thread(self._login.has_changed, shown):
+            timeout_seconds = left_seconds(begin, timeout_seconds)
+            reply = await self._attempt(call, request, address, timeout_seconds, self._login.shown)
+        return reply
+
+    async def _attempt(
+        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: Shown
+    ) -> Reply[AnswerT]:
         try:
-            method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel(address).unary_unary(call.path)
-            return Reply(call.decode(await method(request, timeout=timeout_seconds)))
+            channel = self._channel(address, shown)
+            method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+            return Reply(call.decode(await method(request, timeout=timeout_seconds, metadata=shown.metadata)))
         except Exception as error:
             return failed(error)
 
-    def _channel(self, address: int) -> grpc.aio.Channel:
+    def _channel(self, address: int, shown: Shown) -> grpc.aio.Channel:
         if self._closed:
             raise ValueError("the client is closed")
-        # Made on the first call, because a channel belongs to the event loop that runs then.
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(self._addresses[address], CHANNEL_OPTIONS)
-        return self._channels[address]
+        known = self._channels.get(address)
+        if known is None or known[1].channel is not shown.channel:
+            # Made on the first call, because a channel belongs to the event loop that runs then.
+            known = self._channels[address] = open_async_channel(self._addresses[address], self._login, shown), shown
+        return known[0]

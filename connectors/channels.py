@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from connectors.calls import AnswerT
+from connectors.credentials import Login, Shown
 from connectors.policy import Reply
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["CHANNEL_OPTIONS", "failed", "read_addresses"]
+__all__ = ["CHANNEL_OPTIONS", "failed", "left_seconds", "open_async_channel", "open_channel", "read_addresses"]
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # a match of a long prompt is bigger than gRPC's default limit of 4 MiB
@@ -46,6 +49,27 @@ def read_addresses(addresses: str | Sequence[str]) -> tuple[str, ...]:
         if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise InvalidArgumentError(f"addresses holds {address!r}, must be host:port with a port of 1 to 65535")
     return stripped
+
+
+def open_channel(address: str, login: Login, shown: Shown) -> grpc.Channel:
+    """Return a channel for threads."""
+    options = [*CHANNEL_OPTIONS, *login.options]
+    if shown.channel is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, shown.channel, options)
+
+
+def open_async_channel(address: str, login: Login, shown: Shown) -> grpc.aio.Channel:
+    """Return a channel for the running event loop."""
+    options = [*CHANNEL_OPTIONS, *login.options]
+    if shown.channel is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, shown.channel, options)
+
+
+def left_seconds(begin: float, timeout_seconds: float) -> float:
+    """Return what is left of a time that began at `begin`."""
+    return begin + timeout_seconds - time.monotonic()
 
 
 def failed(error: Exception) -> Reply[AnswerT]:

@@ -16,7 +16,8 @@ import grpc
 
 from connectors.async_client import AsyncManagerClient
 from connectors.calls import AnswerT, Call
-from connectors.channels import CHANNEL_OPTIONS, failed, read_addresses
+from connectors.channels import failed, left_seconds, open_channel, read_addresses
+from connectors.credentials import Login, Shown
 from connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
 from connectors.policy import Conversation, Pause, Reply
 from connectors.results import (
@@ -46,7 +47,7 @@ class ManagerClient:
         settings: deadlines and retries.
 
     Raises:
-        InvalidArgumentError: an address or the instance id is malformed.
+        InvalidArgumentError: an address or the instance id is malformed, or the credentials cannot be used.
 
     Every method takes `timeout_seconds`: its budget, retries and pauses included (None: `settings.timeout_seconds`).
     """
@@ -55,8 +56,10 @@ class ManagerClient:
         self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
     ) -> None:
         self._addresses = read_addresses(addresses)
-        self._exchanges = Exchanges(len(self._addresses), instance_id, settings or ClientSettings())
-        self._channels: dict[int, grpc.Channel] = {}
+        settings = settings or ClientSettings()
+        self._login = Login(settings.credentials)
+        self._exchanges = Exchanges(len(self._addresses), instance_id, settings)
+        self._channels: dict[int, tuple[grpc.Channel, Shown]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -287,7 +290,7 @@ class ManagerClient:
         """Close the connections; calls after it are misses."""
         with self._lock:
             self._closed = True
-            for channel in self._channels.values():
+            for channel, _ in self._channels.values():
                 channel.close()
 
     def __enter__(self) -> ManagerClient:
@@ -314,16 +317,28 @@ class ManagerClient:
                 reply = self._send(exchange.call, request, step.address, step.timeout_seconds)
 
     def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
+        begin, shown = time.monotonic(), self._login.shown
+        reply = self._attempt(call, request, address, timeout_seconds, shown)
+        if reply.answer is None and self._login.is_in_doubt(reply.status) and self._login.has_changed(shown):
+            timeout_seconds = left_seconds(begin, timeout_seconds)
+            reply = self._attempt(call, request, address, timeout_seconds, self._login.shown)
+        return reply
+
+    def _attempt(
+        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: Shown
+    ) -> Reply[AnswerT]:
         try:
-            method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel(address).unary_unary(call.path)
-            return Reply(call.decode(method(request, timeout=timeout_seconds)))
+            channel = self._channel(address, shown)
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+            return Reply(call.decode(method(request, timeout=timeout_seconds, metadata=shown.metadata)))
         except Exception as error:
             return failed(error)
 
-    def _channel(self, address: int) -> grpc.Channel:
+    def _channel(self, address: int, shown: Shown) -> grpc.Channel:
         with self._lock:
             if self._closed:
                 raise ValueError("the client is closed")
-            if address not in self._channels:
-                self._channels[address] = grpc.insecure_channel(self._addresses[address], CHANNEL_OPTIONS)
-            return self._channels[address]
+            known = self._channels.get(address)
+            if known is None or known[1].channel is not shown.channel:
+                known = self._channels[address] = open_channel(self._addresses[address], self._login, shown), shown
+            return known[0]

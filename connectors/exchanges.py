@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from connectors import calls
 from connectors.answers import MalformedAnswerError, read_cluster_info, read_grant, read_locations
 from connectors.calls import AnswerT, Call
+from connectors.credentials import ClientCredentials
 from connectors.journal import Journal
 from connectors.policy import Policy, RetrySettings, Verdict
 from connectors.requests import Requests
@@ -62,11 +63,13 @@ class ClientSettings:
         retry: how patient it is inside the budget.
         node_id: node of the caller, as `NodeSettings` tells: matches and writes then may name memory pools that are on
             it. "" for a caller that moves no bytes of pools.
+        credentials: who it is, and whom it believes.
     """
 
     timeout_seconds: float = 1.0
     retry: RetrySettings = field(default_factory=RetrySettings)
     node_id: str = ""
+    credentials: ClientCredentials = field(default_factory=ClientCredentials)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from connectors.channels import read_addresses
 from connectors.client import ManagerClient
+from connectors.credentials import ClientCredentials, Login
+from connectors.exchanges import ClientSettings
 from connectors.node import NodeSettings
 from connectors.results import PoolReport
 from connectors.transfer.pool_access import PoolAccess
@@ -37,6 +39,12 @@ __all__ = ["AgentSettings", "PoolAgent", "main", "read_arguments"]
 _SIZE = re.compile(r"([0-9]{1,18})([KMGT]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _LEAST_INTERVAL_SECONDS, _MOST_INTERVAL_SECONDS = 0.1, 3600.0
+_CREDENTIAL_FILES = {
+    "key-file": "file with the API key of this agent",
+    "ca-file": "authorities of the managers' certificates",
+    "cert-file": "this agent's certificate",
+    "cert-key-file": "its key",
+}
 _VALID_INTERVALS = 3  # so many reports in a row may fail
 _TOKEN_BYTES = 64
 _log = logging.getLogger("kvcm.pool_agent")
@@ -54,6 +62,7 @@ class AgentSettings:
         interval_seconds: between two reports.
         touches: have all memory mapped before the first report.
         removes_on_exit: take the memory away at the end.
+        credentials: who it is, and whom it believes.
     """
 
     storage: str
@@ -63,6 +72,7 @@ class AgentSettings:
     interval_seconds: float = 5.0
     touches: bool = False
     removes_on_exit: bool = False
+    credentials: ClientCredentials = field(default_factory=ClientCredentials)
 
     @property
     def valid_ms(self) -> int:
@@ -161,13 +171,14 @@ def read_arguments(arguments: Sequence[str]) -> AgentSettings:
     found = parser.parse_args(arguments)
     try:
         check_storage_name("--storage", found.storage)
-        node = _node(found)
+        node, credentials = _node(found), _credentials(found)
     except InvalidArgumentError as error:
         parser.error(str(error))
     if not node.node_id:
         parser.error("--node-id is not given, and the host's name cannot be one: 1 to 128 characters A-Z a-z 0-9 . _ -")
     return AgentSettings(
-        found.storage, found.capacity, found.manager, node, found.interval, found.prefault, found.remove_on_exit
+        *(found.storage, found.capacity, found.manager, node, found.interval, found.prefault, found.remove_on_exit),
+        credentials,
     )
 
 
@@ -181,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = settings.node
     path = segment_path(node.pool_directory, node.cluster_id, settings.storage)
     # No call of the agent is about an instance.
-    with ManagerClient(settings.managers, "kvcm-pool-agent") as client:
+    as_whom = ClientSettings(credentials=settings.credentials)
+    with ManagerClient(settings.managers, "kvcm-pool-agent", as_whom) as client:
 
         def report(storage: str, node_id: str, generation: int, capacity_bytes: int) -> PoolReport | None:
             timeout = min(settings.interval_seconds, 5.0)
@@ -212,7 +224,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interval", type=_interval, default=5.0, help="seconds between two reports, default 5")
     parser.add_argument("--prefault", action="store_true", help="have all memory mapped before the first report")
     parser.add_argument("--remove-on-exit", action="store_true", help="take the memory away at the end")
+    for name, about in _CREDENTIAL_FILES.items():
+        parser.add_argument(f"--{name}", type=Path, help=f"{about}, default: KVCM_{name.upper().replace('-', '_')}")
     return parser
+
+
+def _credentials(found: argparse.Namespace) -> ClientCredentials:
+    names = [name.replace("-", "_") for name in _CREDENTIAL_FILES]
+    given = {name: path for name in names if (path := getattr(found, name)) is not None}
+    credentials = replace(ClientCredentials.from_environment(), **given)
+    Login(credentials)  # it is the start that fails, not every report
+    return credentials
 
 
 def _node(found: argparse.Namespace) -> NodeSettings:

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from connectors.client import ManagerClient
+from connectors.credentials import ClientCredentials
 from connectors.exchanges import ClientSettings
 from connectors.keys import KeyChain
 from connectors.layout import BlockLayout
@@ -130,15 +131,18 @@ class KVReuse:
 
         Raises:
             InvalidArgumentError: the KV of this kind of model cannot be reused, or an argument, or a
-                variable of `NodeSettings`, is malformed.
+                variable of `NodeSettings` or `ClientCredentials`, is malformed.
 
         A manager that refuses the registration (another model under this instance id) is no exception: it is logged as
         an error, `registration` tells, and generation goes on without reuse.
         """
         settings = settings or ReuseSettings()
         node_id = NodeSettings.from_environment().node_id
+        credentials = ClientCredentials.from_environment()
         client = ManagerClient(
-            manager, instance_id, ClientSettings(timeout_seconds=settings.call_seconds, node_id=node_id)
+            manager,
+            instance_id,
+            ClientSettings(timeout_seconds=settings.call_seconds, node_id=node_id, credentials=credentials),
         )
         reuse = cls(
             model,

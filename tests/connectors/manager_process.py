@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,26 +76,34 @@ class ManagerProcess:
             self.kill()
 
 
-def start_manager(data_dir: Path, ports: dict[str, int] | None = None) -> ManagerProcess:
-    """Start a manager and wait until it is healthy."""
+def start_manager(
+    data_dir: Path,
+    ports: dict[str, int] | None = None,
+    settings: Sequence[str] = (),
+    credentials: grpc.ChannelCredentials | None = None,
+) -> ManagerProcess:
+    """Start a manager and wait until it is healthy; with credentials where its settings have it speak TLS."""
     ports = ports or {name: free_port() for name in _PORTS}
     command = [sys.executable, "-m", "kvcm", "serve", "--data-dir", str(data_dir)]
     for name, port in ports.items():
         command += ["-e", f"kvcm.service.{name}={port}"]
+    for setting in settings:
+        command += ["-e", setting]
     manager = ManagerProcess(
         data_dir, ports, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     )
     try:
-        _wait_until_healthy(manager)
+        _wait_until_healthy(manager, credentials)
     except BaseException:
         manager.kill()
         raise
     return manager
 
 
-def _wait_until_healthy(manager: ManagerProcess) -> None:
+def _wait_until_healthy(manager: ManagerProcess, credentials: grpc.ChannelCredentials | None) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    with grpc.insecure_channel(f"127.0.0.1:{manager.ports['admin_rpc_port']}") as channel:
+    address = f"127.0.0.1:{manager.ports['admin_rpc_port']}"
+    with grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address) as channel:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         while True:
             if manager.process.poll() is not None:
