@@ -6,7 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-SERVER_ONLY = ("typer", "structlog", "uvicorn", "uvloop", "httptools", "rich", "msgspec", "redis", "rocksdict")
+SERVER_ONLY = (
+    "typer",
+    "structlog",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "rich",
+    "msgspec",
+    "redis",
+    "rocksdict",
+    "fastapi",
+)
 ENGINE_ONLY = ("torch", "transformers", "triton")
 
 

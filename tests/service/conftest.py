@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from rest_client import RestClient
 from test_transport_drivers import Api
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
@@ -34,3 +35,11 @@ def api(request: pytest.FixtureRequest, apis: dict[str, Api]) -> Api:
 def site(api: Api) -> Site:
     """A place of the test's own on the shared manager."""
     return Site(api)
+
+
+@pytest.fixture
+def rest(server: ManagerProcess) -> Iterator[RestClient]:
+    """The resources of the shared manager."""
+    client = RestClient(server.address.admin_http)
+    yield client
+    client.connection.close()

@@ -60,6 +60,10 @@ def _named(field: str, make: Callable[[Site], str]) -> Callable[[Site], Fields]:
     return lambda site: {field: make(site)}
 
 
+def _snapshot(site: Site) -> Fields:
+    return {"config_snapshot": site.api.ok("AdminService.GenConfigSnapshot").config_snapshot}
+
+
 GOOD: dict[str, Callable[[Site], Fields]] = {
     "AdminService.AddStorage": lambda _site: _storage(),
     "AdminService.EnableStorage": _named("storage_unique_name", Site.storage),
@@ -80,6 +84,8 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
     "AdminService.AddAccount": lambda _site: {"user_name": unique("user"), "password": "p", "role": "ROLE_ADMIN"},
     "AdminService.DeleteAccount": _account,
     "AdminService.ListAccount": lambda _site: {},
+    "AdminService.GenConfigSnapshot": lambda _site: {},
+    "AdminService.LoadConfigSnapshot": _snapshot,
     "AdminService.GetMetrics": lambda _site: {},
     "AdminService.CheckHealth": lambda _site: {},
     "AdminService.GetManagerClusterInfo": lambda _site: {},
@@ -239,8 +245,6 @@ def _update(site: Site, spec: Fields) -> Fields:
     return {"instance_group": changed, "current_version": 1}
 
 
-_SNAPSHOT = [_refused("snapshots", "UNSUPPORTED", lambda _site: {}, "snapshot")]
-
 REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
     "AdminService.AddStorage": [
         *_storage_refusals(lambda _site: unique("storage")),
@@ -284,8 +288,11 @@ REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
         _refused("taken", "DUPLICATE_ENTITY", lambda site: {**_account(site), "password": "q"}, "user-", "exists"),
     ],
     "AdminService.DeleteAccount": _unknown("DeleteAccount", "user_name"),
-    "AdminService.GenConfigSnapshot": _SNAPSHOT,
-    "AdminService.LoadConfigSnapshot": _SNAPSHOT,
+    "AdminService.LoadConfigSnapshot": [
+        _invalid("no text", lambda _site: {}, "config_snapshot", "empty"),
+        _invalid("no JSON", lambda _site: {"config_snapshot": "{"}, "config_snapshot", "JSON"),
+        _invalid("another format", lambda _site: {"config_snapshot": "{}"}, "format", "kvcm-config"),
+    ],
     "AdminService.UpdateLogger": [
         _invalid("no level", lambda _site: {}, "log_level", "DEBUG"),
         _invalid("unknown level", lambda _site: {"log_level": "loud"}, "log_level", "'loud'", "DEBUG"),

@@ -102,15 +102,6 @@ def test_a_password_never_appears_in_the_log_or_in_an_answer(loud: ManagerProces
     assert secret not in loud.log_text()
 
 
-# ── Snapshots ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_snapshots_are_unsupported_and_say_so(api: Api) -> None:
-    for rpc in ("GenConfigSnapshot", "LoadConfigSnapshot"):
-        code, message = api.refused(f"AdminService.{rpc}")
-        assert (code, "snapshot" in message) == ("UNSUPPORTED", True)
-
-
 # ── Leadership of a single node ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -34,9 +34,8 @@ class Commands:
         self._directory = directory
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        address = self._server.address
-        http = address.http if arguments[0] == "pin" else address.admin_http
-        return run_kvcm(self._directory, *arguments, "--manager", f"http://{http}", **environment)
+        url = f"http://{self._server.address.admin_http}"
+        return run_kvcm(self._directory, *arguments, "--manager", url, **environment)
 
     def ok(self, *arguments: str) -> str:
         done = self.run(*arguments)
@@ -143,7 +142,7 @@ def test_garbage_is_freed_only_when_it_is_told_to(site: Site, commands: Commands
     assert "nobody" in commands.refused("storage", "garbage", "--instance", "nobody")
 
 
-def test_pins_are_listed_from_the_data_port(site: Site, commands: Commands) -> None:
+def test_pins_are_listed_from_the_data_port_that_the_manager_tells(site: Site, commands: Commands) -> None:
     instance = site.instance(site.group(pin_budget_bytes=1 << 20))
     site.write(instance, range(3))
     fields = {"block_keys": [0, 1, 2], "owner": "[bold]someone", "ttl_seconds": 600}

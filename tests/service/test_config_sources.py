@@ -105,7 +105,7 @@ BAD = {
     "kvcm.leader_elector.lease_ms": ["0", "-1"],
     "kvcm.service.require_leader": ["yes", "TRUE", ""],
     "kvcm.service.insecure": ["1"],
-    "kvcm.auth.mode": ["required", "on", ""],
+    "kvcm.auth.mode": ["require", "on", ""],
     "kvcm.logger.log_level": ["loud", "1", "9"],
     "kvcm.service.host": ["nowhere.example"],
     "kvcm.storage.allowed_roots": ["relative/path"],

@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+from authorities import Authority
 
+from kvcm.config import Settings
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.service.admission import AdmissionSettings, GuardedAdmission
@@ -22,9 +26,11 @@ from kvcm.service.http_app import HttpApp
 from kvcm.service.http_server import HttpServer
 from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
+from kvcm.service.tls import ServerTls
 from kvcm.service.work_ahead import WorkAhead
+from kvcm.tls_files import TlsFiles
 
-PACE = 1e-6
+PACE = 5e-5
 OF_NONE = 10_000 * PACE
 """Seconds of work that a request without a body counts as."""
 BODY = json.dumps({"instance_id": "i", "block_keys": ["1"]}).encode()
@@ -51,6 +57,9 @@ class TurnedAway:
 class Site:
     """An HTTP listener whose calls wait until they are let go; while one does, whoever comes is turned away."""
 
+    tls: ClassVar[ServerTls | None] = None
+    secure: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         self.ahead = WorkAhead(lambda: 0.0, lambda: 0.0)
         self.ahead.seconds_per_byte = PACE
@@ -64,7 +73,7 @@ class Site:
         self.app = HttpApp(self.gate, MOST_BYTES)
         limits = RequestLimits(1000, 1000, MOST_BYTES)
         self.app.serve(calls, caller, bodies=BodyReader(limits, Lane(time.monotonic, 1, 64, 0.0)))
-        self.server = HttpServer("127.0.0.1", 0)
+        self.server = HttpServer("127.0.0.1", 0, tls=Site.tls)
 
     def _call(self, name: str, request_type: type[Any], plane: Plane) -> Call:
         return Call("s", name, plane, request_type, meta.CommonResponse, self._answer, is_traced=False)
@@ -80,10 +89,12 @@ class Site:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port, **Site.secure)
         async with asyncio.timeout(60):
             yield reader, writer
         writer.close()
+        with contextlib.suppress(ssl.SSLError):  # answers that were not read
+            await writer.wait_closed()
 
     @contextlib.asynccontextmanager
     async def busy(self) -> AsyncIterator[None]:
@@ -94,6 +105,18 @@ class Site:
             yield
             self.let_go.set()
             assert (await answer(reader))[0] == 200
+
+
+@pytest.fixture(params=["plain", "tls"], autouse=True)
+def transport(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test on a port in plain text, and on one that speaks TLS."""
+    if request.param == "tls":
+        authority = Authority.make(tmp_path)
+        pair = authority.server()
+        files = TlsFiles(Settings(tls_cert_file=str(pair.cert), tls_key_file=str(pair.key)))
+        context = ssl.create_default_context(cafile=str(authority.file))
+        monkeypatch.setattr(Site, "tls", files.tls)
+        monkeypatch.setattr(Site, "secure", {"ssl": context, "server_hostname": "localhost"})
 
 
 @contextlib.asynccontextmanager
@@ -181,7 +204,7 @@ async def test_who_does_not_read_refusals_is_not_written_more_of_them() -> None:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", site.server.port))
-            reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+            reader, writer = await asyncio.open_connection(sock=connection, limit=1024, **Site.secure)
             for _ in range(2000):  # ten times what buffers of the system may take
                 writer.write(post(BODY) * 500)
                 await asyncio.sleep(0)

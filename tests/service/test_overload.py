@@ -66,7 +66,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
 def test_every_reason_has_a_series_from_the_start(server: ManagerProcess) -> None:
     text = ask(server.address.admin_http, "/metrics").body.decode()
     reasons = set(re.findall(r'^kvcm_rpc_rejected_total\{reason="([a-z]+)"\}', text, re.MULTILINE))
-    assert reasons == {"draining", "rate", "overload", "deadline", "queue"}
+    assert reasons == {"draining", "rate", "overload", "deadline", "queue", "unauthenticated", "forbidden"}
 
 
 def test_a_client_that_asks_for_too_many_keys_is_told_when_to_come_back(limited: Limited) -> None:

@@ -46,7 +46,7 @@ def test_probes_are_pages_and_nothing_else(server: ManagerProcess) -> None:
 
 
 def test_grpc_tells_the_health_of_each_service_where_it_is_served(server: ManagerProcess) -> None:
-    admin = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService"}
+    admin = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService", "AccessService"}
     for name, service in SERVICES.items():
         here, there = server.address.rpc, server.address.admin_rpc
         assert health(there if name in admin else here, service.full_name) == "SERVING"

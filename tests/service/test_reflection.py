@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from test_transport_drivers import SERVICES, Address
 from test_transport_process import ManagerProcess, manager
 
-ADMIN = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService"}
+ADMIN = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService", "AccessService"}
 OURS = {"data": set(SERVICES) - ADMIN, "admin": ADMIN}
 ITS_OWN = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 

@@ -17,6 +17,7 @@ from kvcm.service.request_sizes import (
     MOST_ENTRIES,
     MOST_FREE_TEXT_BYTES,
     MOST_NAME_BYTES,
+    MOST_SNAPSHOT_BYTES,
     MOST_TEXT_BYTES,
     RequestSizes,
 )
@@ -36,6 +37,7 @@ LIMIT_OF_TEXT = {
         ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"), MOST_NAME_BYTES
     ),
     **dict.fromkeys(("extra", "user_data", "lora_name"), MOST_FREE_TEXT_BYTES),
+    "config_snapshot": MOST_SNAPSHOT_BYTES,
 }
 READ_BY_HANDLERS = {"locations", "parts"}
 REQUESTS = [GetMessageClass(method.input_type) for service in SERVICES.values() for method in service.methods]

@@ -7,9 +7,11 @@ read by protobuf's own json_format (an answer with an unknown field or a wrong t
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import grpc
@@ -21,6 +23,8 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import admin_service_pb2_grpc as admin_grpc
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol import meta_service_pb2_grpc as meta_grpc
+from kvcm.protocol.kvcm.v1 import access_service_pb2 as access
+from kvcm.protocol.kvcm.v1 import access_service_pb2_grpc as access_grpc
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2_grpc as capacity_grpc
 from kvcm.protocol.kvcm.v1 import config_service_pb2 as config
@@ -40,11 +44,13 @@ __all__ = [
     "SERVICES",
     "Address",
     "Api",
+    "ClientTls",
     "Driver",
     "GrpcDriver",
     "HttpAnswer",
     "HttpDriver",
     "Refusal",
+    "Turn",
     "eventually",
     "post",
 ]
@@ -60,10 +66,11 @@ SERVICES = {
     "CapacityService": capacity.DESCRIPTOR.services_by_name["CapacityService"],
     "StorageService": storage.DESCRIPTOR.services_by_name["StorageService"],
     "ConfigService": config.DESCRIPTOR.services_by_name["ConfigService"],
+    "AccessService": access.DESCRIPTOR.services_by_name["AccessService"],
 }
 """Every service that a manager serves."""
 
-_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService"}
+_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService", "AccessService"}
 _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "MetaService": meta_grpc.MetaServiceStub,
     "LeaseService": lease_grpc.LeaseServiceStub,
@@ -74,6 +81,7 @@ _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "CapacityService": capacity_grpc.CapacityServiceStub,
     "StorageService": storage_grpc.StorageServiceStub,
     "ConfigService": config_grpc.ConfigServiceStub,
+    "AccessService": access_grpc.AccessServiceStub,
 }
 _CODES = admin.ErrorCode  # numbers agree in all packages
 
@@ -96,6 +104,22 @@ class Refusal(NamedTuple):
     message: str
 
 
+class Turn(NamedTuple):
+    """How a transport took a request: the status of HTTP that fits, its text, and what else it says."""
+
+    status: int
+    text: str
+    headers: dict[str, str]
+
+
+_STATUS_OF_CODE = {
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAVAILABLE: 503,
+}
+
+
 class Driver(Protocol):
     """One transport to one manager."""
 
@@ -104,6 +128,10 @@ class Driver(Protocol):
     def send(self, service: str, rpc: str, request: Message) -> Any:
         """Return the answer to a request; any outcome but a proper answer raises."""
 
+    def attempt(self, service: str, rpc: str, request: Message, authorization: str | None = None) -> Turn:
+        """Return how the transport takes a request, with another authorization than the driver's own if one is given;
+        "" for none."""
+
     def refuses_unparsable(self, service: str, rpc: str) -> bool:
         """Send what is no request at all; return whether it is refused as the transport's documentation says."""
 
@@ -111,29 +139,60 @@ class Driver(Protocol):
         """Close the connections."""
 
 
+class ClientTls(NamedTuple):
+    """How a client speaks TLS: whom it believes, and what it shows of itself, if anything."""
+
+    ca_file: Path
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return the same for gRPC."""
+        own = [file.read_bytes() if file is not None else None for file in (self.key_file, self.cert_file)]
+        return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *own)
+
+    def context(self) -> ssl.SSLContext:
+        """Return the same for HTTP."""
+        context = ssl.create_default_context(cafile=str(self.ca_file))
+        if self.cert_file is not None:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        return context
+
+
 class GrpcDriver:
     """The calls over gRPC."""
 
     name = "grpc"
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, key: str = "", tls: ClientTls | None = None) -> None:
+        self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
         options = (
             ("grpc.enable_http_proxy", 0),
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
+            *((("grpc.use_local_subchannel_pool", 1),) if tls is not None else ()),  # else sessions are resumed
         )
-        data = grpc.insecure_channel(address.rpc, options)
-        admin_channel = grpc.insecure_channel(address.admin_rpc, options)
+        data, admin_channel = (_channel(target, options, tls) for target in (address.rpc, address.admin_rpc))
         self.channels = {name: admin_channel if name in _ON_ADMIN_PORT else data for name in SERVICES}
         self._stubs = {name: stub(self.channels[name]) for name, stub in _STUBS.items()}
 
     def send(self, service: str, rpc: str, request: Message) -> Any:
-        return getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS)
+        return getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS, metadata=self._metadata)
+
+    def attempt(self, service: str, rpc: str, request: Message, authorization: str | None = None) -> Turn:
+        given = (
+            self._metadata if authorization is None else (("authorization", authorization),) if authorization else ()
+        )
+        try:
+            getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS, metadata=given)
+        except grpc.RpcError as error:
+            return Turn(_STATUS_OF_CODE[error.code()], error.details(), dict(error.trailing_metadata()))
+        return Turn(200, "", {})
 
     def refuses_unparsable(self, service: str, rpc: str) -> bool:
         call = self.channels[service].unary_unary(f"/{SERVICES[service].full_name}/{rpc}")
         try:
-            call(b"\xff\xff\xff", timeout=DEADLINE_SECONDS)
+            call(b"\xff\xff\xff", timeout=DEADLINE_SECONDS, metadata=self._metadata)
         except grpc.RpcError as error:
             request_name = SERVICES[service].methods_by_name[rpc].input_type.name
             return error.code() is grpc.StatusCode.INVALID_ARGUMENT and request_name in error.details()
@@ -144,6 +203,12 @@ class GrpcDriver:
             channel.close()
 
 
+def _channel(target: str, options: Sequence[tuple[str, int]], tls: ClientTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(target, options)
+    return grpc.secure_channel(target, tls.credentials(), options)
+
+
 class HttpAnswer(NamedTuple):
     """A raw HTTP answer; header names in lower case."""
 
@@ -152,17 +217,24 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
 
-def post(connection: http.client.HTTPConnection, path: str, body: bytes, method: str = "POST") -> HttpAnswer:
+def post(
+    connection: http.client.HTTPConnection,
+    path: str,
+    body: bytes,
+    method: str = "POST",
+    headers: Mapping[str, str] | None = None,
+) -> HttpAnswer:
     """Send a body and return the raw answer; on a new connection where the server closed the idle one."""
+    sent = dict(headers or {})
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, sent)
         response = connection.getresponse()
     except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
         connection.close()
-        connection.request(method, path, body)
+        connection.request(method, path, body, sent)
         response = connection.getresponse()
-    headers = {name.lower(): value for name, value in response.getheaders()}
-    return HttpAnswer(response.status, headers, response.read())
+    received = {name.lower(): value for name, value in response.getheaders()}
+    return HttpAnswer(response.status, received, response.read())
 
 
 class HttpDriver:
@@ -170,13 +242,19 @@ class HttpDriver:
 
     name = "http"
 
-    def __init__(self, address: Address) -> None:
-        self.data = http.client.HTTPConnection(address.http, timeout=DEADLINE_SECONDS)
-        self.admin = http.client.HTTPConnection(address.admin_http, timeout=DEADLINE_SECONDS)
+    def __init__(self, address: Address, key: str = "", tls: ClientTls | None = None) -> None:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.data, self.admin = (_connection(target, tls) for target in (address.http, address.admin_http))
 
-    def _post(self, service: str, rpc: str, body: bytes) -> HttpAnswer:
+    def _post(self, service: str, rpc: str, body: bytes, authorization: str | None = None) -> HttpAnswer:
         connection = self.admin if service in _ON_ADMIN_PORT else self.data
-        return post(connection, f"/api/{rpc[0].lower()}{rpc[1:]}", body)
+        headers = self._headers if authorization is None else {"authorization": authorization} if authorization else {}
+        return post(connection, f"/api/{rpc[0].lower()}{rpc[1:]}", body, headers=headers)
+
+    def attempt(self, service: str, rpc: str, request: Message, authorization: str | None = None) -> Turn:
+        body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None)
+        answer = self._post(service, rpc, body.encode(), authorization)
+        return Turn(answer.status, answer.headers.get("x-kvcm-error", ""), answer.headers)
 
     def send(self, service: str, rpc: str, request: Message) -> Any:
         body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None)
@@ -193,6 +271,12 @@ class HttpDriver:
     def close(self) -> None:
         self.data.close()
         self.admin.close()
+
+
+def _connection(target: str, tls: ClientTls | None) -> http.client.HTTPConnection:
+    if tls is None:
+        return http.client.HTTPConnection(target, timeout=DEADLINE_SECONDS)
+    return http.client.HTTPSConnection(target, timeout=DEADLINE_SECONDS, context=tls.context())
 
 
 @dataclass(frozen=True)
@@ -214,6 +298,13 @@ class Api:
         status = answer.header.status
         assert status.code == _CODES.Value("OK"), f"{rpc}: {_CODES.Name(status.code)}: {status.message}"
         return answer
+
+    def attempt(self, rpc: str, authorization: str | None = None, **fields: Any) -> Turn:
+        """Return how the transport takes a request of these fields."""
+        service, _, name = rpc.rpartition(".")
+        service = service or "MetaService"
+        request_class = GetMessageClass(SERVICES[service].methods_by_name[name].input_type)
+        return self.driver.attempt(service, name, request_class(**fields), authorization)
 
     def refused(self, rpc: str, **fields: Any) -> Refusal:
         """Return code and message of the answer, which must not be OK."""

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+import test_access_cases
 import test_admin_cases
 import test_capacity_cases
 import test_config_cases
@@ -19,7 +20,7 @@ from test_transport_sites import Site, unique
 
 _TABLES = [
     *(test_meta_cases, test_pin_cases, test_pool_cases, test_admin_cases, test_capacity_cases, test_storage_cases),
-    test_config_cases,
+    *(test_config_cases, test_access_cases),
 ]
 GOOD = {rpc: make for table in _TABLES for rpc, make in table.GOOD.items()}
 REFUSED = {rpc: cases for table in _TABLES for rpc, cases in table.REFUSED.items()}
@@ -30,10 +31,9 @@ _REFUSALS = [pytest.param(rpc, case, id=f"{rpc}: {case.rule}") for rpc, cases in
 
 
 def test_every_rpc_of_the_contract_has_cases() -> None:
-    unsupported = {"AdminService.GenConfigSnapshot", "AdminService.LoadConfigSnapshot"}
-    assert set(GOOD) == set(EVERY_RPC) - unsupported
+    assert set(GOOD) == set(EVERY_RPC)
     assert set(REFUSED) == set(EVERY_RPC)
-    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3 + 1
+    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3 + 1 + 6
 
 
 @pytest.mark.parametrize("rpc", GOOD)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ports import free_port
-from test_transport_drivers import Address, Api, GrpcDriver, HttpDriver
+from test_transport_drivers import Address, Api, ClientTls, GrpcDriver, HttpDriver
 
 __all__ = ["ManagerProcess", "manager", "run_kvcm"]
 
@@ -90,9 +90,9 @@ class ManagerProcess:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     @contextlib.contextmanager
-    def api(self, transport: str = "grpc") -> Iterator[Api]:
-        """Connect to it over `grpc` or `http`."""
-        driver = GrpcDriver(self.address) if transport == "grpc" else HttpDriver(self.address)
+    def api(self, transport: str = "grpc", key: str = "", tls: ClientTls | None = None) -> Iterator[Api]:
+        """Connect to it over `grpc` or `http`, with a key if one is given."""
+        driver = GrpcDriver(self.address, key, tls) if transport == "grpc" else HttpDriver(self.address, key, tls)
         try:
             yield Api(driver)
         finally:

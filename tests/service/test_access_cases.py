@@ -1,0 +1,118 @@
+"""The calls of AccessService: a good request and each documented refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from test_meta_cases import Fields, Refused
+from test_transport_sites import Site, unique
+
+__all__ = ["GOOD", "REFUSED", "account", "key"]
+
+ENGINE = {"role": "ROLE_ENGINE", "instance_groups": ["default"]}
+
+
+def key(site: Site, **changes: Any) -> Any:
+    """Make a key and return the answer."""
+    return site.api.ok("AccessService.CreateKey", **{"name": unique("key"), "role": "ROLE_VIEWER", **changes})
+
+
+def account(site: Site, password: str = "right", role: str = "ROLE_USER") -> str:
+    """Add an account and return its name."""
+    name = unique("user")
+    site.api.ok("AdminService.AddAccount", user_name=name, password=password, role=role)
+    return name
+
+
+def _login(site: Site) -> Fields:
+    return {"user_name": account(site), "password": "right"}
+
+
+GOOD: dict[str, Callable[[Site], Fields]] = {
+    "AccessService.CreateKey": lambda _site: {"name": unique("key"), **ENGINE, "verbs": ["MATCH"], "ttl_seconds": 60},
+    "AccessService.ListKeys": lambda _site: {"with_logins": True},
+    "AccessService.RotateKey": lambda site: {"key_id": key(site).key.key_id, "overlap_seconds": 60},
+    "AccessService.RevokeKey": lambda site: {"key_id": key(site).key.key_id},
+    "AccessService.Login": _login,
+    "AccessService.WhoAmI": lambda _site: {},
+}
+
+
+def _create(rule: str, *texts: str, code: str = "INVALID_ARGUMENT", **changes: Any) -> Refused:
+    return Refused(rule, lambda _site: {"name": unique("key"), **ENGINE, **changes}, code, texts)
+
+
+def _taken(site: Site) -> Fields:
+    return {"name": key(site).key.name, "role": "ROLE_VIEWER"}
+
+
+def _taken_certificate(site: Site) -> Fields:
+    name = key(site, certificate_name=unique("spiffe://engine/")).key.certificate_name
+    return {"name": unique("key"), "role": "ROLE_VIEWER", "certificate_name": name}
+
+
+def _rotate(site: Site, **changes: Any) -> Fields:
+    return {"key_id": key(site).key.key_id, **changes}
+
+
+REFUSED: dict[str, list[Refused]] = {
+    "AccessService.CreateKey": [
+        _create("no name", "name ''", "1 to 128 characters", name=""),
+        _create("a name with a slash", "name 'a/b'", "1 to 128 characters", name="a/b"),
+        _create("a name that is too long", "1 to 128 characters", name="n" * 129),
+        _create("no role", "role is 0", "ROLE_ENGINE=4", role="ROLE_UNSPECIFIED"),
+        _create("an engine without groups", "instance_groups is empty", instance_groups=[]),
+        _create("a group that is none", "instance_groups[0]", instance_groups=["a\0b"]),
+        _create("too many groups", "instance_groups has 1001", instance_groups=[f"g{n}" for n in range(1001)]),
+        _create("a verb that is none", "verbs[0] is 0", "MATCH=1", verbs=["ENGINE_VERB_UNSPECIFIED"]),
+        _create("verbs of a viewer", "verbs", "ROLE_VIEWER", role="ROLE_VIEWER", verbs=["MATCH"]),
+        _create("a time before now", "ttl_seconds is -1", ttl_seconds=-1),
+        _create("a time beyond all", "ttl_seconds is 1000000000", ttl_seconds=10**9),
+        _create("a long name of a certificate", "certificate_name has 1025", certificate_name="n" * 1025),
+        Refused("a name that is taken", _taken, "DUPLICATE_ENTITY", ("rotate or revoke",)),
+        Refused("a certificate that is taken", _taken_certificate, "DUPLICATE_ENTITY", ("certificate_name",)),
+    ],
+    "AccessService.ListKeys": [],
+    "AccessService.RotateKey": [
+        Refused("no key", lambda _site: {}, "INVALID_ARGUMENT", ("RotateKey", "key_id", "is required")),
+        Refused("no such key", lambda _site: {"key_id": "nobody"}, "INVALID_ARGUMENT", ("'nobody'", "does not exist")),
+        Refused(
+            "a key of a certificate",
+            lambda site: {"key_id": key(site, certificate_name=unique("dns")).key.key_id},
+            "INVALID_ARGUMENT",
+            ("a certificate", "lasting secret"),
+        ),
+        Refused("an overlap before now", lambda site: _rotate(site, overlap_seconds=-1), "INVALID_ARGUMENT", ("-1",)),
+        Refused("a time before now", lambda site: _rotate(site, ttl_seconds=-1), "INVALID_ARGUMENT", ("-1",)),
+    ],
+    "AccessService.RevokeKey": [
+        Refused("no key", lambda _site: {}, "INVALID_ARGUMENT", ("RevokeKey", "key_id", "is required")),
+        Refused("no such key", lambda _site: {"key_id": "nobody"}, "INVALID_ARGUMENT", ("'nobody'", "does not exist")),
+    ],
+    "AccessService.Login": [
+        Refused("no name", lambda _site: {"password": "p"}, "INVALID_ARGUMENT", ("Login", "user_name", "is required")),
+        Refused(
+            "no password",
+            lambda _site: {"user_name": "u"},
+            "INVALID_ARGUMENT",
+            (
+                "Login",
+                "password",
+            ),
+        ),
+        Refused(
+            "a long password",
+            lambda _site: {"user_name": "u", "password": "p" * 1025},
+            "INVALID_ARGUMENT",
+            ("password has 1025", "at most 1024"),
+        ),
+        Refused(
+            "a time beyond a day",
+            lambda _site: {"user_name": "u", "password": "p", "ttl_seconds": 86_400},
+            "INVALID_ARGUMENT",
+            ("ttl_seconds is 86400", "43200"),
+        ),
+    ],
+    "AccessService.WhoAmI": [],
+}

@@ -1,0 +1,118 @@
+"""`kvcm doctor` as operators run it: with a manager, without one, and with what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+from redis_servers import Standalone
+from test_transport_process import ManagerProcess, manager, run_kvcm
+from test_transport_sites import Site, unique
+
+pytestmark = pytest.mark.e2e
+
+_PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
+
+
+def _ports(process: ManagerProcess) -> list[str]:
+    address = process.address
+    where = (address.rpc, address.http, address.admin_rpc, address.admin_http)
+    pairs = zip(_PORTS, where, strict=True)
+    return [part for key, place in pairs for part in ("-e", f"kvcm.service.{key}={place.rpartition(':')[2]}")]
+
+
+def _free_ports() -> list[str]:
+    return [part for key in _PORTS for part in ("-e", f"kvcm.service.{key}={free_port()}")]
+
+
+def _found(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.stderr == ""
+    findings: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
+    return findings
+
+
+def _failures(findings: list[dict[str, Any]]) -> list[str]:
+    return [each["found"] for each in findings if each["level"] == "fail"]
+
+
+def test_a_manager_that_is_well_has_nothing_that_fails(tmp_path: Path) -> None:
+    with manager(tmp_path) as process:
+        arguments = ("doctor", "--data-dir", str(process.data_dir), *_ports(process))
+        done = run_kvcm(tmp_path, *arguments, "--json")
+        findings = _found(done)
+        assert (done.returncode, _failures(findings)) == (0, [])
+        texts = " ".join(each["found"] for each in findings)
+        for part in (
+            "is in use by process", "kvcm.service.rpc_port", "held by a manager", "is ready", "this one leads",
+            "storage nfs_01 is up", "agrees with this host",
+        ):  # fmt: skip
+            assert part in texts
+        assert texts.count("held by a manager") == 4
+        shown = run_kvcm(tmp_path, *arguments)
+    assert (shown.returncode, "is ready" in shown.stdout, "what to do" in shown.stdout) == (0, True, True)
+
+
+def test_nothing_runs_yet_is_no_failure(tmp_path: Path) -> None:
+    done = run_kvcm(tmp_path, "doctor", "--data-dir", str(tmp_path / "data"), *_free_ports(), "--json")
+    findings = _found(done)
+    assert (done.returncode, _failures(findings)) == (0, [])
+    texts = " ".join(each["found"] for each in findings)
+    assert ("does not exist yet" in texts, "is free on" in texts, "none runs at" in texts) == (True, True, True)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_manager_that_is_asked_for_has_to_run(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    done = run_kvcm(tmp_path, "doctor", "--manager", url, *_free_ports(), "--json")
+    assert done.returncode == 1
+    assert any(f"no manager answers at {url}" in text for text in _failures(_found(done)))
+
+
+def test_settings_that_serve_refuses_are_told_and_the_rest_is_looked_at(server: ManagerProcess, tmp_path: Path) -> None:
+    config = tmp_path / "kvcm.conf"
+    config.write_text("kvcm.store.fsnyc=always\n")
+    url = f"http://{server.address.admin_http}"
+    done = run_kvcm(tmp_path, "doctor", "-c", str(config), "--manager", url, "--json")
+    findings = _found(done)
+    assert done.returncode == 1
+    assert "did you mean 'kvcm.store.fsync'?" in _failures(findings)[0]
+    assert any("is ready" in each["found"] for each in findings)
+
+
+def test_what_is_full_or_switched_off_is_told(tmp_path: Path) -> None:
+    with manager(tmp_path) as process, process.api() as api:
+        site = Site(api)
+        storage = site.storage()
+        group = site.group(storage, capacity=2 * 64)
+        site.write(site.instance(group), [1, 2])
+        off = site.storage()
+        api.ok("AdminService.DisableStorage", storage_unique_name=off)
+        gone = unique("stored")
+        root = tmp_path / "gone"
+        site.api.ok("AdminService.AddStorage", storage={"global_unique_name": gone, "nfs": {"root_path": f"{root}/"}})
+        url = f"http://{process.address.admin_http}"
+        findings = _found(run_kvcm(tmp_path, "doctor", "--manager", url, *_free_ports(), "--json"))
+    levels = {each["found"]: each["level"] for each in findings}
+    assert [levels[text] for text in levels if text.startswith(f"group {group} is full")] == ["fail"]
+    assert levels[f"storage {off} is disabled: its blocks count as missing"] == "warn"
+    assert all(each["advice"] for each in findings if each["level"] != "ok")
+
+
+def test_a_shared_store_is_looked_at(redis_standalone: Standalone, tmp_path: Path) -> None:
+    uri = f"kvcm.registry_storage.uri={redis_standalone.uri('doctor')}"
+    findings = _found(run_kvcm(tmp_path, "doctor", "-e", uri, *_free_ports(), "--json"))
+    checks = {each["check"] for each in findings}
+    assert checks >= {"settings", "ports", "shared store", "clocks", "manager"}
+
+
+@pytest.mark.parametrize("text", ["{", '{"storage_config": 3}'])
+def test_a_startup_document_that_is_none_is_told(tmp_path: Path, text: str) -> None:
+    document = tmp_path / "startup.json"
+    document.write_text(text)
+    startup = f"kvcm.startup_config={document}"
+    done = run_kvcm(tmp_path, "doctor", "-e", startup, *_free_ports(), "--json")
+    assert any(str(document) in each for each in _failures(_found(done)))

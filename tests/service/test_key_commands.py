@@ -1,0 +1,141 @@
+"""`kvcm key`, `login` and `whoami` as operators run them, against a manager that asks for keys."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_runner import Commands
+from secured import Secured, secured
+from test_transport_sites import Site, unique
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    """A manager that asks for keys."""
+    with secured(tmp_path_factory.mktemp("secured")) as running:
+        yield running
+
+
+@pytest.fixture
+def group(server: Secured) -> str:
+    """A group of the test's own."""
+    with server.api() as api:
+        return Site(api).group()
+
+
+def _as(server: Secured, key: str) -> Commands:
+    return Commands(server.process, KVCM_KEY=key)
+
+
+@pytest.fixture
+def admin(server: Secured) -> Commands:
+    """Commands of the administrator."""
+    return _as(server, server.admin_key)
+
+
+def test_without_a_key_nothing_is_told(server: Secured) -> None:
+    commands = Commands(server.process, KVCM_KEY="")
+    assert "asks for a key: give --key-file" in commands.refused("group", "list", exit_code=3)
+    wrong = _as(server, "kvcm_nobody_" + "0" * 64)
+    assert "does not know the key" in wrong.refused("group", "list", exit_code=3)
+    assert "0000" not in wrong.refused("group", "list", exit_code=3)
+
+
+def test_an_engine_gets_a_key_in_a_file_of_its_own(
+    server: Secured, admin: Commands, group: str, tmp_path: Path
+) -> None:
+    name, out = unique("engine"), tmp_path / "key"
+    create = ("key", "create", "--name", name, "--role", "engine", "--group", group, "--verb", "match")
+    shown = admin.ok(*create, "--verb", "write", "--ttl", "30d", "--out", str(out))
+    secret = out.read_text().strip()
+    assert (stat.S_IMODE(out.stat().st_mode), secret.startswith("kvcm_")) == (0o600, True)
+    assert (secret in shown, f"the secret is in {out}" in shown) == (False, True)
+    (listed,) = [each for each in admin.json("key", "list")["keys"] if each["name"] == name]
+    assert (listed["role"], listed["instance_groups"], listed["verbs"]) == ("ROLE_ENGINE", [group], ["MATCH", "WRITE"])
+    assert 0 < listed["expires_at_ms"] - listed["created_at_ms"] <= 30 * 86_400_000 + 1000
+    text = admin.ok("key", "list")
+    assert (name in text, "match, write" in text, secret in text) == (True, True, False)
+    engine = Commands(server.process, KVCM_KEY_FILE=str(out))
+    assert engine.json("whoami")["key"]["name"] == name
+    assert "kvcm whoami" in engine.refused("storage", "disable", "nfs_01", exit_code=3)
+
+
+def test_a_secret_that_cannot_be_written_is_never_made(admin: Commands, tmp_path: Path) -> None:
+    name = unique("viewer")
+    create = ("key", "create", "--name", name, "--role", "viewer", "--out")
+    assert "No such file" in admin.refused(*create, str(tmp_path / "nowhere" / "key"))
+    taken = tmp_path / "taken"
+    taken.write_text("old")
+    assert "exists: choose another name" in admin.refused(*create, str(taken))
+    assert name not in admin.ok("key", "list")
+    admin.ok(*create, str(taken), "--force")
+    assert taken.read_text().startswith("kvcm_")
+
+
+def test_a_key_is_printed_once_when_there_is_no_file(server: Secured, admin: Commands) -> None:
+    made = admin.json("key", "create", "--name", unique("viewer"), "--role", "viewer")
+    assert _as(server, made["secret"]).json("whoami")["key"]["role"] == "ROLE_VIEWER"
+    assert admin.ok("key", "create", "--name", unique("viewer"), "--role", "viewer").count("kvcm_") == 1
+
+
+def test_a_key_is_rotated_and_the_old_one_goes_on_for_a_while(server: Secured, admin: Commands) -> None:
+    old = admin.json("key", "create", "--name", unique("operator"), "--role", "operator")
+    key_id = old["key"]["key_id"]
+    new = admin.json("key", "rotate", key_id, "--overlap", "1h")
+    assert new["key"]["name"] == old["key"]["name"]
+    for each in (old, new):
+        assert _as(server, each["secret"]).json("whoami")["key"]["key_id"] == each["key"]["key_id"]
+    assert "End key" in admin.refused("key", "rotate", new["key"]["key_id"], "--overlap", "0", exit_code=2)
+    newest = admin.json("key", "rotate", new["key"]["key_id"], "--overlap", "0", "--yes")
+    assert "does not know the key" in _as(server, new["secret"]).refused("whoami", exit_code=3)
+    assert _as(server, newest["secret"]).json("whoami")["is_required"] is True
+
+
+def test_a_revoked_key_is_turned_away_at_once(server: Secured, admin: Commands) -> None:
+    made = admin.json("key", "create", "--name", unique("viewer"), "--role", "viewer")
+    key_id = made["key"]["key_id"]
+    assert "give --yes" in admin.refused("key", "revoke", key_id, exit_code=2)
+    admin.ok("key", "revoke", key_id, "--yes")
+    assert "does not know the key" in _as(server, made["secret"]).refused("whoami", exit_code=3)
+    assert key_id not in admin.ok("key", "list")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--role", "king"), "--role is 'king', must be one of viewer, operator, admin, engine"),
+        (("--role", "engine", "--group", "*", "--verb", "fly"), "--verb is 'fly', must be one of match, write"),
+        (("--role", "viewer", "--ttl", "soon"), "time 'soon' must be"),
+    ],
+)
+def test_keys_of_nothing_are_refused(admin: Commands, arguments: tuple[str, ...], reason: str) -> None:
+    assert reason in admin.refused("key", "create", "--name", "never", *arguments)
+
+
+def test_a_person_logs_in_with_a_password(server: Secured, admin: Commands, tmp_path: Path) -> None:
+    name, password, out = unique("person"), tmp_path / "password", tmp_path / "key"
+    password.write_text("correct horse battery\n")
+    password.chmod(0o600)
+    admin.ok("account", "add", name, "--role", "operator", "--password-file", str(password))
+    nobody = Commands(server.process, KVCM_KEY="")
+    login = ("login", name, "--password-file", str(password), "--ttl", "15m", "--out", str(out))
+    assert "the secret is in" in nobody.ok(*login)
+    person = Commands(server.process, KVCM_KEY_FILE=str(out))
+    me = person.json("whoami")["key"]
+    assert (me["account"], me["role"]) == (name, "ROLE_OPERATOR")
+    assert (name in admin.ok("key", "list"), name in admin.ok("key", "list", "--logins")) == (False, True)
+    password.write_text("wrong\n")
+    assert "refuses the login: user name or password is wrong" in nobody.refused(*login, "--force", exit_code=3)
+    assert Path(out).read_text().startswith("kvcm_")
+    assert "give --password-file" in nobody.refused("login", name, exit_code=2)
+
+
+def test_an_operator_looks_and_does_not_configure(server: Secured, admin: Commands) -> None:
+    operator = admin.json("key", "create", "--name", unique("operator"), "--role", "operator")
+    commands = _as(server, operator["secret"])
+    assert "groups" in commands.json("usage")
+    refused = commands.refused("storage", "add", "never", "--type", "dummy", exit_code=3)
+    assert "does not let this key do AddStorage" in refused
