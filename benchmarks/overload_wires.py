@@ -90,6 +90,7 @@ class _Stream(NamedTuple):
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM = 1
 _MOST_WINDOW = (1 << 31) - 1
+_WINDOW_STEP = 1 << 30  # a connection may last for more bytes than a window can have
 _FRAME_BYTES = 16_384
 _STATUS = re.compile(rb"grpc-status[\x01\x02]([0-9]+)")
 
@@ -109,6 +110,7 @@ class GrpcWire(asyncio.Protocol):
         self._window = 65_535
         self._first_window = 65_535
         self._windows: dict[int, int] = {}
+        self._taken = 0  # bytes of answers that the server was not yet given back
         self._outbox: deque[tuple[int, memoryview]] = deque()
         self._blocked: dict[int, memoryview] = {}
         self.is_open = False
@@ -179,6 +181,7 @@ class GrpcWire(asyncio.Protocol):
 
     def _frame_received(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == _DATA:
+            self._take(len(payload))
             found = self._streams.get(stream)
             if found is not None and found.answer is not None:
                 found.answer.append(payload)
@@ -195,6 +198,12 @@ class GrpcWire(asyncio.Protocol):
             self._transport.write(_frame(_PING, 1, 0, payload))
         elif kind == _GOAWAY:
             self._transport.close()
+
+    def _take(self, size: int) -> None:
+        self._taken += size
+        if self._taken >= _WINDOW_STEP:
+            self._transport.write(_frame(_WINDOW, 0, 0, struct.pack(">I", self._taken)))
+            self._taken = 0
 
     def _settle(self, payload: bytes) -> None:
         if not self._most_streams:

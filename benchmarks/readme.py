@@ -85,15 +85,37 @@ def costs_table(rows: Rows) -> list[str]:
     """All rows."""
     header = ["| what | figure | compared with | ratio | wanted |", "|---|---|---|---|---|"]
     return header + [
-        f"| {row['case']}: {row['metric']} | {row['value']:,.1f} {row['unit']} | {_compared(row)} | {row['target']} |"
-        for row in rows
+        f"| {row['case']}: {row['metric']} | {_figure(row)} | {_beside(row)} | {row['target']} |" for row in rows
     ]
 
 
-def _compared(row: dict[str, Any]) -> str:
-    if row["baseline"] is None:
-        return " | "
-    return f"{row['baseline']:,.1f} {row['unit']} | {row['ratio']:.2f}"
+def judged_table(rows: Rows) -> list[str]:
+    """Rows with a target, and what they are about."""
+    header = ["| what | figure | wanted |", "|---|---|---|"]
+    return header + [
+        f"| {row['case']}: {row['metric']} | {_figure(row)}{_share(row)} | {row['target']} |"
+        for row in rows
+        if row["target"]
+    ]
+
+
+def overload_table(rows: Rows) -> list[str]:
+    """What was offered and served, and the times of what was served meanwhile."""
+    return costs_table([row for row in rows if not row["case"].partition(": ")[2].startswith("afterwards, ")])
+
+
+def _figure(row: dict[str, Any], of: str = "value") -> str:
+    value = row[of]
+    digits = 0 if value == int(value) else 1 if value >= 10 else 3
+    return f"{value:,.{digits}f} {row['unit']}".strip()
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f", {row['ratio']:.1%} of {_figure(row, 'baseline')}" if row["baseline"] else ""
+
+
+def _beside(row: dict[str, Any]) -> str:
+    return f"{_figure(row, 'baseline')} | {row['ratio']:.2f}" if row["baseline"] else " | "
 
 
 TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
@@ -101,6 +123,9 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "cpu", "service.json", cpu_table),
     ("docs/performance.md", "calls", "service.json", calls_table),
     ("docs/performance.md", "scaling", "service_scaling.json", costs_table),
+    ("docs/performance.md", "soak", "soak.json", judged_table),
+    ("docs/performance.md", "overload", "overload.json", overload_table),
+    ("docs/performance.md", "restarts", "restarts.json", judged_table),
     ("docs/metadata.md", "index", "index.json", costs_table),
     ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/demo.md", "turns", "reuse.json", turns_table),

@@ -24,6 +24,8 @@ from server_process import META
 
 from kvcm.protocol import meta_service_pb2 as pb
 
+_LOOK_SECONDS = 0.05
+
 Send = Callable[[str, bytes], Awaitable[bytes]]
 
 
@@ -42,7 +44,8 @@ Unit = list[Exchange]
 class GrpcConnection:
     """A channel of its own."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, key: str = "") -> None:
+        self._metadata = (("authorization", f"Bearer {key}"),) if key else None
         options = (
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
@@ -63,7 +66,7 @@ class GrpcConnection:
         call = self._calls.get(target)
         if call is None:
             call = self._calls[target] = self._channel.unary_unary(target)
-        answer: bytes = await call(body)
+        answer: bytes = await call(body, metadata=self._metadata)
         return answer
 
     async def close(self) -> None:
@@ -75,8 +78,9 @@ class HttpConnection:
 
     _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, key: str = "") -> None:
         self._port = port
+        self._credentials = f"\r\nauthorization: Bearer {key}" if key else ""
 
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
@@ -88,7 +92,7 @@ class HttpConnection:
 
     async def send(self, target: str, body: bytes) -> bytes:
         head = f"POST {target} HTTP/1.1\r\nhost: kvcm\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        self._writer.write(head.encode() + b"\r\n\r\n" + body)
+        self._writer.write((head + self._credentials).encode() + b"\r\n\r\n" + body)
         answer = await self._reader.readuntil(b"\r\n\r\n")
         length = self._LENGTH.search(answer)
         assert answer.startswith(b"HTTP/1.1 200"), answer
@@ -214,8 +218,10 @@ async def main() -> None:
         job = json.loads(line)
         units = write_units(job) if "write" in job else sent_units(job)
         of_port = connections.setdefault((job["transport"], job["port"]), [])
+        await asyncio.sleep(_LOOK_SECONDS)  # the line was awaited without a look at what the server did
+        of_port[:] = [connection for connection in of_port if not connection.is_closed]
         while len(of_port) < job["concurrency"]:
-            of_port.append(CONNECTIONS[job["transport"]](job["port"]))
+            of_port.append(CONNECTIONS[job["transport"]](job["port"], job["key"]))
             await of_port[-1].open()
         print("ready", flush=True)
         sys.stdin.readline()

@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 SPEC_BYTES = 4096
 _SETTLE_SECONDS = 1.3  # a manager writes down once a second what was read; the time of that belongs to the readers
 _IDLE_SECONDS = 3.0
+_START_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
 
 
@@ -43,11 +45,13 @@ class Process:
         pid: of the process.
         ports: by transport.
         idle: seconds of CPU that it uses per second while nobody asks.
+        key: that it wants to be shown, "" for none.
     """
 
     pid: int
     ports: dict[str, int]
     idle: float = 0.0
+    key: str = ""
 
     def cpu_seconds(self) -> float:
         """Return what the process used so far, all threads, user and system: its CPU clock, as clock_getcpuclockid(3)
@@ -70,18 +74,31 @@ class Process:
 class Manager(Process):
     """The manager."""
 
-    def call(self, method: str, request: Any, response_type: Any) -> Any:
-        """Ask it once; refuse an answer that is no success."""
+    def call(self, method: str, request: Any, response_type: Any, port: str = "grpc") -> Any:
+        """Ask it once; refuse an answer that is no success. `method` is one of MetaService, or a whole path."""
         options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-        with grpc.insecure_channel(f"127.0.0.1:{self.ports['grpc']}", options=options) as channel:
-            send = channel.unary_unary(f"{META}{method}")
-            answer = response_type.FromString(send(request.SerializeToString(), wait_for_ready=True, timeout=600))
+        with grpc.insecure_channel(f"127.0.0.1:{self.ports[port]}", options=options) as channel:
+            send = channel.unary_unary(method if method.startswith("/") else f"{META}{method}")
+            metadata = (("authorization", f"Bearer {self.key}"),) if self.key else ()
+            body = send(request.SerializeToString(), wait_for_ready=True, timeout=600, metadata=metadata)
+            answer = response_type.FromString(body)
         assert answer.header.status.code == pb.OK, answer.header
         return answer
 
     def ready(self) -> None:
-        """Return when it serves."""
-        self.call("GetClusterInfo", pb.GetClusterInfoRequest(), pb.GetClusterInfoResponse)
+        """Return when it serves. It listens before, and refuses."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                self.call("GetClusterInfo", pb.GetClusterInfoRequest(), pb.GetClusterInfoResponse)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    return
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_SECONDS)
+            else:
+                return
 
     def register(self, instance: str, specs: int) -> None:
         """Register an instance with so many specs of equal size."""
@@ -141,6 +158,14 @@ class Client:
         encoded = [[[each.target, base64.b64encode(each.body).decode()] for each in unit] for unit in units]
         return self._run(server, transport, {"units": encoded}, count, concurrency)
 
+    def rush(
+        self, server: Process, transport: str, units: Sequence[Sequence[Exchange]], count: int, concurrency: int
+    ) -> float:
+        """Return the server's CPU per unit in us while it answers, without what it does for them later."""
+        encoded = [[[each.target, base64.b64encode(each.body).decode()] for each in unit] for unit in units]
+        begin, _ = self._ask(server, transport, {"units": encoded}, count, concurrency)
+        return (server.cpu_seconds() - begin) / count * 1e6
+
     def write(self, server: Process, transport: str, instance: str, blocks: int, count: int, concurrency: int) -> Run:
         """Start and finish so many writes of fresh blocks."""
         first, self._next_number = self._next_number, self._next_number + blocks * count
@@ -164,6 +189,7 @@ class Client:
     ) -> tuple[float, dict[str, Any]]:
         """Return the server's CPU seconds when the requests begin, and what the client tells of them."""
         job = {"transport": transport, "port": server.ports[transport], "count": count, "concurrency": concurrency}
+        job["key"] = server.key
         self._say(json.dumps(job | what))
         assert self._hear() == "ready"
         begin = server.cpu_seconds()
@@ -204,6 +230,7 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Itera
             *(f"kvcm.service.{name}={port}" for name, port in ports.items()),
             "kvcm.registry_storage.uri=memory://",
             f"kvcm.startup_config={_startup_config(Path(directory))}",
+            f"kvcm.auth.admin_key_file={directory}/admin.key",
             *settings,
         ]
         options = [word for setting in given for word in ("-e", setting)]
@@ -219,6 +246,8 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None) -> Itera
             manager.pid, {name.removesuffix("_port").replace("rpc", "grpc"): port for name, port in ports.items()}
         )
         running.ready()
+        if (key := Path(directory) / "admin.key").exists():
+            running = replace(running, key=key.read_text().strip())
         yield Site(
             running.knowing_idle(),
             Floor(floor.pid, floor_ports),

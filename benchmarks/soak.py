@@ -144,7 +144,11 @@ def unbalanced(usage: capacity_pb.GetUsageResponse) -> list[str]:
 def rows(found: Soaked, *, is_quick: bool) -> list[Row]:
     """Return the figures."""
     case = f"{CLIENTS} clients, {found.seconds:g} s"
-    return [*_of_requests(case, found), *_of_memory(case, found, is_quick=is_quick), *_of_the_end(case, found)]
+    return [
+        *_of_requests(case, found, is_quick=is_quick),
+        *_of_memory(case, found, is_quick=is_quick),
+        *_of_the_end(case, found),
+    ]
 
 
 def _none(case: str, metric: str, count: int, texts: Iterable[str] = ()) -> Row:
@@ -154,7 +158,13 @@ def _none(case: str, metric: str, count: int, texts: Iterable[str] = ()) -> Row:
     return Row(case, metric, count, "", target="= 0", ok=count == 0)
 
 
-def _of_requests(case: str, found: Soaked) -> list[Row]:
+def _drains(case: str, done: int, *, is_quick: bool) -> Row:
+    """Return the row of drains. In a short run they have seconds, which a busy machine may not have."""
+    target, ok = ("", None) if is_quick else ("> 0", done > 0)
+    return Row(case, "drains of a storage", done, "", target=target, ok=ok)
+
+
+def _of_requests(case: str, found: Soaked, *, is_quick: bool) -> list[Row]:
     by_code: Counter[str] = Counter()
     for name, count in found.answers.items():
         by_code[name.rpartition(":")[2]] += count
@@ -169,7 +179,7 @@ def _of_requests(case: str, found: Soaked) -> list[Row]:
         *(row for transport in TRANSPORTS for row in _times(f"{case}, {transport}", found, found.times[transport])),
         _none(case, "requests that failed", found.failed, found.failures),
         Row(case, "blocks evicted", evicted, "", target="> 0", ok=evicted > 0),
-        Row(case, "drains of a storage", found.drains.done, "", target="> 0", ok=found.drains.done > 0),
+        _drains(case, found.drains.done, is_quick=is_quick),
         _none(case, "deletions that failed", int(total("kvcm_delete_failures_total"))),
         Row(case, "server CPU", _cpu_share(found), "of a core"),
     ]
