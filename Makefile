@@ -113,6 +113,7 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/layout.py --quick --json build/layout.json
 	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
 	$(BIN)/python benchmarks/service.py --quick --json build/service.json
+	$(BIN)/python benchmarks/auth_cost.py --quick --json build/auth_cost.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
 
@@ -151,6 +152,7 @@ acceptance-transfer: setup fuse mooncake
 acceptance-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
+	$(BIN)/python benchmarks/auth_cost.py --json benchmarks/results/auth_cost.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
