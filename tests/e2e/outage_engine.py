@@ -198,6 +198,12 @@ class Engine:
             seen = self._phases[self._phase]
             return bool(seen.served.get(storage) and seen.accepted.get(storage))
 
+    def is_answered(self) -> bool:
+        """Return whether the manager answers the clients of all instances, which then no longer hold back requests."""
+        return all(
+            client.cluster_info(timeout_seconds=_REQUEST_SECONDS) is not None for client in self._clients.values()
+        )
+
     def end(self) -> None:
         """Stop reading and writing."""
         self._has_ended.set()
