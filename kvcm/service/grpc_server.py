@@ -7,8 +7,8 @@ import asyncio
 import math
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -104,8 +104,9 @@ class GrpcServer:
         for server in self._acceptors:
             self.port = _bound(server, host, self.port, tls)
         self._gate = gate
+        self._methods = _Methods(gate)
         self.health = GrpcHealth(self._acceptors)
-        self._add([_WhileStarting(gate)])
+        self._add(self._methods)
         self._end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -123,18 +124,17 @@ class GrpcServer:
             bodies: reads requests.
             has_reflection: whether clients may ask for services and messages.
         """
-        by_service: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for call in calls:
-            method: Any = grpc.unary_unary_rpc_method_handler(_method(call, caller, bodies, self._gate))
-            by_service[call.service][call.name] = method
-        self._add([grpc.method_handlers_generic_handler(*service) for service in by_service.items()])
+        known = list(calls)
+        for call in known:
+            self._methods.add(call, _method(call, caller, bodies, self._gate))
+        services = list(dict.fromkeys(call.service for call in known))
         if has_reflection:
-            self._add([reflection_of(list(by_service))])
-        await self.health.cover(list(by_service))
+            self._add(reflection_of(services))
+        await self.health.cover(services)
 
-    def _add(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+    def _add(self, handler: grpc.GenericRpcHandler) -> None:
         for server in self._acceptors:
-            server.add_generic_rpc_handlers(tuple(handlers))
+            server.add_generic_rpc_handlers((handler,))
 
     def stop_accepting(self, drain_seconds: float) -> None:
         """Take no new connections and requests; those in flight may go on for so long."""
@@ -152,16 +152,32 @@ class GrpcServer:
         await asyncio.gather(*(server.stop(seconds) for server in self._acceptors))
 
 
-class _WhileStarting(grpc.GenericRpcHandler):
-    """Answers calls before it is known what there is to call."""
+_Metadata = Sequence[tuple[str, str | bytes]]
+_metadata: ContextVar[_Metadata] = ContextVar("metadata")
+"""Of the request that the present task answers. gRPC decodes it to look the method up, in the task that then answers,
+and once more whenever the context is asked, which takes longer than all else that is done with it."""
+
+
+class _Methods(grpc.GenericRpcHandler):
+    """Finds what answers a request. Until it is known what there is to call, everything is refused."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
+        self._by_path: dict[str, Any] = {}
+        self._refusing: Any = grpc.unary_unary_rpc_method_handler(self._refuse)
 
-    def service(self, _details: grpc.HandlerCallDetails) -> Any:
-        if self._gate.phase is not Phase.STARTING:
-            return None
-        return grpc.unary_unary_rpc_method_handler(self._refuse)
+    def add(self, call: Call, answer: Callable[[bytes, Any], Awaitable[bytes]]) -> None:
+        """Have a call answered."""
+        method: Any = grpc.unary_unary_rpc_method_handler(answer)
+        self._by_path[f"/{call.service}/{call.name}"] = method
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if self._gate.phase is Phase.STARTING:
+            return self._refusing
+        method = self._by_path.get(details.method)
+        if method is not None:
+            _metadata.set(details.invocation_metadata or ())
+        return method
 
     async def _refuse(self, _body: bytes, context: Any) -> bytes:
         refusal = self._gate.refusal()
@@ -238,14 +254,14 @@ def _arrival(context: Any) -> Arrival:
 
 
 def _traced_arrival(context: Any) -> Arrival:
-    parents = (value for key, value in context.invocation_metadata() or () if key == "traceparent")
+    parents = (value for key, value in _metadata.get() if key == "traceparent")
     parent = next(parents, "")
     return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
 
 
 def _credentials(context: Any) -> Credentials:
     found = ""
-    for key, value in context.invocation_metadata() or ():
+    for key, value in _metadata.get():
         if key == "authorization":
             found = value if isinstance(value, str) and not found else "twice"  # whose of two is meant?
     if found:
