@@ -14,6 +14,7 @@ from test_cli_start import _refusal as refusal_of
 from test_transport_drivers import Api, post
 from test_transport_process import ManagerProcess, free_port, manager
 
+from kvcm.config import DEBUG_PORT_OFFSET
 from kvcm.protocol import debug_service_pb2 as pb
 from kvcm.protocol.debug_service_pb2_grpc import DebugServiceStub
 
@@ -106,10 +107,10 @@ def test_refusals(debugged: Debugged, rpc: str, fields: dict[str, Any], text: st
 
 
 def test_over_http_it_has_a_port_of_its_own(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_port(DEBUG_PORT_OFFSET)
     settings = ("kvcm.service.enable_debug_service=true", f"kvcm.service.http_port={port}")
     with manager(tmp_path, *settings) as process, process.api("http") as api:
-        answer = ask(f"127.0.0.1:{port + 3000}", "/api/clearFaults", "POST")
+        answer = ask(f"127.0.0.1:{port + DEBUG_PORT_OFFSET}", "/api/clearFaults", "POST")
         assert (answer.status, json.loads(answer.body)["header"]["status"]["code"]) == (200, "OK")
         for address in (process.address.http, process.address.admin_http):
             assert ask(address, "/api/clearFaults", "POST").status == 404

@@ -220,7 +220,7 @@ def test_handshakes_count_as_connections(tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_debug_port_speaks_tls_too(tmp_path_factory: pytest.TempPathFactory) -> None:
-    port = free_port()
+    port = free_port(DEBUG_PORT_OFFSET)
     settings = ("kvcm.service.enable_debug_service=true", f"kvcm.service.http_port={port}")
     with tls_manager(tmp_path_factory.mktemp("debug"), *settings) as site:
         host, _, _ = site.process.address.http.rpartition(":")

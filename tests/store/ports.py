@@ -45,11 +45,15 @@ def _in_turn() -> Iterator[int]:
 _next_ports = _in_turn()
 
 
-def free_port(with_bus: bool = False) -> int:
-    """Return a port that nobody uses, nor the one `BUS_OFFSET` above it where a node needs that, too."""
+def free_port(offset: int = 0) -> int:
+    """Return a port that nobody uses, nor the one so far above it where a server needs that, too.
+
+    Args:
+        offset: a multiple of `_WORKERS`, so that both are of the same worker.
+    """
+    assert offset % _WORKERS == 0
     for port in itertools.islice(_next_ports, len(_PORTS)):
-        wanted = [port, port + BUS_OFFSET] if with_bus else [port]
-        if wanted[-1] in _PORTS and all(map(_is_free, wanted)):
+        if port + offset in _PORTS and all(map(_is_free, {port, port + offset})):
             return port
     raise AssertionError("no free port")
 

@@ -199,7 +199,7 @@ def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Clus
     silence_ms = 1000 if replicas else 10_000
     with _running() as servers:
         for _ in range(nodes * (1 + replicas)):
-            port = free_port(with_bus=True)
+            port = free_port(BUS_OFFSET)
             places = ["--cluster-port", str(port + BUS_OFFSET), "--cluster-node-timeout", str(silence_ms)]
             options = _options(port, "--cluster-enabled", "yes", *places, "--repl-diskless-sync-delay", "0")
             servers.append(RedisServer(directory / str(port), options, port))
