@@ -79,6 +79,7 @@ class Manager:
         self._gate = Gate()
         self._tell_rows: LoadProgress = _unseen
         self._stopping = asyncio.Event()
+        self._is_starting = True
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -120,7 +121,7 @@ class Manager:
             for number in _ENDING:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_DFL)  # the next one ends the process at once
-            if self._gate.phase is Phase.STARTING:
+            if self._is_starting:
                 life.cancel()
 
         for number in _ENDING:
@@ -132,40 +133,48 @@ class Manager:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Endpoint]:
         """Serve inside the block. Yields the endpoint with the ports that are really bound."""
-        files, spans = open_tls(self._settings), _opened_spans(self._settings)
         async with contextlib.AsyncExitStack() as stack:
-            slow_end = stack.enter_context(SlowEnd())
-            if spans is not None:
-                stack.push_async_callback(spans.close)
-            listeners = Listeners(self._settings, self._gate, files.tls if files is not None else None)
-            stack.push_async_callback(listeners.stop)
-            await listeners.start()
-            self._reloader.follow(lambda new, _changed: listeners.apply(new))
-            self._tell_rows = listeners.probes.note_rows
-            _log.info("listening", **_addresses(listeners.endpoint("", self._settings.bind_address)))
-            rooms = await stack.enter_async_context(self.opened())
-            stack.push_async_callback(rooms.settle)
-            stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
-            endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
-            duties: list[asyncio.Task[None]] = []
-            stack.push_async_callback(end_tasks, duties)
-            stack.callback(slow_end.begin)
-            stack.push_async_callback(self._drain, rooms, listeners)
-            await rooms.leadership.publish(endpoint)
-            await rooms.leadership.tick()
-            await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
-            ask = rooms.metadata.store.table("registry").version
-            watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
-            trim: Duty = ("freed_memory", give_back_freed_memory)
-            certificates: list[Duty] = [("certificates", files.run)] if files is not None else []
-            every = (*rooms.duties(), watch, trim, *certificates)
-            duties += [asyncio.create_task(_keep_running(*duty)) for duty in every]
-            if files is not None:
-                self._reloader.refresh(files.reread)
-            tls = files.tls if files is not None else None
-            await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans, tls))
-            await self._gate.enter_phase(Phase.SERVING)
+            try:
+                endpoint = await self._start(stack)
+            finally:
+                self._is_starting = False  # what was opened is closed, whatever anybody signals meanwhile
             yield endpoint
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> Endpoint:
+        """Begin to serve; the stack ends it."""
+        files, spans = open_tls(self._settings), _opened_spans(self._settings)
+        slow_end = stack.enter_context(SlowEnd())
+        if spans is not None:
+            stack.push_async_callback(spans.close)
+        listeners = Listeners(self._settings, self._gate, files.tls if files is not None else None)
+        stack.push_async_callback(listeners.stop)
+        await listeners.start()
+        self._reloader.follow(lambda new, _changed: listeners.apply(new))
+        self._tell_rows = listeners.probes.note_rows
+        _log.info("listening", **_addresses(listeners.endpoint("", self._settings.bind_address)))
+        rooms = await stack.enter_async_context(self.opened())
+        stack.push_async_callback(rooms.settle)
+        stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
+        endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
+        duties: list[asyncio.Task[None]] = []
+        stack.push_async_callback(end_tasks, duties)
+        stack.callback(slow_end.begin)
+        stack.push_async_callback(self._drain, rooms, listeners)
+        await rooms.leadership.publish(endpoint)
+        await rooms.leadership.tick()
+        await rooms.reclaimer.begin()  # reads every block once: nobody waits for that yet
+        ask = rooms.metadata.store.table("registry").version
+        watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
+        trim: Duty = ("freed_memory", give_back_freed_memory)
+        certificates: list[Duty] = [("certificates", files.run)] if files is not None else []
+        every = (*rooms.duties(), watch, trim, *certificates)
+        duties += [asyncio.create_task(_keep_running(*duty)) for duty in every]
+        if files is not None:
+            self._reloader.refresh(files.reread)
+        tls = files.tls if files is not None else None
+        await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans, tls))
+        await self._gate.enter_phase(Phase.SERVING)
+        return endpoint
 
     async def _drain(self, rooms: Rooms, listeners: Listeners) -> None:
         settings = self._reloader.settings

@@ -139,7 +139,7 @@ def test_with_a_delay_it_ends_by_itself(tmp_path: Path) -> None:
 def test_a_manager_that_is_still_starting_ends_at_once_with_0(tmp_path: Path) -> None:
     with standalone(tmp_path / "redis") as redis:
         redis.server.pause()
-        uri = redis.uri("starting", timeout_ms=3_600_000, connect_timeout_ms=3_600_000)
+        uri = redis.uri("starting", timeout_ms=600_000, connect_timeout_ms=600_000)
         with starting_manager(tmp_path, f"kvcm.registry_storage.uri={uri}") as process:
             process.signal(signal.SIGTERM)
             assert process.wait() == 0
