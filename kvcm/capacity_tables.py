@@ -11,8 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvcm.service.drain_view import DrainStatus
-from kvcm.service.usage_values import GroupUsage, StorageStatus, StorageUsage, Usage, UsageReport
+from kvcm.service.usage_values import DrainStatus, GroupUsage, StorageStatus, StorageUsage, Usage, UsageReport
 from kvcm.sizes import shown_size
 from kvcm.storage.health import HealthState
 

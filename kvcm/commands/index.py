@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
@@ -17,16 +17,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvcm.cache.audit_report import AuditReport, Repair
-from kvcm.cache.export import Exported
-from kvcm.cache.importing import Imported
 from kvcm.commands.options import ConfigFile, DataDir, Env
 from kvcm.config import Settings, load_settings
-from kvcm.index_tools import IndexTools
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.private_files import private_file
 from kvcm.refusals import CANNOT_RUN, FAILED, FINDINGS, refusals
 from kvcm.telemetry.logs import LEVELS, configure_logs
+
+if TYPE_CHECKING:
+    from kvcm.cache.export import Exported
+    from kvcm.cache.importing import Imported
+    from kvcm.index_tools import IndexTools
 
 __all__ = ["index_app"]
 
@@ -60,7 +62,7 @@ def export_index(
         if group and with_accounts:
             raise InvalidArgumentError("accounts belong to no group: leave --group or --with-accounts out")
         with _output(file, force=force) as output, _progress() as progress:
-            tools = IndexTools(_settings(config_file, env, data_dir), SystemClock(), progress)
+            tools = _tools(_settings(config_file, env, data_dir), progress)
             exported = asyncio.run(tools.export(output, group, with_accounts=with_accounts))
     _print_exported(exported)
 
@@ -86,7 +88,7 @@ def import_index(
                 typer.echo(
                     "kvcm: a pipe cannot be checked as a whole first: each part is checked as it comes", err=True
                 )
-            tools = IndexTools(settings, SystemClock(), progress)
+            tools = _tools(settings, progress)
             imported = asyncio.run(tools.import_(source, file, group, dry_run=dry_run, is_file=is_file))
     _print_imported(imported, dry_run=dry_run)
 
@@ -112,7 +114,7 @@ def verify_index(
         if drop_unreadable and not repair:
             raise InvalidArgumentError("--drop-unreadable changes nothing without --repair")
         with _progress() as progress:
-            tools = IndexTools(_settings(config_file, env, data_dir), SystemClock(), progress)
+            tools = _tools(_settings(config_file, env, data_dir), progress)
             report = asyncio.run(tools.verify(Repair(repair, drop_unreadable)))
     if as_json:
         typer.echo(_report_json(report))
@@ -131,6 +133,12 @@ def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | 
     # An address to serve at is not needed here, so what would be refused of it is not looked at.
     options.append("kvcm.service.insecure=true")
     return load_settings(config_file, [*options, *(env or ())], os.environ, lambda _text: None)
+
+
+def _tools(settings: Settings, progress: Callable[[str, int, int], None]) -> IndexTools:
+    from kvcm.index_tools import IndexTools
+
+    return IndexTools(settings, SystemClock(), progress)
 
 
 # ── files ──

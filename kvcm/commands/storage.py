@@ -21,9 +21,8 @@ from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage_pb
 from kvcm.refusals import FAILED, asking
-from kvcm.service.drain_view import DrainState, DrainStatus
 from kvcm.service.translate import read, storage_of
-from kvcm.service.usage_values import StorageStatus, UsageReport
+from kvcm.service.usage_values import DrainState, DrainStatus, StorageStatus, UsageReport
 
 __all__ = ["Name", "storage_app"]
 

@@ -6,41 +6,15 @@ Field names are those of the wire messages, as in `usage_values`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import IntEnum
 
 from kvcm.cache.drains import TAKE_BACK_SECONDS, DrainProgress, StorageDrains
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.workers import LATE_SECONDS
 from kvcm.registry.leadership import Leadership
+from kvcm.service.usage_values import DrainState, DrainStatus
 from kvcm.storage.directory import StorageDirectory
 
-__all__ = ["DrainState", "DrainStatus", "DrainView"]
-
-
-class DrainState(IntEnum):
-    """How far a drain is; numbers are those of the wire protocol."""
-
-    DRAIN_UNSPECIFIED = 0
-    DRAIN_RUNNING = 1
-    DRAIN_DONE = 2
-
-    @property
-    def label(self) -> str:
-        """As operators read it."""
-        return self.name.removeprefix("DRAIN_").lower()
-
-
-@dataclass(frozen=True, slots=True)
-class DrainStatus:
-    """One drain, or one removal that is not over; the reason is empty while it goes on."""
-
-    storage_unique_name: str
-    is_removal: bool
-    state: DrainState
-    started_ms: int
-    left_bytes: int
-    reason: str = ""
+__all__ = ["DrainView"]
 
 
 class DrainView:

@@ -4,6 +4,7 @@ translation serves both directions: the manager fills answers from these values,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.storage.backend import StorageSpace
@@ -11,6 +12,8 @@ from kvcm.storage.health import HealthState, StorageHealth
 
 __all__ = [
     "NOT_LIMITED",
+    "DrainState",
+    "DrainStatus",
     "GlobalQuotaUsage",
     "GroupStorageUsage",
     "GroupUsage",
@@ -146,3 +149,28 @@ class UsageReport:
     groups: tuple[GroupUsage, ...]
     storages: tuple[StorageUsage, ...]
     global_quotas: tuple[GlobalQuotaUsage, ...]
+
+
+class DrainState(IntEnum):
+    """How far a drain is; numbers are those of the wire protocol."""
+
+    DRAIN_UNSPECIFIED = 0
+    DRAIN_RUNNING = 1
+    DRAIN_DONE = 2
+
+    @property
+    def label(self) -> str:
+        """As operators read it."""
+        return self.name.removeprefix("DRAIN_").lower()
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStatus:
+    """One drain, or one removal that is not over; the reason is empty while it goes on."""
+
+    storage_unique_name: str
+    is_removal: bool
+    state: DrainState
+    started_ms: int
+    left_bytes: int
+    reason: str = ""

@@ -16,7 +16,8 @@ from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service.drain_view import DrainState, DrainView
+from kvcm.service.drain_view import DrainView
+from kvcm.service.usage_values import DrainState
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.store.memory import MemoryLease, MemoryTable

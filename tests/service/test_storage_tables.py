@@ -14,9 +14,8 @@ from test_transport_sites import Site, unique
 from kvcm.capacity_tables import ListedStorage, print_drains, print_storages
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.protocol import admin_service_pb2 as pb
-from kvcm.service.drain_view import DrainState, DrainStatus
 from kvcm.service.translate import fill, read
-from kvcm.service.usage_values import StorageStatus
+from kvcm.service.usage_values import DrainState, DrainStatus, StorageStatus
 from kvcm.storage.backend import StorageSpace
 from kvcm.storage.health import HealthState, StorageHealth
 
