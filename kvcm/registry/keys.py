@@ -16,7 +16,7 @@ from kvcm.model.api_keys import ApiKey, PresentedKey, new_key
 from kvcm.model.clock import Clock
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.names import check_name
-from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Principal, Role, Verb
+from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
 from kvcm.registry.shelf import Flush, Shelf
 
 __all__ = ["KeyRegistry", "KeyUse", "NewKey"]
@@ -113,7 +113,6 @@ class KeyRegistry:
         self._flush = flush
         self._clock = clock
         self._fresh = fresh
-        self._principals: dict[str, Principal] = {}
         self._of_certificates: dict[str, ApiKey] = {}
         self._read_generation = -1
         self._used: dict[str, float] = {}
@@ -236,17 +235,13 @@ class KeyRegistry:
         self._look()
         return next((key for name in names if (key := self._of_certificates.get(name)) is not None), None)
 
-    def principal(self, key: ApiKey) -> Principal | None:
-        """Return who shows a key that is right, and note its use; None when it has ended."""
+    def use(self, key: ApiKey) -> bool:
+        """Note the use of a key that is right; returns False when it has ended."""
         now = self._clock.now()
         if key.is_over(now):
-            return None
-        self._look()
+            return False
         self._used[key.id] = now
-        found = self._principals.get(key.id)
-        if found is None:
-            found = self._principals[key.id] = key.principal()
-        return found
+        return True
 
     async def tidy(self) -> None:
         """Write down what was used, and forget what has ended. To be called now and then."""
@@ -263,7 +258,6 @@ class KeyRegistry:
         """Forget what was remembered of keys that may have changed."""
         if self._shelf.generation != self._read_generation:
             self._read_generation = self._shelf.generation
-            self._principals.clear()
             self._of_certificates = {key.certificate_name: key for key in self._shelf.all() if key.certificate_name}
 
     async def _add(self, key: ApiKey, *, has_secret: bool) -> tuple[ApiKey, PresentedKey | None]:

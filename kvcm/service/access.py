@@ -41,7 +41,7 @@ class Credentials(NamedTuple):
     """
 
     authorization: str = ""
-    certificate_names: Sequence[str] = ()
+    certificate_names: tuple[str, ...] = ()
 
 
 NO_CREDENTIALS: Final = Credentials()
@@ -109,7 +109,7 @@ class KeyedAccess:
     def __init__(self, keys: KeyRegistry, group_of: Callable[[str], str | None]) -> None:
         self._keys = keys
         self._group_of = group_of
-        self._known: dict[str, ApiKey] = {}  # by what was shown: reading and hashing that takes longer than all else
+        self._known: dict[Credentials, tuple[ApiKey, Principal]] = {}  # to read and hash them takes long
         self._known_generation = -1
         self.outcomes: Counter[str] = Counter()
         self.denied: Counter[str] = Counter()
@@ -152,25 +152,26 @@ class KeyedAccess:
             return STRANGER
 
     def _recognised(self, credentials: Credentials) -> Principal:
-        if credentials.authorization:
-            key = self._remembered(credentials.authorization)
-        else:
-            key = self._certified(credentials.certificate_names)
-        principal = self._keys.principal(key)
-        if principal is None:
+        """Return who shows this; what was right is, as long as no key has changed."""
+        if self._known_generation != self._keys.generation:
+            self._known.clear()
+            self._known_generation = self._keys.generation
+        known = self._known.get(credentials)
+        key, principal = known if known is not None else self._remembered(credentials)
+        if not self._keys.use(key):
             raise self._stranger(_EXPIRED, "the key has ended: ask for a new one")
         self.outcomes[_ACCEPTED] += 1
         return principal
 
-    def _remembered(self, authorization: str) -> ApiKey:
-        """Return the key that is shown; one that was right is, as long as no key has changed."""
-        if self._known_generation != self._keys.generation or len(self._known) > _MOST_KNOWN:
+    def _remembered(self, credentials: Credentials) -> tuple[ApiKey, Principal]:
+        if credentials.authorization:
+            key = self._shown(credentials.authorization)
+        else:
+            key = self._certified(credentials.certificate_names)
+        if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-            self._known_generation = self._keys.generation
-        key = self._known.get(authorization)
-        if key is None:
-            key = self._known[authorization] = self._shown(authorization)
-        return key
+        known = self._known[credentials] = key, key.principal()
+        return known
 
     def _shown(self, authorization: str) -> ApiKey:
         presented = None

@@ -153,7 +153,7 @@ class Model:
     def check(self, registry: KeyRegistry) -> None:
         for presented in self.made:
             key = registry.shown(presented)
-            assert (key is not None and registry.principal(key) is not None) == self.counts(presented)
+            assert (key is not None and registry.use(key)) == self.counts(presented)
             assert key is None or key.name == self.names[presented]
         assert {key.id for key in registry.all()} == {each.id for each in self.made if self.counts(each)}
 
@@ -176,12 +176,12 @@ async def test_uses_are_written_down_by_the_minute_and_forgotten_with_the_key() 
     registry = world.registry()
     key, _ = await registry.create(engine())
     assert await registry.last_used_at(key.id) == 0
-    registry.principal(key)
+    assert registry.use(key)
     used = world.clock.time
     await registry.tidy()
     assert await world.registry().last_used_at(key.id) == used
     world.clock.time += 10
-    registry.principal(key)
+    assert registry.use(key)
     await registry.tidy()
     assert await world.registry().last_used_at(key.id) == used
     await registry.revoke(key.id)
