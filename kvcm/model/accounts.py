@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
-__all__ = ["Account", "AccountRole", "PasswordHash"]
+from kvcm.model.principals import Role
+
+__all__ = ["ROLE_OF_ACCOUNT", "Account", "AccountRole", "PasswordHash"]
 
 # RFC 7914 section 2 with the interactive cost that OWASP recommends: 16 MiB and some 50 ms per hash.
 _COST, _BLOCK_SIZE, _PARALLELISM = 1 << 14, 8, 1
@@ -20,6 +24,14 @@ class AccountRole(IntEnum):
     ROLE_USER = 0
     ROLE_ADMIN = 1
     ROLE_OPERATOR = 1000
+
+
+ROLE_OF_ACCOUNT: Final[Mapping[AccountRole, Role]] = {
+    AccountRole.ROLE_USER: Role.ROLE_VIEWER,
+    AccountRole.ROLE_ADMIN: Role.ROLE_ADMIN,
+    AccountRole.ROLE_OPERATOR: Role.ROLE_OPERATOR,
+}
+"""What the keys of its logins may do."""
 
 
 @dataclass(frozen=True, slots=True)

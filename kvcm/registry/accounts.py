@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvcm.model.accounts import Account, AccountRole, PasswordHash
+from kvcm.model.accounts import ROLE_OF_ACCOUNT, Account, AccountRole, PasswordHash
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.names import check_name
+from kvcm.model.principals import Role
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import require
 
@@ -72,6 +73,11 @@ class AccountRegistry:
         expected = known.password if known is not None else None
         is_right = await asyncio.to_thread((expected or _NOBODY).matches, password)
         return known.role if known is not None and expected is not None and is_right else None
+
+    def role_of(self, user_name: str) -> Role | None:
+        """Return what logins of an account may do, None when there is no such account."""
+        known = self._shelf.get(user_name)
+        return ROLE_OF_ACCOUNT[known.role] if known is not None else None
 
     def all(self) -> list[Account]:
         """Return all accounts, ordered by name."""

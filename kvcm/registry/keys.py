@@ -1,8 +1,9 @@
 """The API keys of a deployment.
 
 A key that is rotated gets a successor of the same principal name, so that write sessions which the old one started can
-be finished with the new one. When keys were used is kept beside them: it changes all the time, and says nothing to
-whoever follows the keys.
+be finished with the new one. A login's key counts while its account is there and has the role that the key was made
+with: nobody who changes accounts, in whatever way, has to think of keys. When keys were used is kept beside them: it
+changes all the time, and says nothing to whoever follows the keys.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class KeyRegistry:
         uses: when they were used.
         flush: returns when what was changed is durable.
         clock: time source.
+        role_of: what logins of an account may do, None when there is no such account.
         fresh: makes a new key.
     """
 
@@ -106,12 +108,14 @@ class KeyRegistry:
         uses: Shelf[KeyUse],
         flush: Flush,
         clock: Clock,
+        role_of: Callable[[str], Role | None],
         fresh: Callable[[], PresentedKey] = new_key,
     ) -> None:
         self._shelf = shelf
         self._uses = uses
         self._flush = flush
         self._clock = clock
+        self._role_of = role_of
         self._fresh = fresh
         self._of_certificates: dict[str, ApiKey] = {}
         self._read_generation = -1
@@ -211,7 +215,8 @@ class KeyRegistry:
         """Return the keys that have not ended, ordered by name and time."""
         now = self._clock.now()
         return sorted(
-            (key for key in self._shelf.all() if not key.is_over(now)), key=lambda key: (key.name, key.created_at)
+            (key for key in self._shelf.all() if not self._is_over(key, now)),
+            key=lambda key: (key.name, key.created_at),
         )
 
     async def last_used_at(self, key_id: str) -> float:
@@ -238,7 +243,7 @@ class KeyRegistry:
     def use(self, key: ApiKey) -> bool:
         """Note the use of a key that is right; returns False when it has ended."""
         now = self._clock.now()
-        if key.is_over(now):
+        if self._is_over(key, now):
             return False
         self._used[key.id] = now
         return True
@@ -251,8 +256,11 @@ class KeyRegistry:
                 await self._uses.change(key_id, lambda known, at=at: _later(known, at))  # type: ignore[misc]
         now = self._clock.now()
         for key in self._shelf.all():
-            if key.is_over(now):
+            if self._is_over(key, now):
                 await self._forget(key.id)
+
+    def _is_over(self, key: ApiKey, now: float) -> bool:
+        return key.is_over(now) or (key.account != "" and self._role_of(key.account) is not key.role)
 
     def _look(self) -> None:
         """Forget what was remembered of keys that may have changed."""
@@ -277,7 +285,7 @@ class KeyRegistry:
         await self._uses.change(key_id, lambda _known: None)
 
     def _existing(self, key_id: str, known: ApiKey | None) -> ApiKey:
-        if known is None or known.is_over(self._clock.now()):
+        if known is None or self._is_over(known, self._clock.now()):
             raise InvalidArgumentError(f"key {key_id[:64]!r} does not exist; keys are named by their key_id")
         return known
 

@@ -81,7 +81,8 @@ class Registry:
         self.instances = InstanceRegistry(instances, removals, numbers, seats, self.groups, flush)
         self.accounts = AccountRegistry(accounts, flush)
         used: Shelf[KeyUse] = Shelf(uses if uses is not None else MemoryTable(), "", KeyUse)
-        self.keys = KeyRegistry(keys, used, flush, clock if clock is not None else SystemClock())
+        clock = clock if clock is not None else SystemClock()
+        self.keys = KeyRegistry(keys, used, flush, clock, self.accounts.role_of)
         self.snapshots = ConfigSnapshots(
             self._table,
             ConfigShelves(storages, groups, quotas, instances, accounts),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvcm.model.accounts import AccountRole
+from kvcm.model.accounts import ROLE_OF_ACCOUNT, AccountRole
 from kvcm.model.api_keys import ApiKey, PresentedKey
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.principals import ENGINE_VERBS, EVERYBODY, Role, Verb, errand
@@ -31,12 +31,6 @@ _SECONDS_PER_TRY: Final = 6.0
 _AT_ONCE: Final = 2  # a hash takes 50 ms and 16 MiB
 _MOST_WAITING: Final = 32
 _RETRY_SECONDS: Final = 5.0
-
-_ROLE_OF_ACCOUNT: Final = {
-    AccountRole.ROLE_USER: Role.ROLE_VIEWER,
-    AccountRole.ROLE_ADMIN: Role.ROLE_ADMIN,
-    AccountRole.ROLE_OPERATOR: Role.ROLE_OPERATOR,
-}
 
 
 class AccessApi:
@@ -120,7 +114,7 @@ class AccessApi:
             raise RateLimitedError(text, "rate", wait_seconds)
         role = await self._proven(request.user_name, request.password)
         self._tries.give_back(errand.get().peer, 1)
-        return _made(*await self._keys.log_in(request.user_name, _ROLE_OF_ACCOUNT[role], seconds))
+        return _made(*await self._keys.log_in(request.user_name, ROLE_OF_ACCOUNT[role], seconds))
 
     async def who_am_i(self, _request: Any) -> Reply:
         """Tell the caller who it is."""

@@ -9,29 +9,30 @@ import pytest
 from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
+from registry_rig import Opener
 
-from kvcm.model.api_keys import ApiKey, PresentedKey, hides_keys, new_key
+from kvcm.model.accounts import AccountRole
+from kvcm.model.api_keys import PresentedKey, hides_keys, new_key
 from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
-from kvcm.registry.keys import KeyRegistry, KeyUse, NewKey
-from kvcm.registry.shelf import Shelf
+from kvcm.registry.configuration import AccountEntry, Configuration
+from kvcm.registry.keys import KeyRegistry, NewKey
+from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryTable
-
-
-async def _nothing() -> None:
-    """Memory is durable enough."""
 
 
 @dataclass
 class World:
-    """A registry of keys over a table."""
+    """What managers share: each has a registry of its own."""
 
     clock: FakeClock = field(default_factory=FakeClock)
     table: MemoryTable = field(default_factory=MemoryTable)
     uses: MemoryTable = field(default_factory=MemoryTable)
 
+    def manager(self) -> Registry:
+        return Registry(Opener(), self.table, clock=self.clock, uses=self.uses)
+
     def registry(self) -> KeyRegistry:
-        shelf, uses = Shelf(self.table, "key/", ApiKey), Shelf(self.uses, "", KeyUse)
-        return KeyRegistry(shelf, uses, _nothing, self.clock)
+        return self.manager().keys
 
 
 def engine(name: str = "e", **changes: object) -> NewKey:
@@ -165,10 +166,10 @@ async def test_keys_count_from_their_making_to_their_end(steps: list[tuple[str, 
     registry, model = world.registry(), Model(world)
     for step, number, seconds in steps:
         await getattr(model, step)(registry, number, seconds)
-    shelf = Shelf(world.table, "key/", ApiKey)
-    shelf.take(await world.table.all(), set())
+    other = world.manager()
+    await other.refresh()
     model.check(registry)
-    model.check(KeyRegistry(shelf, Shelf(world.uses, "", KeyUse), _nothing, world.clock))
+    model.check(other.keys)
 
 
 async def test_uses_are_written_down_by_the_minute_and_forgotten_with_the_key() -> None:
@@ -188,12 +189,53 @@ async def test_uses_are_written_down_by_the_minute_and_forgotten_with_the_key() 
     assert await world.uses.all() == {}
 
 
-async def test_logins_end_with_their_account() -> None:
-    registry = World().registry()
-    await registry.log_in("eve", Role.ROLE_ADMIN, 60)
-    await registry.log_in("bob", Role.ROLE_ADMIN, 60)
-    await registry.revoke_logins("eve")
-    assert [key.account for key in registry.all()] == ["bob"]
+async def _with_accounts(*names: str) -> Registry:
+    manager = World().manager()
+    for name in names:
+        await manager.accounts.add(name, "password", AccountRole.ROLE_ADMIN)
+    return manager
+
+
+async def test_logins_of_an_account_are_revoked_together() -> None:
+    manager = await _with_accounts("eve", "bob")
+    for name in ("eve", "bob", "eve"):
+        await manager.keys.log_in(name, Role.ROLE_ADMIN, 60)
+    await manager.keys.revoke_logins("eve")
+    assert [key.account for key in manager.keys.all()] == ["bob"]
+
+
+@pytest.mark.parametrize("end", ["remove", "prune", "demote"])
+async def test_a_login_counts_while_its_account_is_there_with_its_role(end: str) -> None:
+    """Whoever changes the account, and also where its key is stored only afterwards, as by a slow login."""
+    manager = await _with_accounts("eve", "bob")
+    before, _ = await manager.keys.log_in("eve", Role.ROLE_ADMIN, 60)
+    bob, _ = await manager.keys.log_in("bob", Role.ROLE_ADMIN, 60)
+    assert manager.keys.use(before)
+    kept = (AccountEntry("bob", AccountRole.ROLE_ADMIN),)
+    if end == "remove":
+        await manager.accounts.remove("eve")
+    elif end == "prune":
+        await manager.snapshots.load(Configuration(accounts=kept), prune=True)
+    else:
+        demoted = AccountEntry("eve", AccountRole.ROLE_USER)
+        await manager.snapshots.load(Configuration(accounts=(*kept, demoted)))
+    after, _ = await manager.keys.log_in("eve", Role.ROLE_ADMIN, 60)
+    assert [manager.keys.use(key) for key in (before, after, bob)] == [False, False, True]
+    assert manager.keys.all() == [bob]
+    await manager.keys.tidy()
+    assert [manager.keys.find(key.id) for key in (before, after, bob)] == [None, None, bob]
+
+
+async def test_another_manager_ends_a_login_when_it_sees_the_account_go() -> None:
+    world = World()
+    first, second = world.manager(), world.manager()
+    await first.accounts.add("eve", "password", AccountRole.ROLE_ADMIN)
+    key, _ = await first.keys.log_in("eve", Role.ROLE_ADMIN, 60)
+    await second.refresh()
+    assert second.keys.use(key)
+    await first.accounts.remove("eve")
+    await second.refresh()
+    assert not second.keys.use(key)
 
 
 async def test_a_mounted_key_is_taken_over_once() -> None:

@@ -129,6 +129,23 @@ def test_a_password_becomes_a_key_of_the_account_s_role(tenants: Tenants, transp
             assert api.attempt("AccessService.WhoAmI").status == 401
 
 
+def test_a_login_ends_when_a_snapshot_gives_its_account_another_role(tenants: Tenants) -> None:
+    name = unique("demoted")
+    with tenants.server.api() as admin:
+        admin.ok("AdminService.AddAccount", user_name=name, password="right", role="ROLE_ADMIN")
+        key = admin.ok("AccessService.Login", user_name=name, password="right").secret
+        with tenants.server.api(key=key) as api:
+            assert api.attempt("AdminService.ListAccount").status == 200
+            document = json.loads(admin.ok("AdminService.GenConfigSnapshot").config_snapshot)
+            (account,) = [each for each in document["accounts"] if each["user_name"] == name]
+            account["role"] = "ROLE_USER"
+            admin.ok("AdminService.LoadConfigSnapshot", config_snapshot=json.dumps(document))
+            assert api.attempt("AdminService.ListAccount").status == 401
+        again = admin.ok("AccessService.Login", user_name=name, password="right").secret
+        with tenants.server.api(key=again) as api:
+            assert api.attempt("AdminService.ListAccount").status == 403
+
+
 @pytest.mark.parametrize("transport", ["grpc", "http"])
 def test_a_wrong_password_and_a_wrong_name_look_alike(tenants: Tenants, transport: str) -> None:
     name = unique("user")
