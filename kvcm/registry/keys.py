@@ -26,6 +26,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MOST_GROUPS: Final = 1000
 _MOST_CERTIFICATE_NAME: Final = 1024
 _MOST_TTL_SECONDS: Final = 10 * 365 * 86_400.0
+_MOST_LOGINS: Final = 32  # of an account
 _USE_SECONDS: Final = 60.0  # how exactly it is known when a key was used
 
 
@@ -147,10 +148,13 @@ class KeyRegistry:
         return await self._add(key, has_secret=not wanted.certificate_name)
 
     async def log_in(self, account: str, role: Role, ttl_seconds: float) -> tuple[ApiKey, PresentedKey | None]:
-        """Make a key for an account whose password was right."""
+        """Make a key for an account whose password was right. Of very many the oldest ends."""
         now = self._clock.now()
         key = ApiKey("", f"account/{account}", role, (ALL_GROUPS,), (), now, now + ttl_seconds, b"", "", account)
-        return await self._add(key, has_secret=True)
+        made, presented = await self._add(key, has_secret=True)
+        others = sorted((each for each in self._logins(account) if each.id != made.id), key=lambda key: key.created_at)
+        await self._forget_all(others[: 1 - _MOST_LOGINS])
+        return made, presented
 
     async def keep(self, wanted: NewKey, presented: PresentedKey) -> None:
         """Have a key that somebody else made, unless there is one of its id."""
@@ -202,10 +206,7 @@ class KeyRegistry:
 
     async def revoke_logins(self, account: str) -> None:
         """End the keys of whoever logged in to an account."""
-        for key in self._shelf.all():
-            if key.account == account:
-                await self._forget(key.id)
-        await self._flush()
+        await self._forget_all(self._logins(account))
 
     def find(self, key_id: str) -> ApiKey | None:
         """Return a key, None when there is none of that id."""
@@ -255,9 +256,7 @@ class KeyRegistry:
             if self._shelf.get(key_id) is not None:
                 await self._uses.change(key_id, lambda known, at=at: _later(known, at))  # type: ignore[misc]
         now = self._clock.now()
-        for key in self._shelf.all():
-            if self._is_over(key, now):
-                await self._forget(key.id)
+        await self._forget_all([key for key in self._shelf.all() if self._is_over(key, now)])
 
     def _is_over(self, key: ApiKey, now: float) -> bool:
         return key.is_over(now) or (key.account != "" and self._role_of(key.account) is not key.role)
@@ -279,6 +278,15 @@ class KeyRegistry:
         await self._shelf.change(made.id, decide)
         await self._flush()
         return made, presented if has_secret else None
+
+    def _logins(self, account: str) -> list[ApiKey]:
+        return [key for key in self._shelf.all() if key.account == account]
+
+    async def _forget_all(self, keys: Sequence[ApiKey]) -> None:
+        for key in keys:
+            await self._forget(key.id)
+        if keys:
+            await self._flush()
 
     async def _forget(self, key_id: str) -> None:
         await self._shelf.change(key_id, lambda _known: None)

@@ -17,6 +17,7 @@ from kvcm.registry.keys import NewKey
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
 from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.networks import network_of
 from kvcm.service.token_bucket import TokenBuckets
 from kvcm.service.turned_away import RateLimitedError, TurnedAwayError, UnauthenticatedError
 
@@ -26,7 +27,7 @@ _SERVICE: Final = "kvcm.v1.AccessService"
 _LOGIN_SECONDS: Final = 3600
 _MOST_LOGIN_SECONDS: Final = 12 * 3600
 _MOST_PASSWORD: Final = 1024
-_TRIES: Final = 10.0  # in a row, of one address
+_TRIES: Final = 10.0  # in a row, of one network
 _SECONDS_PER_TRY: Final = 6.0
 _AT_ONCE: Final = 2  # a hash takes 50 ms and 16 MiB
 _MOST_WAITING: Final = 32
@@ -108,12 +109,13 @@ class AccessApi:
             raise InvalidArgumentError(
                 f"ttl_seconds is {seconds}, must be from 1 to {_MOST_LOGIN_SECONDS}; 0 = {_LOGIN_SECONDS}"
             )
-        wait_seconds = self._tries.take(errand.get().peer, 1)
+        network = network_of(errand.get().peer)
+        wait_seconds = self._tries.take(network, 1)
         if wait_seconds:
             text = f"too many tries to log in; the next is heard in {wait_seconds:.0f} s"
             raise RateLimitedError(text, "rate", wait_seconds)
         role = await self._proven(request.user_name, request.password)
-        self._tries.give_back(errand.get().peer, 1)
+        self._tries.give_back(network, 1)
         return _made(*await self._keys.log_in(request.user_name, ROLE_OF_ACCOUNT[role], seconds))
 
     async def who_am_i(self, _request: Any) -> Reply:

@@ -226,6 +226,25 @@ async def test_a_login_counts_while_its_account_is_there_with_its_role(end: str)
     assert [manager.keys.find(key.id) for key in (before, after, bob)] == [None, None, bob]
 
 
+async def test_of_very_many_logins_of_an_account_the_oldest_end() -> None:
+    world = World()
+    manager = world.manager()
+    for name in ("eve", "bob"):
+        await manager.accounts.add(name, "password", AccountRole.ROLE_ADMIN)
+    bob, _ = await manager.keys.log_in("bob", Role.ROLE_ADMIN, 3600)
+    made = []
+    for _ in range(35):
+        world.clock.time += 1
+        made.append((await manager.keys.log_in("eve", Role.ROLE_ADMIN, 3600))[0])
+    kept = [key for key in manager.keys.all() if key.account == "eve"]
+    assert kept == made[-32:]
+    assert manager.keys.use(bob)
+    world.clock.time -= 100  # whose clock is behind logs in all the same
+    late, _ = await manager.keys.log_in("eve", Role.ROLE_ADMIN, 3600)
+    assert manager.keys.find(late.id) == late
+    assert manager.keys.find(made[-32].id) is None
+
+
 async def test_another_manager_ends_a_login_when_it_sees_the_account_go() -> None:
     world = World()
     first, second = world.manager(), world.manager()
