@@ -265,7 +265,13 @@ class KeyRegistry:
         """Forget what was remembered of keys that may have changed."""
         if self._shelf.generation != self._read_generation:
             self._read_generation = self._shelf.generation
-            self._of_certificates = {key.certificate_name: key for key in self._shelf.all() if key.certificate_name}
+            self._of_certificates = {key.certificate_name: key for key in self._certified()}
+
+    def _certified(self) -> list[ApiKey]:
+        """Return the keys of certificates, of each name the one that counts last: ended ones are not forgotten yet."""
+        now = self._clock.now()
+        keys = (key for key in self._shelf.all() if key.certificate_name)
+        return sorted(keys, key=lambda key: (not self._is_over(key, now), key.created_at))
 
     async def _add(self, key: ApiKey, *, has_secret: bool) -> tuple[ApiKey, PresentedKey | None]:
         presented = self._fresh()

@@ -19,6 +19,7 @@ from kvcm.model.groups import (
 from kvcm.model.instances import Instance
 from kvcm.model.memory_pool import MIN_POOL_BYTES
 from kvcm.model.names import check_name, check_storage_name
+from kvcm.model.principals import ALL_GROUPS
 from kvcm.model.storages import (
     DummyStorageSpec,
     LocalStorageSpec,
@@ -142,6 +143,7 @@ def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
         InvalidArgumentError: a field is missing, malformed or out of range.
     """
     require(group.name, "InstanceGroup.name")
+    require(group.name != ALL_GROUPS, "InstanceGroup.name", f"is {ALL_GROUPS!r}, which stands for all groups in keys")
     check_name("name", group.name)
     require(group.storage_candidates, "InstanceGroup.storage_candidates")
     _at_least_zero("InstanceGroup.max_instance_count", group.max_instance_count)

@@ -89,6 +89,17 @@ async def test_other_roles_have_all_groups_unless_some_are_given() -> None:
     assert (everywhere.groups, somewhere.groups) == ((ALL_GROUPS,), ("a", "b"))
 
 
+async def test_an_ended_key_of_a_certificate_gives_way_to_its_replacement() -> None:
+    """Whichever comes first in the table, and before the ended one is forgotten."""
+    world = World()
+    registry = world.registry()
+    for _ in range(8):
+        key, _ = await registry.create(engine(certificate_name="spiffe://a", ttl_seconds=5))
+        assert registry.of_certificate(["spiffe://a"]) == key
+        world.clock.time += 5
+        assert not registry.use(key)
+
+
 _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("create"), st.integers(0, 3), st.sampled_from([0, 5, 50])),

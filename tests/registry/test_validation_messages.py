@@ -80,6 +80,7 @@ def test_good_groups_pass(group: InstanceGroup) -> None:
     ("group", "named"),
     [
         (replace(GROUP, name=""), ["InstanceGroup", "name", "required"]),
+        (replace(GROUP, name="*"), ["InstanceGroup", "name", "all groups"]),
         (replace(GROUP, name="x" * 257), ["name", "257", "256"]),
         (replace(GROUP, name="a\x00"), ["name", "control"]),
         (replace(GROUP, storage_candidates=()), ["storage_candidates", "required"]),

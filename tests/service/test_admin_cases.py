@@ -260,6 +260,7 @@ REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
     "AdminService.CreateInstanceGroup": [
         *_group_refusals(_create),
         _invalid("a name of 257 bytes", lambda _site: _group("s", name="x" * 257), "name", "257", "256"),
+        _invalid("the name that stands for all", lambda _site: _group("s", name="*"), "name", "all groups in keys"),
         _refused("taken", "DUPLICATE_ENTITY", lambda s: _group("s", name=s.group()), "group-", "UpdateInstanceGroup"),
         _invalid("a type limit twice", _quota_twice, "quota_config", "file"),
         _invalid("metadata in a foreign store (decision 6)", _redis, "storage_type", "'redis'", "'local'"),
