@@ -9,24 +9,27 @@ changes all the time, and says nothing to whoever follows the keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvcm.model.api_keys import ApiKey, PresentedKey, new_key
 from kvcm.model.clock import Clock
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.names import check_name
 from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
+from kvcm.registry.batch import Batch
 from kvcm.registry.shelf import Flush, Shelf
+from kvcm.store.store import Table
 
-__all__ = ["KeyRegistry", "KeyUse", "NewKey"]
+__all__ = ["KeyRegistry", "KeyShelves", "KeyUse", "NewKey"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MOST_GROUPS: Final = 1000
 _MOST_CERTIFICATE_NAME: Final = 1024
 _MOST_TTL_SECONDS: Final = 10 * 365 * 86_400.0
 _MOST_LOGINS: Final = 32  # of an account
+_MADE: Final = "keys_made"
 _USE_SECONDS: Final = 60.0  # how exactly it is known when a key was used
 
 
@@ -91,12 +94,21 @@ def check_ttl(seconds: float) -> None:
         raise InvalidArgumentError(f"ttl_seconds is {seconds:.0f}, must be from 0 (no end) to {_MOST_TTL_SECONDS:.0f}")
 
 
+class KeyShelves(NamedTuple):
+    """Where keys are kept, and what is known of them: when they were used, and how many were made with a name."""
+
+    keys: Shelf[ApiKey]
+    uses: Shelf[KeyUse]
+    numbers: Shelf[int]
+
+
 class KeyRegistry:
     """Keys by id.
 
     Args:
-        shelf: where they are kept.
-        uses: when they were used.
+        table: holds them.
+        shelves: the parts of it; uses are elsewhere.
+        follow: brings the keys up to date with the table.
         flush: returns when what was changed is durable.
         clock: time source.
         role_of: what logins of an account may do, None when there is no such account.
@@ -105,15 +117,17 @@ class KeyRegistry:
 
     def __init__(
         self,
-        shelf: Shelf[ApiKey],
-        uses: Shelf[KeyUse],
+        table: Table,
+        shelves: KeyShelves,
+        follow: Callable[[], Awaitable[None]],
         flush: Flush,
         clock: Clock,
         role_of: Callable[[str], Role | None],
         fresh: Callable[[], PresentedKey] = new_key,
     ) -> None:
-        self._shelf = shelf
-        self._uses = uses
+        self._table = table
+        self._shelf, self._uses, self._numbers = shelves
+        self._follow = follow
         self._flush = flush
         self._clock = clock
         self._role_of = role_of
@@ -139,19 +153,21 @@ class KeyRegistry:
             StorageIOError: the store cannot be asked.
         """
         wanted.check()
-        self._refuse_taken(wanted)
         groups = tuple(sorted(set(wanted.groups))) or (ALL_GROUPS,)
         verbs = tuple(verb for verb in ENGINE_VERBS if verb in wanted.verbs) or _all_verbs(wanted.role)
         now = self._clock.now()
         key = ApiKey("", wanted.name, wanted.role, groups, verbs, now, _end(now, wanted.ttl_seconds), b"")
-        key = replace(key, certificate_name=wanted.certificate_name)
-        return await self._add(key, has_secret=not wanted.certificate_name)
+        made, presented = self._fresh_like(replace(key, certificate_name=wanted.certificate_name))
+        while not await self._add_unless_taken(made):
+            pass  # another key was made meanwhile, perhaps of that name
+        await self._flush()
+        return made, presented
 
     async def log_in(self, account: str, role: Role, ttl_seconds: float) -> tuple[ApiKey, PresentedKey | None]:
         """Make a key for an account whose password was right. Of very many the oldest ends."""
         now = self._clock.now()
         key = ApiKey("", f"account/{account}", role, (ALL_GROUPS,), (), now, now + ttl_seconds, b"", "", account)
-        made, presented = await self._add(key, has_secret=True)
+        made, presented = await self._add(key)
         others = sorted((each for each in self._logins(account) if each.id != made.id), key=lambda key: key.created_at)
         await self._forget_all(others[: 1 - _MOST_LOGINS])
         return made, presented
@@ -181,7 +197,7 @@ class KeyRegistry:
                 f"key {key_id!r} is of {_kind(old)}: only keys with a lasting secret are rotated"
             )
         now = self._clock.now()
-        made = await self._add(replace(old, created_at=now, expires_at=_end(now, ttl_seconds)), has_secret=True)
+        made = await self._add(replace(old, created_at=now, expires_at=_end(now, ttl_seconds)))
         end = now + overlap_seconds
 
         def decide(known: ApiKey | None) -> ApiKey | None:
@@ -273,9 +289,28 @@ class KeyRegistry:
         keys = (key for key in self._shelf.all() if key.certificate_name)
         return sorted(keys, key=lambda key: (not self._is_over(key, now), key.created_at))
 
-    async def _add(self, key: ApiKey, *, has_secret: bool) -> tuple[ApiKey, PresentedKey | None]:
+    async def _add_unless_taken(self, made: ApiKey) -> bool:
+        """Add a key together with the number of those made; False when that has grown since the names were looked at.
+
+        Raises:
+            DuplicateEntityError: there is a key of that name, or of that certificate's.
+        """
+        number, batch = await self._numbers.read(_MADE), Batch()
+        batch.stage(self._numbers, _MADE, (number or 0) + 1)
+        await self._follow()
+        self._refuse_taken(made)
+        batch.stage(self._shelf, made.id, made)
+        return await batch.commit(self._table)
+
+    def _fresh_like(self, key: ApiKey) -> tuple[ApiKey, PresentedKey | None]:
+        """Return a key with an id and, unless it is of a certificate, a secret of its own."""
         presented = self._fresh()
-        made = replace(key, id=presented.id, digest=presented.digest() if has_secret else b"")
+        if key.certificate_name:
+            return replace(key, id=presented.id), None
+        return replace(key, id=presented.id, digest=presented.digest()), presented
+
+    async def _add(self, key: ApiKey) -> tuple[ApiKey, PresentedKey | None]:
+        made, presented = self._fresh_like(key)
 
         def decide(known: ApiKey | None) -> ApiKey:
             assert known is None, "80 random bits came twice"
@@ -283,7 +318,7 @@ class KeyRegistry:
 
         await self._shelf.change(made.id, decide)
         await self._flush()
-        return made, presented if has_secret else None
+        return made, presented
 
     def _logins(self, account: str) -> list[ApiKey]:
         return [key for key in self._shelf.all() if key.account == account]
@@ -303,7 +338,7 @@ class KeyRegistry:
             raise InvalidArgumentError(f"key {key_id[:64]!r} does not exist; keys are named by their key_id")
         return known
 
-    def _refuse_taken(self, wanted: NewKey) -> None:
+    def _refuse_taken(self, wanted: ApiKey) -> None:
         for key in self.all():
             if key.name == wanted.name:
                 raise DuplicateEntityError(f"name {wanted.name!r} is that of key {key.id!r}; rotate or revoke that one")

@@ -17,7 +17,7 @@ from kvcm.registry.config_draft import ConfigShelves
 from kvcm.registry.enrolment import Enrolment
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.instances import InstanceRegistry
-from kvcm.registry.keys import KeyRegistry, KeyUse
+from kvcm.registry.keys import KeyRegistry, KeyShelves, KeyUse
 from kvcm.registry.quotas import QuotaRegistry
 from kvcm.registry.seats import SeatsTaken
 from kvcm.registry.shelf import ChangeListener, Flush, Shelf
@@ -82,7 +82,8 @@ class Registry:
         self.accounts = AccountRegistry(accounts, flush)
         used: Shelf[KeyUse] = Shelf(uses if uses is not None else MemoryTable(), "", KeyUse)
         clock = clock if clock is not None else SystemClock()
-        self.keys = KeyRegistry(keys, used, flush, clock, self.accounts.role_of)
+        shelves = KeyShelves(keys, used, numbers)
+        self.keys = KeyRegistry(self._table, shelves, self._follow, flush, clock, self.accounts.role_of)
         self.snapshots = ConfigSnapshots(
             self._table,
             ConfigShelves(storages, groups, quotas, instances, accounts),

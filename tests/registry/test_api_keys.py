@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass, field
 
@@ -9,10 +10,11 @@ import pytest
 from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
-from registry_rig import Opener
+from registry_rig import Opener, SuspendingTable
 
 from kvcm.model.accounts import AccountRole
 from kvcm.model.api_keys import PresentedKey, hides_keys, new_key
+from kvcm.model.errors import DuplicateEntityError
 from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
 from kvcm.registry.configuration import AccountEntry, Configuration
 from kvcm.registry.keys import KeyRegistry, NewKey
@@ -58,7 +60,8 @@ async def test_of_a_secret_only_a_digest_is_kept() -> None:
     key, presented = await world.registry().create(engine())
     assert presented is not None
     stored = await world.table.all()
-    assert [presented.secret.encode() in document for document in stored.values()] == [False]
+    assert f"key/{key.id}" in stored
+    assert not any(presented.secret.encode() in document for document in stored.values())
     assert presented.secret not in repr(key)
     assert key.is_proven_by(presented)
     assert not key.is_proven_by(PresentedKey(presented.id, new_key().secret))
@@ -98,6 +101,29 @@ async def test_an_ended_key_of_a_certificate_gives_way_to_its_replacement() -> N
         assert registry.of_certificate(["spiffe://a"]) == key
         world.clock.time += 5
         assert not registry.use(key)
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.booleans())
+async def test_of_two_keys_of_a_name_that_are_made_at_a_time_there_is_one(pauses: list[int], of_one: bool) -> None:
+    """At one manager or two, of a name or of a certificate's; an ended one frees both."""
+    world = World()
+    await world.registry().create(engine(certificate_name="spiffe://a", ttl_seconds=5))
+    slow = SuspendingTable(world.table, pauses)
+    first, second = (Registry(Opener(), slow, clock=world.clock, uses=world.uses) for _ in range(2))
+    await second.refresh()
+    world.clock.time += 5
+    wanted = [engine(certificate_name="spiffe://a"), engine("other", certificate_name="spiffe://a"), engine()]
+    makers = [first, first if of_one else second, first]
+    outcomes = await asyncio.gather(
+        *(maker.keys.create(each) for maker, each in zip(makers, wanted, strict=True)), return_exceptions=True
+    )
+    await first.refresh()
+    made = [outcome[0] for outcome in outcomes if isinstance(outcome, tuple)]
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, DuplicateEntityError)]
+    assert len(made) + len(refusals) == 3
+    assert sorted(key.id for key in first.keys.all()) == sorted(key.id for key in made)
+    assert len({key.name for key in made}) == len(made)
+    assert [key.certificate_name for key in made].count("spiffe://a") == 1
 
 
 _STEPS = st.lists(
