@@ -2,7 +2,8 @@
 
 Where keys are required, an administrator's key lies in a file of the manager's host, which only its owner can read. A
 key that is there already is taken over, so that secrets of an orchestrator can be mounted; else one is made, unless the
-deployment has an administrator. Its secret is never logged.
+deployment has an administrator. A key that was taken over and has ended since, because it was revoked or rotated, does
+not come back: somebody has to take it out of the file. Nothing ever writes over a file. The secret is never logged.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pathlib import Path
 import structlog
 
 from kvcm.config import ConfigError, Settings
-from kvcm.model.api_keys import PresentedKey, new_key
-from kvcm.model.principals import Role
-from kvcm.registry.keys import NewKey
+from kvcm.model.api_keys import ApiKey, PresentedKey, new_key
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.principals import ALL_GROUPS, Role
 from kvcm.registry.registry import Registry
 
 __all__ = ["keep_admin_key"]
@@ -34,17 +35,17 @@ async def keep_admin_key(registry: Registry, settings: Settings) -> None:
     """
     if not settings.is_auth_required:
         return
-    path = _path(settings)
+    path, administrators = _path(settings), _administrators(registry, settings)
     if path is not None and path.exists():
-        await registry.keys.keep(NewKey(_NAME, Role.ROLE_ADMIN), _read(path))
-    elif not _has_admin(registry):
-        if path is None:
-            raise ConfigError(
-                "kvcm.auth.mode is required and there is no administrator's key: set kvcm.auth.admin_key_file, or "
-                "give --data-dir, or make a key while kvcm.auth.mode is off"
-            )
-        await registry.keys.keep(NewKey(_NAME, Role.ROLE_ADMIN), _written(path))
+        await _take_over(registry, settings, path)
+    elif path is not None and all(key.expires_at for key in administrators):
+        await registry.taken_keys.take_over(_NAME, _written(path))
         _log.warning("admin_key_made", file=str(path))
+    elif not administrators:
+        raise ConfigError(
+            "kvcm.auth.mode is required and there is no administrator's key: set kvcm.auth.admin_key_file, or "
+            "give --data-dir, or make a key while kvcm.auth.mode is off"
+        )
 
 
 def _path(settings: Settings) -> Path | None:
@@ -53,8 +54,34 @@ def _path(settings: Settings) -> Path | None:
     return Path(settings.data_dir) / "admin.key" if settings.data_dir else None
 
 
-def _has_admin(registry: Registry) -> bool:
-    return any(key.role is Role.ROLE_ADMIN for key in registry.keys.all())
+def _administrators(registry: Registry, settings: Settings) -> list[ApiKey]:
+    """Return the keys that are enough to administer: everywhere, without an account that others may remove, and of a
+    certificate only where certificates are asked for."""
+    return [
+        key
+        for key in registry.keys.all()
+        if key.role is Role.ROLE_ADMIN
+        and ALL_GROUPS in key.groups
+        and not key.account
+        and (key.digest or settings.tls_client_ca_file)
+    ]
+
+
+async def _take_over(registry: Registry, settings: Settings, path: Path) -> None:
+    try:
+        key = await registry.taken_keys.take_over(_NAME, _read(path))
+    except InvalidArgumentError as error:
+        raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be used: {error}") from error
+    administrators = _administrators(registry, settings)
+    if key in administrators:
+        return
+    reason = "the key in it has ended, or is no administrator's: remove the file, or put a new key into it"
+    if not administrators:
+        raise ConfigError(
+            f"kvcm.auth.admin_key_file {str(path)!r} is of no use, and nobody can administer: {reason}. "
+            "Where there is no file, a new key is made and written there"
+        )
+    _log.warning("admin_key_ended", file=str(path), reason=reason)
 
 
 def _read(path: Path) -> PresentedKey:

@@ -172,13 +172,6 @@ class KeyRegistry:
         await self._forget_all(others[: 1 - _MOST_LOGINS])
         return made, presented
 
-    async def keep(self, wanted: NewKey, presented: PresentedKey) -> None:
-        """Have a key that somebody else made, unless there is one of its id."""
-        now = self._clock.now()
-        key = ApiKey(presented.id, wanted.name, wanted.role, (ALL_GROUPS,), (), now, 0.0, presented.digest())
-        await self._shelf.change(key.id, lambda known: known if known is not None else key)
-        await self._flush()
-
     async def rotate(
         self, key_id: str, overlap_seconds: float, ttl_seconds: float
     ) -> tuple[ApiKey, PresentedKey | None]:

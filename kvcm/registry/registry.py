@@ -23,6 +23,7 @@ from kvcm.registry.seats import SeatsTaken
 from kvcm.registry.shelf import ChangeListener, Flush, Shelf
 from kvcm.registry.snapshots import ConfigSnapshots
 from kvcm.registry.storages import StorageOpener, StorageRegistry
+from kvcm.registry.taken_keys import TakenKeys
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
 
@@ -82,6 +83,8 @@ class Registry:
         self.accounts = AccountRegistry(accounts, flush)
         used: Shelf[KeyUse] = Shelf(uses if uses is not None else MemoryTable(), "", KeyUse)
         clock = clock if clock is not None else SystemClock()
+        taken = Shelf(self._table, "taken_key/", float)
+        self.taken_keys = TakenKeys(self._table, keys, taken, flush, clock)
         shelves = KeyShelves(keys, used, numbers)
         self.keys = KeyRegistry(self._table, shelves, self._follow, flush, clock, self.accounts.role_of)
         self.snapshots = ConfigSnapshots(

@@ -14,7 +14,7 @@ from registry_rig import Opener, SuspendingTable
 
 from kvcm.model.accounts import AccountRole
 from kvcm.model.api_keys import PresentedKey, hides_keys, new_key
-from kvcm.model.errors import DuplicateEntityError
+from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
 from kvcm.registry.configuration import AccountEntry, Configuration
 from kvcm.registry.keys import KeyRegistry, NewKey
@@ -294,10 +294,49 @@ async def test_another_manager_ends_a_login_when_it_sees_the_account_go() -> Non
     assert not second.keys.use(key)
 
 
-async def test_a_mounted_key_is_taken_over_once() -> None:
-    registry = World().registry()
+@pytest.mark.parametrize("end", ["revoke", "rotate", "expire"])
+async def test_a_key_of_a_file_is_taken_over_once(end: str) -> None:
+    """By whichever manager, and not again after its end, however long ago that was."""
+    world = World()
+    first, second, presented = world.manager(), world.manager(), new_key()
+    for manager in (first, second, first):
+        key = await manager.taken_keys.take_over("admin", presented)
+        assert key == manager.keys.shown(presented)
+        assert manager.keys.all() == [key]
+    if end == "revoke":
+        await first.keys.revoke(presented.id)
+    else:
+        await first.keys.rotate(presented.id, 5 if end == "expire" else 0, 0)
+        world.clock.time += 5
+    for manager in (second, world.manager()):
+        assert await manager.taken_keys.take_over("admin", presented) is None
+        await manager.keys.tidy()
+        assert await manager.taken_keys.take_over("admin", presented) is None
+        assert manager.keys.shown(presented) is None
+
+
+async def test_a_key_of_a_file_that_was_taken_over_by_an_older_release_counts_as_taken_over() -> None:
+    manager = World().manager()
+    _, presented = await manager.keys.create(NewKey("admin", Role.ROLE_ADMIN))
+    assert presented is not None
+    assert await manager.taken_keys.take_over("admin", presented) == manager.keys.shown(presented)
+    await manager.keys.revoke(presented.id)
+    assert await manager.taken_keys.take_over("admin", presented) is None
+
+
+async def test_a_key_of_a_file_with_a_known_id_and_another_secret_is_refused() -> None:
+    manager = World().manager()
     presented = new_key()
-    for _ in range(2):
-        await registry.keep(NewKey("admin", Role.ROLE_ADMIN), presented)
-    (key,) = registry.all()
-    assert registry.shown(presented) == key
+    key = await manager.taken_keys.take_over("admin", presented)
+    with pytest.raises(InvalidArgumentError, match=f"{presented.id}.*another secret"):
+        await manager.taken_keys.take_over("admin", PresentedKey(presented.id, new_key().secret))
+    assert manager.keys.shown(presented) == key
+
+
+@given(st.lists(st.integers(0, 5), max_size=60))
+async def test_managers_that_start_together_take_a_key_over_together(pauses: list[int]) -> None:
+    slow, presented = SuspendingTable(MemoryTable(), pauses), new_key()
+    managers = [Registry(Opener(), slow) for _ in range(3)]
+    keys = await asyncio.gather(*(manager.taken_keys.take_over("admin", presented) for manager in managers))
+    assert keys[0] is not None
+    assert keys == [managers[0].keys.shown(presented)] * 3

@@ -56,6 +56,19 @@ def test_keys_made_while_nobody_was_asked_count_when_everybody_is(tmp_path: Path
         assert not (process.data_dir / "admin.key").exists()
 
 
+def test_an_administrator_s_key_that_was_revoked_does_not_come_back(tmp_path: Path) -> None:
+    with secured(tmp_path) as server:
+        made = server.key("successor", "ROLE_ADMIN")
+        with server.api(key=made) as api:
+            api.ok("AccessService.RevokeKey", key_id=server.admin_key.split("_")[1])
+    with secured(tmp_path) as server:
+        assert server.process.events("admin_key_ended")
+        with server.api(key=made) as api:
+            assert api.ok("AccessService.WhoAmI").key.name == "successor"
+        with server.api() as api:
+            assert api.attempt("AccessService.WhoAmI").status == 401
+
+
 def test_what_it_risks_is_said_at_start(tmp_path: Path) -> None:
     with manager(tmp_path / "off") as process:
         assert eventually(lambda: process.events("not_authenticated"))[0]["level"] == "info"
