@@ -21,6 +21,7 @@ __all__ = ["NO_CREDENTIALS", "OUTCOMES", "Access", "Credentials", "KeyedAccess",
 _SCHEME: Final = "bearer "
 
 _MOST_KNOWN: Final = 4096
+_ENDED: Final = "the key has ended: ask for a new one"
 _KEY_WANTED: Final = "a key is required: authorization: Bearer kvcm_<id>_<secret>"
 
 _ACCEPTED: Final = "accepted"
@@ -139,6 +140,9 @@ class KeyedAccess:
             return
         if principal is EVERYBODY or principal is STRANGER:  # nobody was asked, or nobody answered
             raise self._stranger(_MISSING, _KEY_WANTED)
+        key = self._keys.find(principal.key_id)
+        if key is None or not self._keys.use(key):  # since its request began to come
+            raise self._stranger(_EXPIRED, _ENDED)
         self._check_verbs(policy, principal)
         self._check_scope(policy, request, principal)
 
@@ -159,7 +163,7 @@ class KeyedAccess:
         known = self._known.get(credentials)
         key, principal = known if known is not None else self._remembered(credentials)
         if not self._keys.use(key):
-            raise self._stranger(_EXPIRED, "the key has ended: ask for a new one")
+            raise self._stranger(_EXPIRED, _ENDED)
         self.outcomes[_ACCEPTED] += 1
         return principal
 
