@@ -6,19 +6,22 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvcm.model.errors import StorageIOError
+from kvcm.service.access import Credentials
 from kvcm.service.bodies import BodyReader
-from kvcm.service.calls import Call, Caller
+from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.grpc_health import GrpcHealth, reflection_of
-from kvcm.service.grpc_methods import GrpcMethod, Metadata, StrangerRequests, turn_away
 from kvcm.service.grpc_wakeups import whole_wakeups
 from kvcm.service.tls import ServerTls
 from kvcm.service.turned_away import TurnedAwayError
@@ -43,6 +46,12 @@ _MANY_CONNECTIONS = 64 * _ACCEPTORS
 _UNEVEN = 1.25
 
 _CLOSE_SECONDS = 1.0  # for answers that are being sent
+_TURNED_AWAY = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +125,8 @@ class GrpcServer:
             has_reflection: whether clients may ask for services and messages.
         """
         known = list(calls)
-        strangers = StrangerRequests()
         for call in known:
-            self._methods.add(call, GrpcMethod(call, caller, bodies, self._gate, strangers).handler)
+            self._methods.add(call, _method(call, caller, bodies, self._gate))
         services = list(dict.fromkeys(call.service for call in known))
         if has_reflection:
             self._add(reflection_of(services))
@@ -144,29 +152,38 @@ class GrpcServer:
         await asyncio.gather(*(server.stop(seconds) for server in self._acceptors))
 
 
+_Metadata = Sequence[tuple[str, str | bytes]]
+_metadata: ContextVar[_Metadata] = ContextVar("metadata")
+"""Of the request that the present task answers. gRPC decodes it to look the method up, in the task that then answers,
+and once more whenever the context is asked, which takes longer than all else that is done with it."""
+
+
 class _Methods(grpc.GenericRpcHandler):
     """Finds what answers a request. Until it is known what there is to call, everything is refused."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self._by_path: dict[str, Callable[[Metadata], Any]] = {}
+        self._by_path: dict[str, Any] = {}
         self._refusing: Any = grpc.unary_unary_rpc_method_handler(self._refuse)
 
-    def add(self, call: Call, method: Callable[[Metadata], Any]) -> None:
-        """Have a call answered by what is returned for the metadata of a request."""
+    def add(self, call: Call, answer: Callable[[bytes, Any], Awaitable[bytes]]) -> None:
+        """Have a call answered."""
+        method: Any = grpc.unary_unary_rpc_method_handler(answer)
         self._by_path[f"/{call.service}/{call.name}"] = method
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         if self._gate.phase is Phase.STARTING:
             return self._refusing
         method = self._by_path.get(details.method)
-        return None if method is None else method(details.invocation_metadata or ())
+        if method is not None:
+            _metadata.set(details.invocation_metadata or ())
+        return method
 
     async def _refuse(self, _body: bytes, context: Any) -> bytes:
         refusal = self._gate.refusal()
         if refusal is None:  # the manager began to serve a moment ago
             refusal = TurnedAwayError("the manager has just started; retry", Phase.STARTING.value, 0.05)
-        return await turn_away(context, refusal)
+        return await _turn_away(context, refusal)
 
 
 def _bound(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None) -> int:
@@ -188,3 +205,79 @@ def _check_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise StorageIOError(f"gRPC address {host}:{port} cannot be bound: {error.strerror}") from error
+
+
+def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    arrived = _traced_arrival if caller.wants_trace_parents else _arrival
+    asks = caller.access.asks
+
+    async def serve(body: bytes, context: Any) -> bytes:
+        arrival = arrived(context)
+        refusal = gate.refusal()
+        if refusal is not None:
+            caller.tell_turned_away(call, arrival, refusal)
+        else:
+            refusal = caller.refusal(call, arrival)
+        if refusal is not None:
+            await _turn_away(context, refusal)
+        if asks:
+            try:
+                arrival = caller.recognised(call, arrival, _credentials(context))
+            except TurnedAwayError as error:
+                await _turn_away(context, error)
+        gate.enter()
+        try:
+            return await answer(body, context, arrival)
+        finally:
+            gate.leave()
+
+    async def answer(body: bytes, context: Any, arrival: Arrival) -> bytes:
+        try:
+            request = await bodies.proto(call, body, arrival.deadline)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is not a {call.request_type.__name__}")
+        except TurnedAwayError as error:
+            caller.tell_turned_away(call, arrival, error)
+            await _turn_away(context, error)
+        try:
+            reply = await caller.answer(call, request, arrival)
+        except TurnedAwayError as error:
+            await _turn_away(context, error)
+        return reply.encoded()
+
+    return serve
+
+
+def _arrival(context: Any) -> Arrival:
+    remaining = context.time_remaining()
+    return Arrival("grpc", _host(context.peer()), None if remaining is None else time.monotonic() + remaining)
+
+
+def _traced_arrival(context: Any) -> Arrival:
+    parents = (value for key, value in _metadata.get() if key == "traceparent")
+    parent = next(parents, "")
+    return _arrival(context)._replace(trace_parent=parent if isinstance(parent, str) else "")
+
+
+def _credentials(context: Any) -> Credentials:
+    found = ""
+    for key, value in _metadata.get():
+        if key == "authorization":
+            found = value if isinstance(value, str) and not found else "twice"  # whose of two is meant?
+    if found:
+        return Credentials(found)
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return Credentials("", tuple(name.decode("utf-8", "replace") for name in names))
+
+
+def _host(peer: str) -> str:
+    """Return the address in `ipv4:1.2.3.4:567` or `ipv6:[::1]:567`, percent-encoded brackets or not."""
+    return peer.partition(":")[2].rpartition(":")[0]
+
+
+async def _turn_away(context: Any, error: TurnedAwayError) -> NoReturn:
+    trailers: tuple[tuple[str, str], ...] = ()
+    if error.retry_after_seconds is not None:  # gRFC A6: clients wait so long before they retry
+        trailers = (("grpc-retry-pushback-ms", str(round(error.retry_after_seconds * 1000))),)
+    await context.abort(_TURNED_AWAY[error.http_status], str(error), trailers)
+    raise AssertionError  # abort raises

@@ -12,7 +12,7 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
-from kvcm.model.principals import EVERYBODY, STRANGER, Principal
+from kvcm.model.principals import EVERYBODY, Principal
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
@@ -37,7 +37,6 @@ ARRIVAL: Final = "kvcm.arrival"
 
 _RESOURCES: Final = b"/v1/"
 _MOST_RESOURCE_BYTES: Final = 1 << 21  # is read on the event loop
-_MOST_STRANGER_BYTES: Final = 1 << 14  # of a login or a question for health; nobody answers for more
 _JSON: Headers = [(b"content-type", b"application/json")]
 _CLOSE = (b"connection", b"close")
 _NO_PAGES: Final = "requests from web pages are not served"
@@ -197,8 +196,7 @@ class HttpApp:
         self._gate.enter()
         try:
             arrival = self._arrival(scope)._replace(principal=self._principal(scope))
-            most = min(_MOST_RESOURCE_BYTES, self._most(arrival.principal))
-            body = await self._read(dict(scope["headers"]), receive, most)
+            body = await self._read(dict(scope["headers"]), receive, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
             leaving = _closing(send, self._gate)
             await self._resources({**scope, ARRIVAL: arrival}, _already_read(body, receive), leaving)
         except _BodyTooLargeError as error:
@@ -266,7 +264,7 @@ class HttpApp:
         self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
     ) -> None:
         try:
-            body = await self._read(headers, receive, self._most(arrival.principal))
+            body = await self._read(headers, receive, self._max_body_bytes)
         except _BodyTooLargeError as error:
             await _respond(send, 413, b"{}", _reason(str(error)))
             return
@@ -290,9 +288,6 @@ class HttpApp:
             return
         body = await print_reply(reply, self._texts)
         await _respond(_closing(send, self._gate) if self._gate.is_leaving else send, 200, body, _JSON)
-
-    def _most(self, principal: Principal) -> int:
-        return min(self._max_body_bytes, _MOST_STRANGER_BYTES) if principal is STRANGER else self._max_body_bytes
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
         if int(headers.get(b"content-length", b"0")) > most:
