@@ -53,7 +53,8 @@ def doctor(
         found += _of_settings(settings)
     with asking():
         client, is_expected = _client(connection, settings)
-        found += check_manager(client, is_expected=is_expected)
+        shows_certificate = connection.cert_file is not None
+        found += check_manager(client, is_expected=is_expected, shows_certificate=shows_certificate)
     if as_json:
         print_json(_report(found))
     else:

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 
 from kvcm.model.principals import EVERYBODY, Principal
-from kvcm.service.bodies import BodyReader
+from kvcm.service.bodies import BodyReader, most_body_bytes
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_connection import BODY_BYTES, CAME
@@ -195,8 +195,10 @@ class HttpApp:
             return
         self._gate.enter()
         try:
-            arrival = self._arrival(scope)._replace(principal=self._principal(scope))
-            body = await self._read(dict(scope["headers"]), receive, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
+            principal = self._principal(scope)
+            arrival = self._arrival(scope)._replace(principal=principal)
+            most = most_body_bytes(principal, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
+            body = await self._read(dict(scope["headers"]), receive, most)
             leaving = _closing(send, self._gate)
             await self._resources({**scope, ARRIVAL: arrival}, _already_read(body, receive), leaving)
         except _BodyTooLargeError as error:
@@ -264,7 +266,7 @@ class HttpApp:
         self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
     ) -> None:
         try:
-            body = await self._read(headers, receive, self._max_body_bytes)
+            body = await self._read(headers, receive, most_body_bytes(arrival.principal, self._max_body_bytes))
         except _BodyTooLargeError as error:
             await _respond(send, 413, b"{}", _reason(str(error)))
             return
