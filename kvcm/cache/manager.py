@@ -151,8 +151,7 @@ class CacheManager:
             UnknownInstanceError: it is not registered.
         """
         cache = self.cache(instance_id)
-        # Another manager may have registered the id again, for a group that the caller has nothing to do with.
-        await self._registry.instances.remove(instance_id, cache.placement.uid)
+        await self._registry.instances.remove(instance_id, cache.placement.uid)  # not what somebody registered since
         # Nobody can ask for this a second time, so it is not left half done when the caller hangs up.
         await uninterrupted(self._removals.begin(cache))
         await self._store.flush()

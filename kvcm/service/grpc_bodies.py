@@ -17,12 +17,13 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from kvcm.model.principals import Principal
+from kvcm.model.principals import STRANGER, Principal
 from kvcm.service.bodies import most_body_bytes
 from kvcm.service.http_connection import ConnectionLimits
 
 __all__ = ["BodyWatch"]
 
+_STRANGERS: Final = 8  # whose bodies are taken at a time
 _TOO_SLOW: Final = "the request did not arrive in time"
 _TOO_LARGE: Final = "the body is larger than one of a request without a key may be"
 _CUT: Final = "the request ended before its body did"
@@ -38,20 +39,28 @@ class BodyWatch:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._since: dict[Any, float] = {}
+        self._strangers = asyncio.Semaphore(_STRANGERS)
         self._ending: set[asyncio.Task[None]] = set()
 
     async def read(self, context: Any, principal: Principal) -> bytes:
         """Return the body of a request; aborts it where there is none, or a larger one than the principal may send."""
-        self._since[context] = time.monotonic()
-        try:
-            body = await context.read()
-        finally:
-            self._since.pop(context, None)
+        if principal is STRANGER:  # of whom any number may come, with bodies as large as those of engines
+            async with self._strangers:
+                body = await self._arrived(context)
+        else:
+            body = await self._arrived(context)
         if body is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _CUT)
         if len(body) > most_body_bytes(principal, len(body)):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, _TOO_LARGE)
         return bytes(body)
+
+    async def _arrived(self, context: Any) -> Any:
+        self._since[context] = time.monotonic()
+        try:
+            return await context.read()
+        finally:
+            self._since.pop(context, None)
 
     async def run(self) -> None:
         """Look now and then, for good."""
