@@ -120,7 +120,8 @@ class KeyedAccess:
         if policy.is_open:
             return STRANGER
         principal = self._recognised(credentials)
-        self._check_verbs(policy, principal)
+        if not (policy.own and principal.account):  # else it is known by the request alone
+            self._check_verbs(policy, principal)
         return principal
 
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
@@ -143,6 +144,8 @@ class KeyedAccess:
         key = self._keys.find(principal.key_id)
         if key is None or not self._keys.use(key):  # since its request began to come
             raise self._stranger(_EXPIRED, _ENDED)
+        if policy.own and principal.account and principal.account == getattr(request, policy.own):
+            return
         self._check_verbs(policy, principal)
         self._check_scope(policy, request, principal)
 
