@@ -197,7 +197,7 @@ class KeyRegistry:
         await self._flush()
 
     async def revoke_logins(self, account: str) -> None:
-        """End the keys of whoever logged in to an account."""
+        """End the keys of whoever logged in to an account, as far as they are known here."""
         for key in self._shelf.all():
             if key.account == account:
                 await self._forget(key.id)

@@ -29,6 +29,7 @@ _SMALL_JSON_BYTES: Final = 1 << 16  # some milliseconds to read, whatever it hol
 _SMALL_PROTO_BYTES: Final = 1 << 22
 _MOST_PARTS_PER_KEY: Final = 16  # a location with a part for each of so many ranks
 _MOST_PAIRS_PER_KEY: Final = 40  # of JSON: name and checksum of each, and some more
+_DOCUMENT: Final = "config_snapshot"  # a text of thousands of pairs, which count here although they are no values
 _MOST_PAIRS: Final = 16_384  # of requests without such locations
 
 
@@ -60,7 +61,8 @@ class BodyReader:
         if len(body) <= _SMALL_JSON_BYTES:
             return parse_request(body, call.request_type)
         keys = self._limits.max_keys
-        is_bulky = bool(_messages_of(call.request_type.DESCRIPTOR))
+        kind = call.request_type.DESCRIPTOR
+        is_bulky = bool(_messages_of(kind)) or _DOCUMENT in kind.fields_by_name
         most_pairs = _MOST_PAIRS_PER_KEY * keys if is_bulky else _MOST_PAIRS
         _refuse_more(body.count(b":"), most_pairs, "pairs")
         _refuse_more(body.count(b","), most_pairs + 2 * keys + self._limits.max_tokens, "values")
