@@ -162,7 +162,6 @@ async def test_a_removal_is_remembered_until_it_is_forgotten(grouped: Pair) -> N
 
 
 async def test_an_instance_that_was_registered_anew_is_not_the_one_that_is_removed(grouped: Pair) -> None:
-    """Whoever removes one has looked at whose it is."""
     a, b = grouped.a, grouped.b
     await a.instances.register(INSTANCE)
     meant = a.instances.placement(ID).uid
