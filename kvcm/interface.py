@@ -31,10 +31,11 @@ from kvcm.service.debug_api import DebugApi
 from kvcm.service.drain_view import DrainView
 from kvcm.service.faults import Faults
 from kvcm.service.gate import Phase
-from kvcm.service.http_app import LineStream, Resources
+from kvcm.service.http_app import Resources
 from kvcm.service.http_pages import PageRoute
 from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
+from kvcm.service.line_streams import LineStream
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.pin_api import PinApi
 from kvcm.service.pool_api import PoolApi

@@ -42,8 +42,8 @@ class Listeners:
         shared = settings.admin_rpc_port in {0, settings.rpc_port}
         of_grpc = GrpcLimits(body, settings.max_connections, settings.max_streams, settings.receive_timeout_ms)
         of_http = self._connections
-        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate, tls)
-        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate, tls)
+        self._rpc = GrpcServer(host, settings.rpc_port, of_grpc, gate, tls, of_http)
+        self._admin_rpc = None if shared else GrpcServer(host, settings.admin_rpc_port, of_grpc, gate, tls, of_http)
         self._http = HttpServer(host, settings.http_port, of_http, tls)
         self._admin_http = HttpServer(host, settings.admin_http_port, of_http, tls)
         has_debug, debug_port = settings.enable_debug_service, _debug_port(settings)

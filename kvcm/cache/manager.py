@@ -151,7 +151,7 @@ class CacheManager:
             UnknownInstanceError: it is not registered.
         """
         cache = self.cache(instance_id)
-        await self._registry.instances.remove(instance_id)
+        await self._registry.instances.remove(instance_id, cache.placement.uid)  # not what somebody registered since
         # Nobody can ask for this a second time, so it is not left half done when the caller hangs up.
         await uninterrupted(self._removals.begin(cache))
         await self._store.flush()

@@ -13,6 +13,7 @@ from kvcm.commands.options import AsJson, Yes, asked_password, confirm, noun, wi
 from kvcm.commands.shown import print_json, print_table
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import access_service_pb2 as access_pb
 from kvcm.refusals import asking
 
 __all__ = ["PasswordFile", "account_app"]
@@ -58,6 +59,32 @@ def add_account(
         password = asked_password(password_file, is_new=True)
         request = pb.AddAccountRequest(user_name=name, password=password, role=_ROLES[role])
         connection.admin().call("AddAccount", request, pb.CommonResponse)
+
+
+@account_app.command("password")
+@with_options
+def set_password(
+    connection: Connection,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The account.", autocompletion=account_names)],
+    password_file: PasswordFile = None,
+    old_password_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--old-password-file",
+            metavar="FILE",
+            help="File with the present password; it is wanted of whoever is logged in as the account.",
+        ),
+    ] = None,
+) -> None:
+    """Change the password of an account, or give it one, and end its logins."""
+    with asking():
+        client, old = connection.admin(), ""
+        me = client.call("WhoAmI", access_pb.WhoAmIRequest(), access_pb.WhoAmIResponse)
+        if old_password_file is not None or me.key.account == name:
+            old = asked_password(old_password_file, is_new=False, option="--old-password-file")
+        new = asked_password(password_file, is_new=True)
+        request = access_pb.SetPasswordRequest(user_name=name, password=new, old_password=old)
+        client.call("SetPassword", request, pb.CommonResponse)
 
 
 @account_app.command("remove")

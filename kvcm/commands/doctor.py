@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
 import typer
 from rich.table import Table
@@ -16,16 +14,8 @@ from kvcm.commands.connection import ADMIN_URL, Connection
 from kvcm.commands.options import AsJson, ConfigFile, DataDir, Env, with_options
 from kvcm.commands.shown import console, print_json
 from kvcm.config import Settings
-from kvcm.doctor.certificates import check_authorities, check_certificate
 from kvcm.doctor.findings import Finding, Level
-from kvcm.doctor.manager import check_manager, check_storage
-from kvcm.doctor.places import check_metadata_directory
-from kvcm.doctor.ports import check_ports
-from kvcm.doctor.settings import combinations, read_settings, redis_settings
-from kvcm.doctor.shared_store import check_shared_store
-from kvcm.model.errors import InvalidArgumentError
 from kvcm.refusals import FINDINGS, asking
-from kvcm.registry.documents import parse_startup_document
 from kvcm.telemetry.logs import LEVELS, configure_logs
 
 __all__ = ["doctor"]
@@ -46,51 +36,26 @@ def doctor(
     Give the options that `kvcm serve` gets. Nothing is changed. Exit code 0: nothing fails, though there may be
     warnings; 1: something fails.
     """
+    # These open stores and storages as a manager does: every other command starts without.
+    from kvcm.doctor.examination import check_settings
+    from kvcm.doctor.manager import check_manager
+    from kvcm.doctor.settings import read_settings
+
     configure_logs(LEVELS["ERROR"])
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
     settings, found = read_settings(config_file, [*options, *(env or ())], os.environ)
     if settings is not None:
-        found += _of_settings(settings)
+        found += check_settings(settings)
     with asking():
         client, is_expected = _client(connection, settings)
-        found += check_manager(client, is_expected=is_expected)
+        shows_certificate = connection.cert_file is not None
+        found += check_manager(client, is_expected=is_expected, shows_certificate=shows_certificate)
     if as_json:
         print_json(_report(found))
     else:
         _print(found)
     if any(each.level is Level.FAIL for each in found):
         raise typer.Exit(FINDINGS)
-
-
-def _of_settings(settings: Settings) -> Iterator[Finding]:
-    yield from combinations(settings)
-    yield from check_metadata_directory(settings)
-    yield from check_ports(settings)
-    yield from _certificates(settings.described())
-    redis = redis_settings(settings)
-    if redis is not None:
-        yield from check_shared_store(redis)
-    yield from _startup_storage(settings)
-
-
-def _certificates(described: dict[str, str]) -> Iterator[Finding]:
-    now = time.time()
-    if cert_file := described.get("kvcm.tls.cert_file", ""):
-        yield from check_certificate(cert_file, described.get("kvcm.tls.key_file", ""), now)
-    if ca_file := described.get("kvcm.tls.client_ca_file", ""):
-        yield from check_authorities(ca_file, now)
-
-
-def _startup_storage(settings: Settings) -> Iterator[Finding]:
-    if not settings.startup_config:
-        return
-    try:
-        document = parse_startup_document(Path(settings.startup_config).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, InvalidArgumentError) as error:
-        found = f"kvcm.startup_config {settings.startup_config}: {error}"
-        yield Finding(Level.FAIL, "settings", found, "correct it: `kvcm serve` refuses it too")
-        return
-    yield from check_storage(document.storage)
 
 
 def _client(connection: Connection, settings: Settings | None) -> tuple[AdminClient, bool]:

@@ -85,21 +85,23 @@ def confirm(question: str, *, yes: bool) -> None:
     typer.confirm(question, abort=True, err=True)
 
 
-def asked_password(path: Path | None, *, is_new: bool) -> str:
+def asked_password(path: Path | None, *, is_new: bool, option: str = "--password-file") -> str:
     """Return a password, from a file or from whoever sits at the terminal.
 
     Args:
         path: the file, None to ask.
         is_new: whether to ask for it twice.
+        option: that names the file; what is asked for is called like it.
 
     Raises:
         InvalidArgumentError, OSError: the file cannot be used.
     """
     if path is not None:
         return first_line(path, "password file")
+    what = option.strip("-").removesuffix("-file").replace("-", " ")
     if not sys.stdin.isatty():
-        refuse_to_run("nobody is there to ask for the password: give --password-file")
-    password: str = typer.prompt("Password", hide_input=True, confirmation_prompt=is_new, err=True)
+        refuse_to_run(f"nobody is there to ask for the {what}: give {option}")
+    password: str = typer.prompt(what.capitalize(), hide_input=True, confirmation_prompt=is_new, err=True)
     return password
 
 

@@ -78,7 +78,9 @@ def check_expiry(what: str, end: float, now: float) -> Finding:
     """Return whether a certificate lasts."""
     left = end - now
     if left <= 0:
-        return fail(_CHECK, f"{what} has expired {shown_span(-left)} ago", "renew it, and tell the manager to restart")
+        return fail(
+            _CHECK, f"{what} has expired {shown_span(-left)} ago", "renew it: a manager takes a new file over by itself"
+        )
     found = f"{what} ends in {shown_span(left)}"
     return warn(_CHECK, found, "renew it now") if left < _SOON_SECONDS else ok(_CHECK, found)
 

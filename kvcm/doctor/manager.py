@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvcm.admin_client import AdminClient
 from kvcm.capacity_tables import troubles
+from kvcm.doctor.encryption import advice_on
 from kvcm.doctor.findings import Finding, Level, fail, ok, warn
 from kvcm.doctor.places import check_directory
 from kvcm.doctor.reachable import check_reachable
@@ -34,18 +35,21 @@ _CHECK = "manager"
 _PATHS = (NfsStorageSpec, ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
 
 
-def check_manager(client: AdminClient, *, is_expected: bool) -> Iterator[Finding]:
+def check_manager(client: AdminClient, *, is_expected: bool, shows_certificate: bool = False) -> Iterator[Finding]:
     """Yield how a manager is, by what it answers.
 
     Args:
         client: of its admin port.
         is_expected: whether it has to run.
+        shows_certificate: whether the client shows one.
     """
     try:
         page = client.page("/readyz?verbose")
     except KvcmError as error:
         if is_expected or not isinstance(error.__cause__, ConnectionRefusedError):
-            yield fail(_CHECK, str(error), "start it with `kvcm serve`, or correct --manager and --ca-file")
+            is_secure = client.url.startswith("https:")
+            advice = advice_on(error.__cause__, is_secure=is_secure, shows_certificate=shows_certificate)
+            yield fail(_CHECK, str(error), advice)
         else:
             yield ok(_CHECK, f"none runs at {client.url}; `kvcm serve` starts one")
         return

@@ -47,10 +47,10 @@ def check_ports(settings: Settings) -> Iterator[Finding]:
                 yield fail(_CHECK, f"{key} and {seen[port]} are both {port}", "give each a port of its own")
             continue
         seen[port] = key
-        yield _check_port(key, host, port, is_rpc="rpc" in key)
+        yield _check_port(key, host, port, is_rpc="rpc" in key, is_closed=settings.tls_client_auth == "required")
 
 
-def _check_port(key: str, host: str, port: int, *, is_rpc: bool) -> Finding:
+def _check_port(key: str, host: str, port: int, *, is_rpc: bool, is_closed: bool) -> Finding:
     trouble = _bind_trouble(host, port)
     if not trouble:
         return ok(_CHECK, f"{key} {port} is free on {host}")
@@ -58,7 +58,7 @@ def _check_port(key: str, host: str, port: int, *, is_rpc: bool) -> Finding:
         reason = f"{key} {port} cannot be taken on {host}: {errno.errorcode.get(trouble, trouble)}"
         return fail(_CHECK, reason, "choose an address of this host and a port that this user may take")
     near = "127.0.0.1" if host in {"0.0.0.0", "::"} else host  # noqa: S104 - an address to bind, not to connect to
-    if _is_grpc_of_ours(near, port) if is_rpc else _is_http_of_ours(near, port):
+    if _is_grpc_of_ours(near, port) if is_rpc else _is_http_of_ours(near, port, is_closed=is_closed):
         return ok(_CHECK, f"{key} {port} is held by a manager")
     return fail(
         _CHECK,
@@ -79,12 +79,14 @@ def _bind_trouble(host: str, port: int) -> int:
     return 0
 
 
-def _is_http_of_ours(host: str, port: int) -> bool:
-    """Whether /livez is answered, in the clear or encrypted; whose certificate it is, is checked elsewhere."""
+def _is_http_of_ours(host: str, port: int, *, is_closed: bool) -> bool:
+    """Whether /livez is answered, in the clear or encrypted; whose certificate it is, is checked elsewhere. Where a
+    manager is closed to whoever has no certificate, it is enough that it encrypts."""
     trusting = ssl._create_unverified_context()  # noqa: S323 - nothing is sent, and the answer is not used
     plain = http.client.HTTPConnection(host, port, timeout=_SECONDS)
     encrypted = http.client.HTTPSConnection(host, port, timeout=_SECONDS, context=trusting)
-    return any(_is_alive(connection) for connection in (plain, encrypted))
+    is_alive = any(_is_alive(connection) for connection in (plain, encrypted))
+    return is_alive or (is_closed and _speaks_tls(host, port, "http/1.1"))
 
 
 def _is_alive(connection: http.client.HTTPConnection) -> bool:
@@ -99,7 +101,7 @@ def _is_alive(connection: http.client.HTTPConnection) -> bool:
 def _is_grpc_of_ours(host: str, port: int) -> bool:
     shown = f"[{host}]" if ":" in host else host
     with grpc.insecure_channel(f"{shown}:{port}", (("grpc.enable_http_proxy", 0),)) as channel:
-        return any(_is_answered(channel, method) for method in _CLUSTER_INFO) or _speaks_tls(host, port)
+        return any(_is_answered(channel, method) for method in _CLUSTER_INFO) or _speaks_tls(host, port, "h2")
 
 
 def _is_answered(channel: grpc.Channel, method: str) -> bool:
@@ -110,12 +112,12 @@ def _is_answered(channel: grpc.Channel, method: str) -> bool:
         return error.code() in _OURS
 
 
-def _speaks_tls(host: str, port: int) -> bool:
-    """Whether gRPC is spoken there in encrypted form: that is as much as can be told without a key."""
+def _speaks_tls(host: str, port: int, protocol: str) -> bool:
+    """Whether a protocol is spoken there in encrypted form: that is as much as can be told without a key."""
     trusting = ssl._create_unverified_context()  # noqa: S323 - nothing is sent
-    trusting.set_alpn_protocols(["h2"])
+    trusting.set_alpn_protocols([protocol])
     try:
         with socket.create_connection((host, port), _SECONDS) as raw, trusting.wrap_socket(raw) as encrypted:
-            return encrypted.selected_alpn_protocol() == "h2"
+            return encrypted.selected_alpn_protocol() == protocol
     except OSError:
         return False

@@ -90,7 +90,8 @@ class ApiKey:
 
     def principal(self) -> Principal:
         """Return who shows it."""
-        return Principal.of(self.name, self.role, frozenset(self.verbs), frozenset(self.groups), self.id)
+        verbs, groups = frozenset(self.verbs), frozenset(self.groups)
+        return Principal.of(self.name, self.role, verbs, groups, self.id, self.account)
 
     def __repr__(self) -> str:
         return f"ApiKey({self.id!r}, {self.name!r}, {self.role.name}, …)"

@@ -61,17 +61,21 @@ class Principal:
         verbs: what it may do.
         groups: where: instance groups, or `ALL_GROUPS`.
         key_id: of the key that it showed.
+        account: that it is logged in as, "" for none.
     """
 
     name: str
     verbs: frozenset[Verb]
     groups: frozenset[str]
     key_id: str = ""
+    account: str = ""
 
     @classmethod
-    def of(cls, name: str, role: Role, verbs: frozenset[Verb], groups: frozenset[str], key_id: str) -> Principal:
+    def of(
+        cls, name: str, role: Role, verbs: frozenset[Verb], groups: frozenset[str], key_id: str, account: str = ""
+    ) -> Principal:
         """Return a principal of a role; `verbs` are those of an engine."""
-        return cls(name, _VERBS.get(role, verbs), groups, key_id)
+        return cls(name, _VERBS.get(role, verbs), groups, key_id, account)
 
     @property
     def has_all_groups(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Final
 
 from kvcm.model.accounts import ROLE_OF_ACCOUNT, Account, AccountRole, PasswordHash
@@ -51,6 +52,35 @@ class AccountRegistry:
         await self._shelf.change(user_name, decide)
         await self._flush()
 
+    async def set_password(self, user_name: str, password: str, proven: Account | None = None) -> bool:
+        """Change the password of an account, or give it one.
+
+        Args:
+            user_name: of the account.
+            password: its new one.
+            proven: the account with the password that the caller has proven to know, None where it need not.
+
+        Returns:
+            Whether it is changed: not when it is not the proven one any more.
+
+        Raises:
+            InvalidArgumentError: there is no such account, or the password is missing.
+            StorageIOError: the store cannot be asked.
+        """
+        require(user_name, "SetPassword.user_name")
+        require(password, "SetPassword.password")
+        fresh = await asyncio.to_thread(PasswordHash.of, password)
+
+        def decide(known: Account | None) -> Account:
+            if known is None:
+                raise InvalidArgumentError(f"account {user_name!r} does not exist")
+            is_proven = proven is None or known.password == proven.password
+            return replace(known, password=fresh) if is_proven else known
+
+        changed = await self._shelf.change(user_name, decide)
+        await self._flush()
+        return changed is not None and changed.password == fresh
+
     async def remove(self, user_name: str) -> None:
         """Remove an account.
 
@@ -66,13 +96,25 @@ class AccountRegistry:
         await self._shelf.change(user_name, decide)
         await self._flush()
 
-    async def proven(self, user_name: str, password: str) -> AccountRole | None:
-        """Return the role of an account whose password this is, None when it is not, or there is no such account; it
-        takes the same time."""
-        known = self._shelf.get(user_name)
+    async def proven(self, user_name: str, password: str) -> Account | None:
+        """Return the account whose password this is, None when it is not, or there is no such account; it takes the
+        same time.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        known = await self._shelf.read(user_name)  # another manager may have changed it a moment ago
         expected = known.password if known is not None else None
         is_right = await asyncio.to_thread((expected or _NOBODY).matches, password)
-        return known.role if known is not None and expected is not None and is_right else None
+        return known if expected is not None and is_right else None
+
+    async def read(self, user_name: str) -> Account | None:
+        """Return an account as it is in the store, None when there is none.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        return await self._shelf.read(user_name)
 
     def role_of(self, user_name: str) -> Role | None:
         """Return what logins of an account may do, None when there is no such account."""

@@ -16,7 +16,7 @@ from kvcm.telemetry.logs import request_in_hand
 
 __all__ = ["AuditTrail", "described"]
 
-_SECRETS: Final = frozenset({"digest", "password", "salt", "secret"})
+_SECRETS: Final = frozenset({"digest", "old_password", "password", "salt", "secret"})
 _OF_URI: Final = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
 _MOST_TEXT: Final = 1024
 _HIDDEN: Final = "…"

@@ -102,14 +102,20 @@ class InstanceRegistry:
         assert following is not None
         return following - 1
 
-    async def remove(self, instance_id: str) -> Instance:
+    async def remove(self, instance_id: str, uid: int | None = None) -> Instance:
         """Forget an instance and return it. Its removal is remembered first, until `forget_removal`.
 
+        Args:
+            instance_id: names it.
+            uid: of the registration that is meant; None for whichever there is.
+
         Raises:
-            UnknownInstanceError: there is no such instance.
+            UnknownInstanceError: there is no such instance, or it was registered anew.
             StorageIOError: the store cannot be asked.
         """
         known = _registered(instance_id, await self._shelf.read(instance_id))
+        if uid not in {None, known.placement.uid}:
+            raise _unknown(instance_id)
         await self._removals.change(str(known.placement.uid), lambda _: known)
 
         def decide(registered: Registration | None) -> None:

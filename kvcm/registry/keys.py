@@ -214,7 +214,7 @@ class KeyRegistry:
         await self._flush()
 
     async def revoke_logins(self, account: str) -> None:
-        """End the keys of whoever logged in to an account."""
+        """End the keys of whoever logged in to an account, as far as they are known here."""
         await self._forget_all(self._logins(account))
 
     def find(self, key_id: str) -> ApiKey | None:

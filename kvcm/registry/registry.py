@@ -121,6 +121,15 @@ class Registry:
         await self.storages.open_missing(_OPEN_AT_REFRESH_SECONDS)
         return self.generation != before
 
+    async def end_logins(self, account: str) -> None:
+        """End the keys of whoever logged in to an account, at whatever manager.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        await self._follow()  # others may have made some a moment ago
+        await self.keys.revoke_logins(account)
+
     def unreadable_instances(self) -> list[str]:
         """Return what is stored of instances, removed ones included, but cannot be read."""
         return [*self._registrations.unreadable, *self._removals.unreadable]

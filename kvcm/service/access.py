@@ -21,6 +21,7 @@ __all__ = ["NO_CREDENTIALS", "OUTCOMES", "Access", "Credentials", "KeyedAccess",
 _SCHEME: Final = "bearer "
 
 _MOST_KNOWN: Final = 4096
+_ENDED: Final = "the key has ended: ask for a new one"
 _KEY_WANTED: Final = "a key is required: authorization: Bearer kvcm_<id>_<secret>"
 
 _ACCEPTED: Final = "accepted"
@@ -70,6 +71,9 @@ class Access(Protocol):
             ForbiddenError: he may not.
         """
 
+    def holds(self, principal: Principal) -> bool:
+        """Return whether the key of somebody who was let in a while ago still counts."""
+
     def check(self, service: str, name: str, request: Any, principal: Principal) -> None:
         """Refuse a call that its principal may not make.
 
@@ -91,6 +95,10 @@ class OpenAccess:
     def page_principal(self, _path: str, _credentials: Credentials) -> Principal:
         """Return everybody."""
         return EVERYBODY
+
+    def holds(self, _principal: Principal) -> bool:
+        """Return that it does."""
+        return True
 
     def check(self, _service: str, _name: str, _request: Any, _principal: Principal) -> None:
         """Refuse nothing."""
@@ -119,7 +127,8 @@ class KeyedAccess:
         if policy.is_open:
             return STRANGER
         principal = self._recognised(credentials)
-        self._check_verbs(policy, principal)
+        if not (policy.own and principal.account):  # else it is known by the request alone
+            self._check_verbs(policy, principal)
         return principal
 
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
@@ -132,6 +141,11 @@ class KeyedAccess:
         self._check_scope(policy, None, principal)
         return principal
 
+    def holds(self, principal: Principal) -> bool:
+        """Return whether the key is there and has not ended; to go on is a use of it."""
+        key = self._keys.find(principal.key_id)
+        return key is not None and self._keys.use(key)
+
     def check(self, service: str, name: str, request: Any, principal: Principal) -> None:
         """Refuse a call that its principal may not make."""
         policy = POLICIES[service, name]
@@ -139,6 +153,10 @@ class KeyedAccess:
             return
         if principal is EVERYBODY or principal is STRANGER:  # nobody was asked, or nobody answered
             raise self._stranger(_MISSING, _KEY_WANTED)
+        if not self.holds(principal):  # since its request began to come
+            raise self._stranger(_EXPIRED, _ENDED)
+        if policy.own and principal.account and principal.account == getattr(request, policy.own):
+            return
         self._check_verbs(policy, principal)
         self._check_scope(policy, request, principal)
 
@@ -159,7 +177,7 @@ class KeyedAccess:
         known = self._known.get(credentials)
         key, principal = known if known is not None else self._remembered(credentials)
         if not self._keys.use(key):
-            raise self._stranger(_EXPIRED, "the key has ended: ask for a new one")
+            raise self._stranger(_EXPIRED, _ENDED)
         self.outcomes[_ACCEPTED] += 1
         return principal
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
-from kvcm.model.accounts import ROLE_OF_ACCOUNT, AccountRole
+from kvcm.model.accounts import ROLE_OF_ACCOUNT, Account
 from kvcm.model.api_keys import ApiKey, PresentedKey
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.model.principals import ENGINE_VERBS, EVERYBODY, Role, Verb, errand
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
@@ -19,7 +20,7 @@ from kvcm.registry.validation import require
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.networks import network_of
 from kvcm.service.token_bucket import TokenBuckets
-from kvcm.service.turned_away import RateLimitedError, TurnedAwayError, UnauthenticatedError
+from kvcm.service.turned_away import ForbiddenError, RateLimitedError, TurnedAwayError, UnauthenticatedError
 
 __all__ = ["AccessApi"]
 
@@ -32,6 +33,8 @@ _SECONDS_PER_TRY: Final = 6.0
 _AT_ONCE: Final = 2  # a hash takes 50 ms and 16 MiB
 _MOST_WAITING: Final = 32
 _RETRY_SECONDS: Final = 5.0
+_WRONG: Final = "user name or password is wrong"
+_WRONG_OLD: Final = "old_password is not the password of the account, and whoever is logged in as it has to give it"
 
 
 class AccessApi:
@@ -44,6 +47,7 @@ class AccessApi:
     """
 
     def __init__(self, registry: Registry, *, is_required: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
         self._keys = registry.keys
         self._accounts = registry.accounts
         self._is_required = is_required
@@ -64,6 +68,7 @@ class AccessApi:
             call("RotateKey", pb.RotateKeyRequest, pb.CreateKeyResponse, self.rotate),
             call("RevokeKey", pb.RevokeKeyRequest, admin_pb.CommonResponse, self.revoke),
             call("Login", pb.LoginRequest, pb.CreateKeyResponse, self.log_in),
+            call("SetPassword", pb.SetPasswordRequest, admin_pb.CommonResponse, self.set_password),
             call("WhoAmI", pb.WhoAmIRequest, pb.WhoAmIResponse, self.who_am_i),
         ]
 
@@ -109,14 +114,29 @@ class AccessApi:
             raise InvalidArgumentError(
                 f"ttl_seconds is {seconds}, must be from 1 to {_MOST_LOGIN_SECONDS}; 0 = {_LOGIN_SECONDS}"
             )
-        network = network_of(errand.get().peer)
-        wait_seconds = self._tries.take(network, 1)
-        if wait_seconds:
-            text = f"too many tries to log in; the next is heard in {wait_seconds:.0f} s"
-            raise RateLimitedError(text, "rate", wait_seconds)
-        role = await self._proven(request.user_name, request.password)
-        self._tries.give_back(network, 1)
-        return _made(*await self._keys.log_in(request.user_name, ROLE_OF_ACCOUNT[role], seconds))
+        account = await self._proven(request.user_name, request.password)
+        if account is None:
+            raise UnauthenticatedError(_WRONG, "unauthenticated")
+        key, presented = await self._keys.log_in(account.user_name, ROLE_OF_ACCOUNT[account.role], seconds)
+        # Who changes an account ends the logins that there are: this one may have come a moment too late for that.
+        if await self._accounts.read(account.user_name) != account:
+            with suppress(InvalidArgumentError):  # it did not
+                await self._keys.revoke(key.id)
+            raise UnauthenticatedError(_WRONG, "unauthenticated")
+        return _made(key, presented)
+
+    async def set_password(self, request: Any) -> Reply:
+        """Change the password of an account and end its logins. Whoever is logged in as it proves the present one, for
+        a key that was left behind somewhere is not to become the account."""
+        account, proven = errand.get().principal.account, None
+        if request.old_password or (account and account == request.user_name):
+            proven = await self._proven(request.user_name, request.old_password)
+            if proven is None:
+                raise ForbiddenError(_WRONG_OLD)
+        if not await self._accounts.set_password(request.user_name, request.password, proven):
+            raise ForbiddenError(_WRONG_OLD)
+        await self._registry.end_logins(request.user_name)
+        return Reply(admin_pb.CommonResponse())
 
     async def who_am_i(self, _request: Any) -> Reply:
         """Tell the caller who it is."""
@@ -127,20 +147,32 @@ class AccessApi:
             _fill(message.key, key, await self._keys.last_used_at(key.id))
         return Reply(message)
 
-    async def _proven(self, user_name: str, password: str) -> AccountRole:
-        """Return the role of an account whose password is right. A name that is unknown takes as long as a wrong
-        password, and has the same answer."""
+    async def _proven(self, user_name: str, password: str) -> Account | None:
+        """Return the account whose password is right, None where it is wrong. A name that is unknown takes as long as a
+        wrong password. Who was wrong too often has to wait."""
+        network = network_of(errand.get().peer)
+        wait_seconds = self._tries.take(network, 1)
+        if wait_seconds:
+            text = f"too many tries of passwords; the next is heard in {wait_seconds:.0f} s"
+            raise RateLimitedError(text, "rate", wait_seconds)
+        try:
+            account = await self._compared(user_name, password)
+        except (KvcmError, TurnedAwayError):  # nobody looked at it
+            self._tries.give_back(network, 1)
+            raise
+        if account is not None:
+            self._tries.give_back(network, 1)
+        return account
+
+    async def _compared(self, user_name: str, password: str) -> Account | None:
         if self._waiting >= _MOST_WAITING:
             raise TurnedAwayError("too many log in at a time; retry later", "queue", _RETRY_SECONDS)
         self._waiting += 1
         try:
             async with self._hashing:
-                role = await self._accounts.proven(user_name, password)
+                return await self._accounts.proven(user_name, password)
         finally:
             self._waiting -= 1
-        if role is None:
-            raise UnauthenticatedError("user name or password is wrong", "unauthenticated")
-        return role
 
 
 def _role(number: int) -> Role:

@@ -94,7 +94,8 @@ class AdminApi:
         self._storages = storages
         self._drains = drains
         self._said_uri_is_ignored = False
-        self._snapshots = SnapshotCalls(registry.snapshots, storages.cluster_id if storages is not None else "")
+        cluster_id = storages.cluster_id if storages is not None else ""
+        self._snapshots = SnapshotCalls(registry.snapshots, cluster_id, registry.end_logins)
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
     def calls(self) -> list[Call]:
@@ -265,7 +266,7 @@ class AdminApi:
         """Remove an account."""
         require(request.user_name, "DeleteAccount.user_name")
         await self._registry.accounts.remove(request.user_name)
-        await self._registry.keys.revoke_logins(request.user_name)
+        await self._registry.end_logins(request.user_name)
         return _done()
 
     async def list_account(self, _request: Any) -> Reply:

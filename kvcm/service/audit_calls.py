@@ -15,7 +15,7 @@ AUDITED: Final = frozenset(
         *("RemoveCache", "TrimCache", "PinPrefix", "UnpinPrefix"),
         *("CollectGarbage", "ScrubStorage", "LoadConfigSnapshot"),
         *("LeaderDemote", "UpdateLeaderElectorConfig", "UpdateLogger", "ReloadConfig"),
-        *("InjectFault", "RemoveFault", "ClearFaults", "Login"),
+        *("InjectFault", "RemoveFault", "ClearFaults", "Login", "SetPassword"),
     }
 )
 """Names of such calls."""

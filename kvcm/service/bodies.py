@@ -15,19 +15,27 @@ from typing import Any, Final
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from kvcm.model.principals import STRANGER, Principal
 from kvcm.model.varints import read_varint
 from kvcm.service.calls import Call
 from kvcm.service.json_codec import MalformedBody, parse_request
 from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
 
-__all__ = ["BodyReader"]
+__all__ = ["BodyReader", "most_body_bytes"]
 
+_MOST_STRANGER_BYTES: Final = 1 << 16  # of a login, say
 _SMALL_JSON_BYTES: Final = 1 << 16  # some milliseconds to read, whatever it holds
 _SMALL_PROTO_BYTES: Final = 1 << 22
 _MOST_PARTS_PER_KEY: Final = 16  # a location with a part for each of so many ranks
 _MOST_PAIRS_PER_KEY: Final = 40  # of JSON: name and checksum of each, and some more
+_DOCUMENT: Final = "config_snapshot"  # a text of thousands of pairs, which count here although they are no values
 _MOST_PAIRS: Final = 16_384  # of requests without such locations
+
+
+def most_body_bytes(principal: Principal, most: int) -> int:
+    """Return how large a body may be, where it may be so large at all: what strangers may do needs little."""
+    return min(_MOST_STRANGER_BYTES, most) if principal is STRANGER else most
 
 
 class BodyReader:
@@ -53,7 +61,8 @@ class BodyReader:
         if len(body) <= _SMALL_JSON_BYTES:
             return parse_request(body, call.request_type)
         keys = self._limits.max_keys
-        is_bulky = bool(_messages_of(call.request_type.DESCRIPTOR))
+        kind = call.request_type.DESCRIPTOR
+        is_bulky = bool(_messages_of(kind)) or _DOCUMENT in kind.fields_by_name
         most_pairs = _MOST_PAIRS_PER_KEY * keys if is_bulky else _MOST_PAIRS
         _refuse_more(body.count(b":"), most_pairs, "pairs")
         _refuse_more(body.count(b","), most_pairs + 2 * keys + self._limits.max_tokens, "values")

@@ -282,6 +282,8 @@ class Caller:
         try:
             self.access.check(call.service, call.name, request, arrival.principal)
             entered = await self._admission.enter(call, request, arrival)
+            if entered is not None:  # it has waited: its principal may have lost its key meanwhile, or the right
+                self._check_again(call, request, arrival, entered)
         except TurnedAwayError as error:
             self.tell_turned_away(call, arrival, error)
             raise
@@ -289,6 +291,13 @@ class Caller:
             return await self._admitted(call, request, arrival)
         finally:
             self._admission.leave(entered)
+
+    def _check_again(self, call: Call, request: Any, arrival: Arrival, entered: Any) -> None:
+        try:
+            self.access.check(call.service, call.name, request, arrival.principal)
+        except TurnedAwayError:
+            self._admission.leave(entered)
+            raise
 
     def tell_turned_away(self, call: Call, arrival: Arrival, error: TurnedAwayError) -> None:
         """Tell the observers of a request that is not served, where a transport finds that out itself."""

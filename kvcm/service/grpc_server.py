@@ -1,5 +1,5 @@
 """The calls on gRPC. Bytes in, bytes out: messages are parsed and joined by hand, since answers are mostly encoded
-already."""
+already. Who asks is known before the body of a request is taken."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.tasks import end_tasks
 from kvcm.service.access import Credentials
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
+from kvcm.service.grpc_bodies import BodyWatch
 from kvcm.service.grpc_health import GrpcHealth, reflection_of
 from kvcm.service.grpc_wakeups import whole_wakeups
+from kvcm.service.http_connection import ConnectionLimits
 from kvcm.service.tls import ServerTls
 from kvcm.service.turned_away import TurnedAwayError
 
@@ -80,12 +83,21 @@ class GrpcServer:
         limits: of requests and connections.
         gate: whether calls are served.
         tls: what connections use; None for plain text.
+        patience: with requests that are slow to arrive; may change.
 
     Raises:
         StorageIOError: the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, limits: GrpcLimits, gate: Gate, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limits: GrpcLimits,
+        gate: Gate,
+        tls: ServerTls | None = None,
+        patience: ConnectionLimits | None = None,
+    ) -> None:
         _check_free(host, port)
         acceptors = _ACCEPTORS if limits.max_connections >= _MANY_CONNECTIONS else 1
         most = limits.max_connections if acceptors == 1 else math.ceil(limits.max_connections / acceptors * _UNEVEN)
@@ -105,12 +117,15 @@ class GrpcServer:
             self.port = _bound(server, host, self.port, tls)
         self._gate = gate
         self._methods = _Methods(gate)
+        self._arriving = BodyWatch(patience if patience is not None else ConnectionLimits())
+        self._watch: asyncio.Task[None] | None = None
         self.health = GrpcHealth(self._acceptors)
         self._add(self._methods)
         self._end: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to answer: health at once, calls when it is told of them."""
+        self._watch = asyncio.create_task(self._arriving.run())
         await self.health.note(is_serving=False)
         for server in self._acceptors:
             await server.start()
@@ -126,7 +141,7 @@ class GrpcServer:
         """
         known = list(calls)
         for call in known:
-            self._methods.add(call, _method(call, caller, bodies, self._gate))
+            self._methods.add(call, _method(call, caller, self._arriving, bodies, self._gate))
         services = list(dict.fromkeys(call.service for call in known))
         if has_reflection:
             self._add(reflection_of(services))
@@ -147,6 +162,8 @@ class GrpcServer:
         await self._stop(max(seconds, _CLOSE_SECONDS))
         if self._end is not None:
             await self._end
+        if self._watch is not None:
+            await end_tasks([self._watch])
 
     async def _stop(self, seconds: float) -> None:
         await asyncio.gather(*(server.stop(seconds) for server in self._acceptors))
@@ -164,11 +181,11 @@ class _Methods(grpc.GenericRpcHandler):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._by_path: dict[str, Any] = {}
-        self._refusing: Any = grpc.unary_unary_rpc_method_handler(self._refuse)
+        self._refusing: Any = grpc.stream_unary_rpc_method_handler(self._refuse)
 
-    def add(self, call: Call, answer: Callable[[bytes, Any], Awaitable[bytes]]) -> None:
+    def add(self, call: Call, answer: Callable[[Any, Any], Awaitable[bytes]]) -> None:
         """Have a call answered."""
-        method: Any = grpc.unary_unary_rpc_method_handler(answer)
+        method: Any = grpc.stream_unary_rpc_method_handler(answer)
         self._by_path[f"/{call.service}/{call.name}"] = method
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
@@ -179,7 +196,7 @@ class _Methods(grpc.GenericRpcHandler):
             _metadata.set(details.invocation_metadata or ())
         return method
 
-    async def _refuse(self, _body: bytes, context: Any) -> bytes:
+    async def _refuse(self, _bodies: Any, context: Any) -> bytes:
         refusal = self._gate.refusal()
         if refusal is None:  # the manager began to serve a moment ago
             refusal = TurnedAwayError("the manager has just started; retry", Phase.STARTING.value, 0.05)
@@ -207,11 +224,13 @@ def _check_free(host: str, port: int) -> None:
             raise StorageIOError(f"gRPC address {host}:{port} cannot be bound: {error.strerror}") from error
 
 
-def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Callable[[bytes, Any], Awaitable[bytes]]:
+def _method(
+    call: Call, caller: Caller, arriving: BodyWatch, bodies: BodyReader, gate: Gate
+) -> Callable[[Any, Any], Awaitable[bytes]]:
     arrived = _traced_arrival if caller.wants_trace_parents else _arrival
     asks = caller.access.asks
 
-    async def serve(body: bytes, context: Any) -> bytes:
+    async def serve(_bodies: Any, context: Any) -> bytes:
         arrival = arrived(context)
         refusal = gate.refusal()
         if refusal is not None:
@@ -227,7 +246,7 @@ def _method(call: Call, caller: Caller, bodies: BodyReader, gate: Gate) -> Calla
                 await _turn_away(context, error)
         gate.enter()
         try:
-            return await answer(body, context, arrival)
+            return await answer(await arriving.read(context, arrival.principal), context, arrival)
         finally:
             gate.leave()
 
@@ -260,12 +279,11 @@ def _traced_arrival(context: Any) -> Arrival:
 
 
 def _credentials(context: Any) -> Credentials:
-    found = ""
-    for key, value in _metadata.get():
-        if key == "authorization":
-            found = value if isinstance(value, str) and not found else "twice"  # whose of two is meant?
-    if found:
-        return Credentials(found)
+    given = [value for key, value in _metadata.get() if key == "authorization"]
+    if len(given) > 1:  # whose of two is meant?
+        return Credentials("twice")
+    if given and isinstance(given[0], str) and given[0]:
+        return Credentials(given[0])
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return Credentials("", tuple(name.decode("utf-8", "replace") for name in names))
 

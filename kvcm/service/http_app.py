@@ -6,14 +6,14 @@ what is wrong with it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvcm.model.principals import EVERYBODY, Principal
-from kvcm.service.bodies import BodyReader
+from kvcm.service.asgi import Headers, Receive, Send
+from kvcm.service.bodies import BodyReader, most_body_bytes
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_connection import BODY_BYTES, CAME
@@ -21,14 +21,12 @@ from kvcm.service.http_credentials import credentials_of
 from kvcm.service.http_pages import PageRequest, PageRoute
 from kvcm.service.json_codec import MalformedBody
 from kvcm.service.json_locations import LocationTexts, print_reply
+from kvcm.service.line_streams import LineStream, send_lines
 from kvcm.service.rest.problem import MEDIA_TYPE, Problem, problem_of_refusal
 from kvcm.service.turned_away import TurnedAwayError
 
-__all__ = ["ARRIVAL", "HttpApp", "Receive", "Resources", "Send"]
+__all__ = ["ARRIVAL", "HttpApp", "Resources"]
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 Resources = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 """Answers requests below /v1, as an ASGI application."""
 
@@ -41,18 +39,6 @@ _JSON: Headers = [(b"content-type", b"application/json")]
 _CLOSE = (b"connection", b"close")
 _NO_PAGES: Final = "requests from web pages are not served"
 _NO_ENCODINGS: Final = "a body with a content-encoding is not understood"
-_LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
-
-
-class LineStream(Protocol):
-    """Lines as they come, to be closed by whoever reads them."""
-
-    def __aiter__(self) -> LineStream: ...
-
-    async def __anext__(self) -> bytes: ...
-
-    def close(self) -> None:
-        """Want no more."""
 
 
 class _BodyTooLargeError(Exception):
@@ -195,8 +181,10 @@ class HttpApp:
             return
         self._gate.enter()
         try:
-            arrival = self._arrival(scope)._replace(principal=self._principal(scope))
-            body = await self._read(dict(scope["headers"]), receive, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
+            principal = self._principal(scope)
+            arrival = self._arrival(scope)._replace(principal=principal)
+            most = most_body_bytes(principal, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
+            body = await self._read(dict(scope["headers"]), receive, most)
             leaving = _closing(send, self._gate)
             await self._resources({**scope, ARRIVAL: arrival}, _already_read(body, receive), leaving)
         except _BodyTooLargeError as error:
@@ -235,7 +223,8 @@ class HttpApp:
                 answer = await page(PageRequest(scope["query_string"], headers, principal))
                 await _respond(send, answer.status, answer.body, list(answer.headers))
             elif stream is not None:
-                await _stream(stream(), receive, send)
+                assert self._caller is not None
+                await send_lines(stream(), partial(self._caller.access.holds, principal), receive, send)
 
     def _principal(self, scope: MutableMapping[str, Any]) -> Principal:
         if self._caller is None:
@@ -264,7 +253,7 @@ class HttpApp:
         self, call: Call, headers: dict[bytes, bytes], arrival: Arrival, receive: Receive, send: Send
     ) -> None:
         try:
-            body = await self._read(headers, receive, self._max_body_bytes)
+            body = await self._read(headers, receive, most_body_bytes(arrival.principal, self._max_body_bytes))
         except _BodyTooLargeError as error:
             await _respond(send, 413, b"{}", _reason(str(error)))
             return
@@ -372,23 +361,3 @@ def _already_read(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": waiting.pop(), "more_body": False} if waiting else await receive()
 
     return receive_again
-
-
-async def _stream(lines: LineStream, receive: Receive, send: Send) -> None:
-    """Send lines until they end or the client goes away."""
-    gone = asyncio.create_task(_disconnected(receive))
-    gone.add_done_callback(lambda _task: lines.close())
-    try:
-        await send({"type": "http.response.start", "status": 200, "headers": _LINES})
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
-        async for line in lines:
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-    finally:
-        lines.close()
-        gone.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

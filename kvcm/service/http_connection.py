@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvcm.service.certificates import names_of_peer
@@ -30,6 +31,8 @@ BODY_BYTES: Final = "kvcm.body_bytes"
 
 CAME: Final = "kvcm.came"
 """Key of a scope: when the head of the request was read, on the event loop's clock, which is `time.monotonic`'s."""
+
+_log = structlog.get_logger("kvcm.service")
 
 _MOST_HEAD_BYTES: Final = 1 << 16
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
@@ -47,7 +50,7 @@ _TOO_SLOW: Final = (
 )
 _TOO_LONG: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 2\r\n"
-    b"x-kvcm-error: the head of the request is larger than 65536 bytes\r\n\r\n{}"
+    b"x-kvcm-error: the head of the request, or what follows its body, is larger than 65536 bytes\r\n\r\n{}"
 )
 
 
@@ -131,10 +134,9 @@ class WatchedConnection(HttpToolsProtocol):
             return
         if self.receiving_since is None:
             self.receiving_since, self.idle_since = self.loop.time(), None
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > _MOST_HEAD_BYTES:
+        if self._head_bytes > _MOST_HEAD_BYTES:
             self.refuse(_TOO_LONG)
 
     def on_headers_complete(self) -> None:
@@ -149,6 +151,7 @@ class WatchedConnection(HttpToolsProtocol):
         else:
             self.cycle = _ANSWERED
             self.transport.write(refusal)
+        self.headers = []  # the request keeps its own: what follows its body is no header of it
 
     def _is_alone(self) -> bool:
         """Return whether the answer to this request can be written at once, and the connection kept. Who does not take
@@ -162,9 +165,15 @@ class WatchedConnection(HttpToolsProtocol):
         self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
         return self.scope
 
+    def on_body(self, body: bytes) -> None:
+        """Note that what came is no part of a head, nor of what may follow a body that is sent in chunks: trailers,
+        which uvicorn keeps, and extensions."""
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Note when a request is complete."""
-        self.receiving_since, self._in_head = None, True
+        self.receiving_since, self._in_head, self._head_bytes = None, True, 0
         if self.cycle.response_complete:  # it was refused before it was complete
             self.idle_since = self.loop.time()
         super().on_message_complete()
@@ -193,7 +202,8 @@ class WatchedConnection(HttpToolsProtocol):
             self._tell_gone()
             # What is not sent will not be taken either: the system is to forget it, too, in place of trying on.
             with contextlib.suppress(OSError):
-                self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+                if (connection := self.transport.get_extra_info("socket")) is not None:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             self.transport.abort()
         elif _is_over(self.receiving_since, limits.receive_seconds, now):
             self.refuse(_TOO_SLOW)
@@ -236,8 +246,11 @@ class WatchedConnection(HttpToolsProtocol):
 
 def _unacknowledged_bytes(transport: asyncio.Transport) -> int:
     """Return what the system holds for the client. While it holds nothing, nobody in front of it holds anything."""
+    connection = transport.get_extra_info("socket")
+    if connection is None:  # TLS has lost it, and its protocol is told in the loop's next turn
+        return 0
     try:
-        found = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
     except (OSError, ValueError):  # it is closed already
         return 0
     return int.from_bytes(found, sys.byteorder)
@@ -267,4 +280,11 @@ class ConnectionWatch:
             now = loop.time()
             for connection in list(self._connections):
                 if isinstance(connection, WatchedConnection):
-                    connection.look(now)
+                    self._look(connection, now)
+
+    @staticmethod
+    def _look(connection: WatchedConnection, now: float) -> None:
+        try:
+            connection.look(now)
+        except Exception:  # one connection must not end the watch over all others
+            _log.exception("connection_not_looked_at")

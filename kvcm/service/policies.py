@@ -6,7 +6,7 @@ A test compares the table with what is served.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -33,12 +33,14 @@ class Policy:
         scope: what it has to cover.
         field: of the request that names the group; where it is empty, the call is about all groups.
         is_open: whether strangers may do it, too.
+        own: of the request that names an account: whoever is logged in as that one may, too.
     """
 
     verbs: frozenset[Verb] | None
     scope: Scope
     field: str = ""
     is_open: bool = False
+    own: str = ""
 
     @property
     def action(self) -> str:
@@ -142,6 +144,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "RotateKey": _ADMINISTER,
         "RevokeKey": _ADMINISTER,
         "Login": _OPEN,
+        "SetPassword": replace(_ADMINISTER, own="user_name"),
         "WhoAmI": ANYBODY,
     },
     "kv_cache_manager.proto.debug.DebugService": {

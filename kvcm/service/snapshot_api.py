@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from kvcm.model.errors import InvalidArgumentError
@@ -23,12 +23,20 @@ class SnapshotCalls:
     Args:
         snapshots: takes and loads it.
         cluster_id: of the deployment.
+        end_logins: ends the keys of whoever logged in to an account.
         now: wall clock in unix seconds.
     """
 
-    def __init__(self, snapshots: ConfigSnapshots, cluster_id: str, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        snapshots: ConfigSnapshots,
+        cluster_id: str,
+        end_logins: Callable[[str], Awaitable[None]],
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self._snapshots = snapshots
         self._cluster_id = cluster_id
+        self._end_logins = end_logins
         self._now = now
 
     async def generate(self, _request: Any) -> Reply:
@@ -44,6 +52,10 @@ class SnapshotCalls:
             raise InvalidArgumentError("config_snapshot is empty, must be a text of GenConfigSnapshot")
         wanted = await asyncio.to_thread(read_snapshot, request.config_snapshot)
         changes = await self._snapshots.load(wanted, prune=request.prune, dry_run=request.dry_run)
+        if not request.dry_run:
+            for change in changes:
+                if change.kind == "account" and change.action in {"change", "remove"}:  # of its role: logins have it
+                    await self._end_logins(change.name)
         return Reply(await asyncio.to_thread(_answer, changes))
 
 

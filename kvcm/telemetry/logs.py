@@ -27,6 +27,9 @@ trace_in_hand: ContextVar[str] = ContextVar("trace_in_hand", default="")
 
 _MOST_TRACE_ID = 256
 
+_GRPC = "grpc._cython.cygrpc"
+_QUOTED = "Invalid encoding on"
+
 _level = logging.INFO
 
 
@@ -60,6 +63,7 @@ def set_format(form: str) -> None:
     foreign = [structlog.stdlib.add_logger_name, *shown]
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=finish, foreign_pre_chain=foreign))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger(_GRPC).addFilter(_quotes_nobody)
 
 
 def set_level(level: int) -> None:
@@ -72,6 +76,12 @@ def set_level(level: int) -> None:
 def is_logged(level: int) -> bool:
     """Whether events of a level are written, for those whose fields cost something to gather."""
     return level >= _level
+
+
+def _quotes_nobody(record: logging.LogRecord) -> bool:
+    """Metadata that is no UTF-8 is shown by gRPC as it came: a key with a wrong character in it, or what a stranger
+    wants to be written there."""
+    return not str(record.msg).startswith(_QUOTED)
 
 
 def _renderer(form: str) -> structlog.typing.Processor:

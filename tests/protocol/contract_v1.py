@@ -230,6 +230,7 @@ ACCESS_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
         "RotateKey": ("RotateKeyRequest", "CreateKeyResponse"),
         "RevokeKey": ("RevokeKeyRequest", f"{ADMIN}.CommonResponse"),
         "Login": ("LoginRequest", "CreateKeyResponse"),
+        "SetPassword": ("SetPasswordRequest", f"{ADMIN}.CommonResponse"),
         "WhoAmI": ("WhoAmIRequest", "WhoAmIResponse"),
     }
 }
@@ -272,6 +273,12 @@ ACCESS_MESSAGES: dict[str, dict[str, str]] = {
     },
     "RevokeKeyRequest": {"trace_id": "1 string", "key_id": "2 string"},
     "LoginRequest": {"trace_id": "1 string", "user_name": "2 string", "password": "3 string", "ttl_seconds": "4 int64"},
+    "SetPasswordRequest": {
+        "trace_id": "1 string",
+        "user_name": "2 string",
+        "password": "3 string",
+        "old_password": "4 string",
+    },
     "WhoAmIRequest": {"trace_id": "1 string"},
     "WhoAmIResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "is_required": "2 bool", "key": "3 Key"},
 }

@@ -161,6 +161,18 @@ async def test_a_removal_is_remembered_until_it_is_forgotten(grouped: Pair) -> N
     assert a.instances.placement(ID) != placement
 
 
+async def test_an_instance_that_was_registered_anew_is_not_the_one_that_is_removed(grouped: Pair) -> None:
+    a, b = grouped.a, grouped.b
+    await a.instances.register(INSTANCE)
+    meant = a.instances.placement(ID).uid
+    await b.instances.remove(ID)
+    await b.instances.register(INSTANCE)
+    with pytest.raises(UnknownInstanceError):
+        await a.instances.remove(ID, meant)
+    assert b.instances.placement(ID).uid != meant
+    await a.instances.remove(ID, b.instances.placement(ID).uid)
+
+
 async def test_a_removal_that_stopped_half_way_removes_nothing_and_can_be_repeated(grouped: Pair) -> None:
     """The manager dies between its two steps: the instance was not reported as removed, so it stays."""
     a, b = grouped.a, grouped.b

@@ -35,6 +35,7 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
     "AccessService.RotateKey": lambda site: {"key_id": key(site).key.key_id, "overlap_seconds": 60},
     "AccessService.RevokeKey": lambda site: {"key_id": key(site).key.key_id},
     "AccessService.Login": _login,
+    "AccessService.SetPassword": lambda site: {"user_name": account(site), "password": "new", "old_password": "right"},
     "AccessService.WhoAmI": lambda _site: {},
 }
 
@@ -54,6 +55,12 @@ def _taken_certificate(site: Site) -> Fields:
 
 def _rotate(site: Site, **changes: Any) -> Fields:
     return {"key_id": key(site).key.key_id, **changes}
+
+
+def _set_password(rule: str, *texts: str, **changes: Any) -> Refused:
+    return Refused(
+        rule, lambda site: {"user_name": account(site), "password": "new", **changes}, "INVALID_ARGUMENT", texts
+    )
 
 
 REFUSED: dict[str, list[Refused]] = {
@@ -113,6 +120,12 @@ REFUSED: dict[str, list[Refused]] = {
             "INVALID_ARGUMENT",
             ("ttl_seconds is 86400", "43200"),
         ),
+    ],
+    "AccessService.SetPassword": [
+        _set_password("no name", "SetPassword", "user_name", "is required", user_name=""),
+        _set_password("no such account", "'nobody'", "does not exist", user_name="nobody"),
+        _set_password("no password", "SetPassword", "password", "is required", password=""),
+        _set_password("a long password", "password", "1025", "1024", password="p" * 1025),
     ],
     "AccessService.WhoAmI": [],
 }

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
+from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Call, Plane, Reply
@@ -32,6 +33,7 @@ def _call(request_type: type[Any]) -> Call:
 
 
 MATCH, FINISH = _call(meta.GetCacheLocationRequest), _call(meta.FinishWriteCacheRequest)
+LOAD = _call(admin.LoadConfigSnapshotRequest)
 
 
 def _match(keys: int, tokens: int) -> Any:
@@ -50,10 +52,16 @@ def _finish(locations: int, parts: int, name_bytes: int = 0) -> Any:
     return request
 
 
+def _snapshot(groups: int) -> Any:
+    values = [{f"field{field}": field for field in range(100)} for _ in range(groups)]
+    return admin.LoadConfigSnapshotRequest(config_snapshot=json.dumps({"groups": values}))
+
+
 HONEST = {
     "small": (MATCH, lambda: _match(4, 4)),
     "all keys and tokens": (MATCH, lambda: _match(65_536, 1 << 20)),
     "many locations": (FINISH, lambda: _finish(3000, 8, 200)),
+    "the snapshot of a large deployment": (LOAD, lambda: _snapshot(300)),
 }
 
 

@@ -23,6 +23,7 @@ from kvcm.service.bodies import BodyReader
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
 from kvcm.service.gate import Gate, Phase
 from kvcm.service.http_app import HttpApp
+from kvcm.service.http_connection import WatchedConnection
 from kvcm.service.http_server import HttpServer
 from kvcm.service.lanes import Lane
 from kvcm.service.limits import RequestLimits
@@ -228,6 +229,21 @@ async def test_every_way_in_which_a_request_can_end_ends_its_count() -> None:
             await until(lambda: site.ahead.seconds > 0)
             writer.close()  # before it said all
         await until(lambda: site.ahead.seconds == 0)
+
+
+async def test_a_connection_that_is_just_being_lost_can_be_looked_at() -> None:
+    """TLS forgets its socket a turn of the loop before anybody is told that the connection is lost."""
+    async with serving() as site, site.connected() as (reader, writer):
+        writer.write(post(BODY)[:-1])
+        await until(lambda: site.ahead.seconds > 0)
+        assert site.server._server is not None
+        (connection,) = site.server._server.server_state.connections
+        assert isinstance(connection, WatchedConnection)
+        connection.transport.abort()
+        while connection in site.server._server.server_state.connections:
+            connection.look(0.0)
+            await asyncio.sleep(0)
+        assert await reader.read() == b""
 
 
 async def test_while_the_manager_leaves_answers_say_that_the_connection_closes() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import stat
-from collections.abc import Iterator
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from command_runner import Commands
 from secured import Secured, secured
+from test_transport_drivers import eventually
 from test_transport_sites import Site, unique
 
 
@@ -131,6 +138,68 @@ def test_a_person_logs_in_with_a_password(server: Secured, admin: Commands, tmp_
     assert "refuses the login: user name or password is wrong" in nobody.refused(*login, "--force", exit_code=3)
     assert Path(out).read_text().startswith("kvcm_")
     assert "give --password-file" in nobody.refused("login", name, exit_code=2)
+
+
+@pytest.fixture
+def passwords(tmp_path: Path) -> Callable[[str], str]:
+    """Write a password into a file and return its path."""
+
+    def write(password: str) -> str:
+        file = tmp_path / password
+        file.touch(0o600)
+        file.write_text(f"{password}\n")
+        return str(file)
+
+    return write
+
+
+def test_passwords_are_changed_by_administrators_and_by_their_owners(
+    server: Secured, admin: Commands, passwords: Callable[[str], str]
+) -> None:
+    name = unique("person")
+    set_password = ("account", "password", name, "--password-file")
+    assert "'never' does not exist" in admin.refused("account", "password", "never", *set_password[3:], passwords("a"))
+    admin.ok("account", "add", name, "--password-file", passwords("first"))
+    assert admin.ok(*set_password, passwords("second")) == ""
+    nobody = Commands(server.process, KVCM_KEY="")
+    login = ("login", name, "--password-file")
+    assert "is wrong" in nobody.refused(*login, passwords("first"), exit_code=3)
+    person = _as(server, nobody.json(*login, passwords("second"))["secret"])
+    third = (*set_password, passwords("third"))
+    assert "give --old-password-file" in person.refused(*third, exit_code=2)
+    assert "old_password is not" in person.refused(*third, "--old-password-file", passwords("first"), exit_code=3)
+    person.ok(*third, "--old-password-file", passwords("second"))
+    assert "does not know the key" in person.refused("whoami", exit_code=3)
+    assert nobody.json(*login, passwords("third"))["key"]["account"] == name
+
+
+def test_passwords_are_asked_for_on_a_terminal_that_does_not_show_them(
+    server: Secured, admin: Commands, passwords: Callable[[str], str]
+) -> None:
+    name = unique("person")
+    admin.ok("account", "add", name, "--password-file", passwords("first"))
+    key = Commands(server.process, KVCM_KEY="").json("login", name, "--password-file", passwords("first"))["secret"]
+    environment = {**os.environ, "KVCM_MANAGER": f"http://{server.process.address.admin_http}", "KVCM_KEY": key}
+    terminal, its_side = pty.openpty()
+    arguments = [sys.executable, "-m", "kvcm", "account", "password", name]
+    with subprocess.Popen(
+        arguments, stdin=its_side, stdout=its_side, stderr=its_side, env=environment, start_new_session=True
+    ) as command:
+        shown = ""
+        for prompt, answer in (("Old password", "first"), ("Password", "second"), ("Repeat", "second")):
+            while prompt not in shown:
+                shown += os.read(terminal, 1024).decode()
+            eventually(lambda: not termios.tcgetattr(terminal)[3] & termios.ECHO)
+            os.write(terminal, f"{answer}\n".encode())
+        assert command.wait(30) == 0, shown
+    os.close(its_side)
+    with contextlib.suppress(OSError):  # the end of what a terminal shows
+        while more := os.read(terminal, 1024):
+            shown += more.decode()
+    os.close(terminal)
+    assert "first" not in shown
+    assert "second" not in shown
+    Commands(server.process, KVCM_KEY="").ok("login", name, "--password-file", passwords("second"))
 
 
 def test_an_operator_looks_and_does_not_configure(server: Secured, admin: Commands) -> None:

@@ -32,6 +32,25 @@ def test_an_account_is_added_once_and_its_password_is_never_shown(rest: RestClie
     assert password not in server.log_text()
 
 
+def test_the_password_of_an_account_is_changed(rest: RestClient, server: ManagerProcess) -> None:
+    path = f"/v1/accounts/{component(name := unique('user@example'))}"
+    rest.put(path, {"password": "old-swordfish"})
+    changed = rest.put(f"{path}/password", {"password": "new-swordfish"})
+    assert (changed.status, changed.raw) == (204, b"")
+    found = [rest.post("/v1/login", {"user_name": name, "password": f"{age}-swordfish"}) for age in ("old", "new")]
+    assert [answer.status for answer in found] == [401, 201]
+    assert rest.put("/v1/accounts/nobody/password", {"password": "p"}).status == 404
+    for body in (
+        {},
+        {"password": ""},
+        {"password": "p", "old_password": "swordfish" * 200},
+        {"password": "swordfish" * 200},
+    ):
+        refused = rest.put(f"{path}/password", body)
+        assert (refused.status, bool(refused.body["errors"]), b"swordfish" in refused.raw) == (400, True, False)
+    assert "swordfish" not in server.log_text()
+
+
 @pytest.mark.parametrize("body", [{}, {"password": ""}, {"password": "a", "user_name": "b"}, [], "secret-text"])
 def test_what_is_no_account_is_400(rest: RestClient, body: object) -> None:
     refused = rest.put(f"/v1/accounts/{unique('user')}", body)

@@ -16,7 +16,7 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as access
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
-from kvcm.service.rest.account_resource import AccountDocument
+from kvcm.service.rest.account_resource import AccountDocument, PasswordDocument
 from kvcm.service.rest.group_documents import GroupDocument
 from kvcm.service.rest.instance_resource import InstanceDocument
 from kvcm.service.rest.key_resource import (
@@ -50,6 +50,7 @@ PAIRS: list[tuple[type[BaseModel], Any, set[str], set[str]]] = [
     (NewKeyDocument, access.CreateKeyRequest, set(), set()),
     (RotationDocument, access.RotateKeyRequest, {"key_id"}, set()),
     (LoginDocument, access.LoginRequest, set(), set()),
+    (PasswordDocument, access.SetPasswordRequest, {"user_name"}, set()),
     (MadeKeyDocument, access.CreateKeyResponse, set(), set()),
     (WhoAmIDocument, access.WhoAmIResponse, set(), set()),
 ]

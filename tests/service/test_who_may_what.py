@@ -93,6 +93,7 @@ MAY = {
         "RotateKey": _ADMIN,
         "RevokeKey": _ADMIN,
         "Login": f"{_ALL} nobody malformed wrong expired",
+        "SetPassword": _ADMIN,  # and of its own account whoever is logged in as it: test_passwords.py
         "WhoAmI": _ALL,
     },
 }

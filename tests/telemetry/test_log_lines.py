@@ -63,3 +63,13 @@ assert is_logged(logging.ERROR) and not is_logged(logging.WARNING)
     assert [json.loads(line)["event"] for line in lines[:2]] == ["first", "second"]
     assert "third" in lines[2]
     assert "fourth" in lines[3]
+
+
+def test_metadata_that_grpc_cannot_decode_is_not_quoted() -> None:
+    lines = lines_of("""
+configure_logs(LEVELS["INFO"], "json")
+grpc = logging.getLogger("grpc._cython.cygrpc")
+grpc.error("Invalid encoding on %s", b"Bearer kvcm_a_secret\\x80")
+grpc.error("something else")
+""")
+    assert [json.loads(line)["event"] for line in lines] == ["something else"]

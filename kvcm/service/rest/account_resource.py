@@ -16,7 +16,7 @@ from kvcm.service.rest.names import encoded_name
 from kvcm.service.rest.paging import Page, PageQuery, page_of
 from kvcm.service.rest.routing import add_route, answer, answer_item, not_found
 
-__all__ = ["AccountDocument", "AccountResource", "NewAccountDocument"]
+__all__ = ["AccountDocument", "AccountResource", "NewAccountDocument", "PasswordDocument"]
 
 AccountRoleName = Literal["ROLE_USER", "ROLE_ADMIN", "ROLE_OPERATOR"]
 
@@ -39,6 +39,15 @@ class NewAccountDocument(Document):
     """What it may do."""
 
 
+class PasswordDocument(Document):
+    """A password to set."""
+
+    password: Annotated[str, Field(min_length=1, max_length=1024, json_schema_extra={"writeOnly": True})]
+    """The new one, which is never shown."""
+    old_password: Annotated[str, Field(max_length=1024, json_schema_extra={"writeOnly": True})] = ""
+    """The present one. Whoever is logged in as the account has to give it; an administrator may leave it out."""
+
+
 class AccountResource:
     """Accounts.
 
@@ -56,6 +65,7 @@ class AccountResource:
         add_route(router, "GET", one, self.get_account, AccountDocument, problems=[404])
         add_route(router, "PUT", one, self.put_account, AccountDocument, status=201, problems=[409, 412])
         add_route(router, "DELETE", one, self.delete_account, status=204, problems=[404, 412])
+        add_route(router, "PUT", f"{one}/password", self.set_account_password, status=204, problems=[404])
 
     async def list_accounts(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
         """List accounts, ordered by name."""
@@ -69,7 +79,7 @@ class AccountResource:
     async def put_account(
         self, request: Request, name: NamePath, body: Annotated[NewAccountDocument, Body()]
     ) -> Response:
-        """Add an account. One that exists is a conflict: delete it first, to change its password or role."""
+        """Add an account. One that exists is a conflict: delete it first, to change its role."""
         if "if-none-match" in request.headers or "if-match" in request.headers:
             known = await self._find(request, name)
             check_preconditions(request.headers, None if known is None else etag_of(known))
@@ -83,6 +93,14 @@ class AccountResource:
             check_preconditions(request.headers, etag_of(await self._existing(request, name)))
         removal = self._book.run(request, "AdminService.DeleteAccount", user_name=name)
         await unless_absent(removal, lambda: self._existing(request, name))
+        return Response(status_code=204)
+
+    async def set_account_password(
+        self, request: Request, name: NamePath, body: Annotated[PasswordDocument, Body()]
+    ) -> Response:
+        """Change the password of an account, or give it one, and end its logins."""
+        change = self._book.run(request, "AccessService.SetPassword", user_name=name, **body.model_dump())
+        await unless_absent(change, lambda: self._existing(request, name))
         return Response(status_code=204)
 
     async def _all(self, request: Request) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from kvcm.service.asgi import Receive, Send
 from kvcm.service.calls import Call, Caller
-from kvcm.service.http_app import Receive, Send
 from kvcm.service.rest.account_resource import AccountResource
 from kvcm.service.rest.call_book import CallBook
 from kvcm.service.rest.group_resource import GroupResource

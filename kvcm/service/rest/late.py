@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from kvcm.service.http_app import Receive, Resources, Send
+from kvcm.service.asgi import Receive, Send
+from kvcm.service.http_app import Resources
 
 __all__ = ["LateResources"]
 

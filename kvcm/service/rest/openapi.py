@@ -101,7 +101,7 @@ def _complete(path: str, method: str, operation: _Json) -> None:
     responses.pop("422", None)
     for status in [each for each in responses if int(each) >= 400]:
         responses[status] = _problem(int(status))
-    if method == "put" and "201" not in responses:
+    if method == "put" and "200" in responses:
         responses["201"] = {**responses["200"], "description": "It was created."}
     if path == "/v1/tasks" and method == "post":
         responses["200"] = {**responses["202"], "description": "It was carried out."}

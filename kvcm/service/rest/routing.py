@@ -36,7 +36,7 @@ _MOST_SHOWN_ERRORS: Final = 20
 _MOST_SHOWN_CHARACTERS: Final = 80
 _MOST_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # more is made to be slow to read
 _MOST_SHOWN_NUMBER: Final = 1 << 64
-_SECRET: Final = {"password", "secret"}
+_SECRET: Final = {"old_password", "password", "secret"}
 _ALWAYS: Final = (400, 401, 403, 429, 500, 503)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 

@@ -134,6 +134,18 @@ class LoginRequest(_message.Message):
     ttl_seconds: int
     def __init__(self, trace_id: _Optional[str] = ..., user_name: _Optional[str] = ..., password: _Optional[str] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
 
+class SetPasswordRequest(_message.Message):
+    __slots__ = ("trace_id", "user_name", "password", "old_password")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    USER_NAME_FIELD_NUMBER: _ClassVar[int]
+    PASSWORD_FIELD_NUMBER: _ClassVar[int]
+    OLD_PASSWORD_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    user_name: str
+    password: str
+    old_password: str
+    def __init__(self, trace_id: _Optional[str] = ..., user_name: _Optional[str] = ..., password: _Optional[str] = ..., old_password: _Optional[str] = ...) -> None: ...
+
 class WhoAmIRequest(_message.Message):
     __slots__ = ("trace_id",)
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]

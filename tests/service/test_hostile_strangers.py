@@ -1,0 +1,320 @@
+"""Requests that mean harm, of strangers and of those with a key, against a manager that asks for keys: giant, nested,
+cut, slow, or with credentials of every odd kind. Who has no key is refused by the head of his request."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from guarded import Guarded, guarded_over
+from raw_connections import SECONDS, GrpcCall, connected, half_closed, http_head, read_answer, rest
+
+_MATCH = "/kv_cache_manager.proto.meta.MetaService/GetCacheLocation"
+_CREATE_KEY = "/kvcm.v1.AccessService/CreateKey"
+_GRPC_CALLS = (("rpc", _MATCH), ("admin_rpc", _CREATE_KEY))
+_HTTP_CALLS = (("http", "/api/getCacheLocation"), ("admin_http", "/api/createKey"), ("admin_http", "/v1/keys"))
+_OK, _INVALID_ARGUMENT, _DEADLINE_EXCEEDED, _RESOURCE_EXHAUSTED, _UNAUTHENTICATED = 0, 3, 4, 8, 16
+
+_GIANT = b"content-length: %d" % (1 << 40)
+_LARGE = b"content-length: %d" % (20 << 20)
+_IN_CHUNKS = b"transfer-encoding: chunked"
+_WRONG_KEY = b"Bearer kvcm_" + b"a" * 16 + b"_" + b"b" * 43
+_STRANGERS = {"no key": (), "wrong key": (_WRONG_KEY,)}
+_ODD = {
+    "no key at all": (b"Bearer ",),
+    "another scheme": (b"Basic YWRtaW46YWRtaW4=",),
+    "the wrong one twice": (_WRONG_KEY, _WRONG_KEY),
+    "very long": (b"Bearer kvcm_" + b"a" * 6000,),
+    "many": (_WRONG_KEY,) * 60,
+}
+_NESTED_JSON = (b"[" * 60_000, b"[" * 1_000_000, b'{"a":' * 12_000, b'{"block_mask":' * 4_000)
+_NESTED_PROTO = (b"\x0b" * 16_000, b"\x0a\x7f" * 8_000, b"\x2a" * 16_000)
+_ENDLESS_BYTES = 192 << 20
+
+
+@pytest.fixture(scope="module", params=["plain", "tls"])
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A manager with little patience."""
+    directory = tmp_path_factory.mktemp("guarded")
+    with guarded_over(request.param, directory, "kvcm.limits.receive_timeout_ms=1000") as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def unharmed(guarded: Guarded) -> Iterator[None]:
+    """After every test the manager is as it was before."""
+    with guarded.unharmed():
+        yield
+
+
+def _bearer(guarded: Guarded) -> bytes:
+    return f"Bearer {guarded.server.admin_key}".encode()
+
+
+def _headers(*shown: bytes) -> list[bytes]:
+    return [b"authorization: " + each for each in shown]
+
+
+def _metadata(*shown: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"authorization", each) for each in shown]
+
+
+# ── giant: the body is never sent ──
+
+
+@pytest.mark.parametrize("length", [_GIANT, _LARGE, _IN_CHUNKS], ids=["giant", "large", "chunks"])
+@pytest.mark.parametrize("who", _STRANGERS)
+def test_http_refuses_a_stranger_before_the_body(guarded: Guarded, who: str, length: bytes) -> None:
+    asked = [(), (b"expect: 100-continue",)]
+    with guarded.all_turned_away(2 * len(asked)):  # those of /v1 are not among what is counted so
+        for port, path in _HTTP_CALLS:
+            for expectation in asked:
+                with guarded.http(port) as connection:
+                    connection.sendall(http_head(path, length, *expectation, *_headers(*_STRANGERS[who])))
+                    answer = read_answer(connection)  # and not a word that it goes on
+                assert (answer.status, answer.headers["www-authenticate"]) == (401, 'Bearer realm="kvcm"')
+
+
+def test_http_refuses_a_giant_body_of_a_key_before_it_comes(guarded: Guarded) -> None:
+    for port, path in _HTTP_CALLS:
+        with guarded.http(port) as connection:
+            connection.sendall(http_head(path, _GIANT, *_headers(_bearer(guarded))))
+            assert read_answer(connection).status == 413
+
+
+@pytest.mark.parametrize("who", _STRANGERS)
+def test_grpc_refuses_a_stranger_before_the_body(guarded: Guarded, who: str) -> None:
+    with guarded.all_turned_away(3 * len(_GRPC_CALLS)):
+        for port, path in _GRPC_CALLS:
+            for promised in (None, 20 << 20, (1 << 32) - 1):
+                with guarded.grpc(port) as connection:
+                    call = GrpcCall(connection)
+                    call.head(path, *_metadata(*_STRANGERS[who]))
+                    if promised is not None:
+                        call.body(b"x" * 100, promised=promised)
+                    assert call.status() == _UNAUTHENTICATED
+
+
+def test_grpc_refuses_a_giant_body_of_a_key_before_it_comes(guarded: Guarded) -> None:
+    for port, path in _GRPC_CALLS:
+        with guarded.grpc(port) as connection:
+            call = GrpcCall(connection)
+            call.head(path, *_metadata(_bearer(guarded)))
+            call.body(b"x" * 100, promised=1 << 30)
+            assert call.status() == _RESOURCE_EXHAUSTED
+
+
+def test_what_needs_no_key_is_refused_as_well_where_it_is_large(guarded: Guarded) -> None:
+    for port, path in (("admin_http", "/api/login"), ("admin_http", "/v1/login"), ("admin_http", "/api/checkHealth")):
+        for length, body in ((b"content-length: 65537", b""), (_IN_CHUNKS, b"10001\r\n" + b" " * 65_537)):
+            with guarded.http(port) as connection:
+                connection.sendall(http_head(path, length) + body)
+                assert read_answer(connection).status == 413
+    with guarded.server.api() as api:
+        login = api.driver.channels["AccessService"].unary_unary("/kvcm.v1.AccessService/Login")  # type: ignore[attr-defined]
+        with pytest.raises(grpc.RpcError) as refused:
+            login(b"\xff" * 65_537, timeout=SECONDS)  # which is no message
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# ── nested ──
+
+
+def test_http_refuses_nested_bodies_and_those_of_strangers_unread(guarded: Guarded) -> None:
+    for port, path in _HTTP_CALLS:
+        for body in _NESTED_JSON:
+            with guarded.http(port) as connection:
+                length = b"content-length: %d" % len(body)
+                connection.sendall(http_head(path, length, *_headers(_bearer(guarded))) + body)
+                assert read_answer(connection).status in {400, 422}
+            with guarded.http(port) as connection:
+                connection.sendall(http_head(path, length) + body[:1000])
+                assert read_answer(connection).status == 401
+
+
+def test_grpc_refuses_nested_bodies_and_those_of_strangers_unread(guarded: Guarded) -> None:
+    for shown, expected in (((_bearer(guarded),), _INVALID_ARGUMENT), ((), _UNAUTHENTICATED)):
+        for port, path in _GRPC_CALLS:
+            for body in _NESTED_PROTO:
+                with guarded.grpc(port) as connection:
+                    call = GrpcCall(connection)
+                    call.head(path, *_metadata(*shown))
+                    call.body(body, is_last=True)
+                    assert call.status() == expected
+
+
+# ── cut ──
+
+
+def test_http_forgets_a_request_whose_body_ends_early(guarded: Guarded) -> None:
+    read = guarded.counted("kvcm_rpc_requests_total")
+    for port, path in _HTTP_CALLS:
+        for shown in ((_bearer(guarded),), ()):
+            with guarded.http(port) as connection:
+                connection.sendall(http_head(path, b"content-length: 1000", *_headers(*shown)) + b'{"trace_id":"x"}')
+                half_closed(connection)
+                assert b" 200 " not in rest(connection)
+    assert guarded.counted("kvcm_rpc_requests_total") == read
+
+
+@pytest.mark.parametrize("sent", [None, b"", b"\x0a\x01"], ids=["no body", "no byte", "a part"])
+def test_grpc_refuses_a_request_whose_body_ends_early(guarded: Guarded, sent: bytes | None) -> None:
+    for shown, expected in (((_bearer(guarded),), _INVALID_ARGUMENT), ((), _UNAUTHENTICATED)):
+        with guarded.grpc() as connection:
+            call = GrpcCall(connection)
+            call.head(_MATCH, *_metadata(*shown))
+            if sent is None:
+                call.data(b"", is_last=True)
+            else:
+                call.body(sent, promised=1000, is_last=True)
+            assert call.status() == expected
+
+
+# ── slow ──
+
+
+def test_who_stalls_is_cut_off_at_every_stage(guarded: Guarded) -> None:
+    """All of them at once: they wait for the same time."""
+    key = _bearer(guarded)
+    heads = [
+        (b"POST /api/getCacheLocation HTTP/1.1\r\nauthorization: " + key[:30], (408,)),
+        (http_head("/api/getCacheLocation", b"content-length: 1000", *_headers(key)) + b"{", (408,)),
+        (http_head("/api/getCacheLocation", b"content-length: 1000") + b"{", (401,)),
+        (http_head("/v1/keys", b"content-length: 1000", *_headers(key)) + b"{", (408,)),
+    ]
+    with contextlib.ExitStack() as stack:
+        stalled = [(stack.enter_context(guarded.http("admin_http" if b"/v1/" in said else "http")), said, status)
+                   for said, (status,) in heads]  # fmt: skip
+        for connection, said, _ in stalled:
+            connection.sendall(said)
+        silent = stack.enter_context(guarded.grpc())
+        calls = []
+        for data in (b"", b"\0", b"\0\0\0\x01\0abc"):
+            calls.append(GrpcCall(stack.enter_context(guarded.grpc())))
+            calls[-1].head(_MATCH, *_metadata(key))
+            calls[-1].data(data)
+        for connection, _, status in stalled:
+            assert rest(connection).startswith(b"HTTP/1.1 %d " % status)
+        rest(silent)
+        assert [call.status() for call in calls] == [_DEADLINE_EXCEEDED] * len(calls)
+
+
+def test_who_sends_byte_by_byte_is_cut_off(guarded: Guarded) -> None:
+    key = _bearer(guarded)
+    with guarded.http() as http, guarded.http() as stranger, guarded.grpc() as connection:
+        for each, shown in ((http, (key,)), (stranger, ())):
+            each.sendall(http_head("/api/getCacheLocation", b"content-length: 1000000", *_headers(*shown)))
+        call = GrpcCall(connection)
+        call.head(_MATCH, *_metadata(key))
+        call.body(b"", promised=1_000_000)
+        sending = {http, stranger}
+        while sending:
+            heard, _, _ = select.select(sending, [], [], 0.05)
+            sending -= {each for each in sending if not _is_taken(each, each in heard)}
+            call.data(b"x")
+        assert call.status() == _DEADLINE_EXCEEDED
+
+
+def _is_taken(connection: socket.socket, is_heard: bool) -> bool:
+    """Send a byte; return whether the server may still be there."""
+    try:
+        connection.sendall(b" ")
+        return not is_heard or bool(connection.recv(1 << 16))
+    except OSError:
+        return False
+
+
+def test_a_handshake_that_stalls_is_cut_off(guarded: Guarded) -> None:
+    """That of TLS, and that of HTTP/2."""
+    address = guarded.server.process.address
+    with contextlib.ExitStack() as stack:
+        greeting = []
+        for hello in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n"):
+            for port in address:
+                greeting.append(stack.enter_context(connected(port)))
+                greeting[-1].sendall(hello)
+        for connection in greeting:
+            assert b" 200 " not in rest(connection)
+
+
+# ── odd credentials ──
+
+
+@pytest.mark.parametrize("odd", _ODD)
+def test_odd_credentials_are_those_of_nobody(guarded: Guarded, odd: str) -> None:
+    with guarded.all_turned_away(2):
+        for port, path in _HTTP_CALLS[:2]:
+            with guarded.http(port) as connection:
+                connection.sendall(http_head(path, _LARGE, *_headers(*_ODD[odd])))
+                assert read_answer(connection).status == 401
+    for port, path in _GRPC_CALLS:
+        with guarded.grpc(port) as connection:
+            call = GrpcCall(connection)
+            call.head(path, *_metadata(*_ODD[odd]))
+            assert call.status() == _UNAUTHENTICATED
+
+
+def test_a_right_key_that_is_shown_twice_is_nobodys(guarded: Guarded) -> None:
+    key = _bearer(guarded)
+    for shown in ((key, key), (key, _WRONG_KEY), (_WRONG_KEY, key), (b"", key)):
+        with guarded.http() as connection:
+            connection.sendall(http_head("/api/getClusterInfo", b"content-length: 2", *_headers(*shown)) + b"{}")
+            assert read_answer(connection).status == 401
+        with guarded.grpc() as connection:
+            call = GrpcCall(connection)
+            call.head(_MATCH, *_metadata(*shown))
+            assert call.status() == _UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"\n", b"\x7f", b"\x80", b"\xff", "ü".encode()])
+def test_bytes_that_no_key_has_let_nobody_in(guarded: Guarded, byte: bytes) -> None:
+    key = _bearer(guarded)
+    for shown in (key + byte, b"Bearer " + byte + key[7:], byte + key):
+        with guarded.http() as connection:
+            connection.sendall(http_head("/api/getClusterInfo", b"content-length: 2", *_headers(shown)) + b"{}")
+            assert read_answer(connection).status in {400, 401}
+        with guarded.grpc() as connection:
+            call = GrpcCall(connection)
+            call.head(_MATCH, *_metadata(shown))
+            assert call.status() not in {_OK, _INVALID_ARGUMENT}
+
+
+@pytest.mark.parametrize("count", [1, 3000], ids=["one", "many"])
+def test_credentials_without_end_are_refused(guarded: Guarded, count: int) -> None:
+    shown = [b"Bearer " + b"x" * (200_000 // count)] * count
+    with guarded.http() as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(http_head("/api/getClusterInfo", b"content-length: 2", *_headers(*shown)))
+        assert rest(connection).startswith(b"HTTP/1.1 431 ")
+    with guarded.grpc() as connection:
+        call = GrpcCall(connection)
+        with contextlib.suppress(OSError):
+            call.head(_MATCH, *_metadata(*shown))
+        assert call.status() in {None, _RESOURCE_EXHAUSTED, _UNAUTHENTICATED}
+
+
+# ── what follows a body in chunks ──
+
+
+def test_a_key_behind_the_body_is_none(guarded: Guarded) -> None:
+    """A proxy that looks after keys looks at the head of a request."""
+    body = b"2\r\n{}\r\n0\r\n" + b"authorization: " + _bearer(guarded) + b"\r\n\r\n"
+    for port, path in (("http", "/api/getClusterInfo"), ("admin_http", "/v1/keys")):
+        with guarded.http(port) as connection:
+            connection.sendall(http_head(path, _IN_CHUNKS) + body)
+            assert read_answer(connection).status == 401
+
+
+@pytest.mark.parametrize("piece", [b"x: " + b"y" * 1000 + b"\r\n", b"y" * 1000], ids=["trailers", "one trailer"])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_trailers_without_end_are_not_kept(guarded: Guarded, has_key: bool, piece: bytes) -> None:
+    shown = _headers(_bearer(guarded)) if has_key else []
+    many = piece * 1000
+    with guarded.http() as connection, contextlib.suppress(OSError):
+        connection.sendall(http_head("/api/getCacheLocation", _IN_CHUNKS, *shown) + b"0\r\nx: ")
+        for _ in range(_ENDLESS_BYTES // len(many)):
+            connection.sendall(many)
