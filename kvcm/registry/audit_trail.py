@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Final
@@ -12,12 +11,12 @@ from kvcm.model.accounts import PasswordHash
 from kvcm.model.api_keys import hides_keys
 from kvcm.model.clock import Clock
 from kvcm.model.principals import EVERYBODY, errand
+from kvcm.registry.secrets import redacted, redacted_text
 from kvcm.telemetry.logs import request_in_hand
 
 __all__ = ["AuditTrail", "described"]
 
 _SECRETS: Final = frozenset({"digest", "password", "salt", "secret"})
-_OF_URI: Final = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
 _MOST_TEXT: Final = 1024
 _HIDDEN: Final = "…"
 
@@ -60,7 +59,7 @@ def described(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, str):
-        return _OF_URI.sub(_HIDDEN, hides_keys(value[:_MOST_TEXT]))
+        return redacted_text(hides_keys(value))[:_MOST_TEXT]  # cut last: half a login is not known for one
     if isinstance(value, PasswordHash | bytes):
         return _HIDDEN
     if isinstance(value, Enum):
@@ -68,6 +67,7 @@ def described(value: object) -> Any:
     if isinstance(value, tuple | list):
         return [described(item) for item in value]
     assert dataclasses.is_dataclass(value), type(value)
+    value = redacted(value)
     return {field.name: _described_field(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
