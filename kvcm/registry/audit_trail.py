@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvcm.model.accounts import PasswordHash
 from kvcm.model.api_keys import hides_keys
 from kvcm.model.clock import Clock
-from kvcm.model.principals import EVERYBODY, errand
+from kvcm.model.principals import EVERYBODY, STRANGER, errand
 from kvcm.registry.secrets import redacted, redacted_text
 from kvcm.telemetry.logs import request_in_hand
 
@@ -18,6 +18,7 @@ __all__ = ["AuditTrail", "described"]
 
 _SECRETS: Final = frozenset({"digest", "password", "salt", "secret"})
 _MOST_TEXT: Final = 1024
+_MOST_OF_STRANGERS: Final = 128
 _HIDDEN: Final = "…"
 
 
@@ -42,16 +43,21 @@ class AuditTrail:
 
     def called(self, call: str, code: str, fields: Mapping[str, object]) -> None:
         """Record a call, and how it ended."""
-        after = {name: _described_field(name, value) for name, value in fields.items()}
+        after = {name: _cut(_described_field(name, value)) for name, value in fields.items()}
         self._record({**self._origin(), "call": call, "action": "call", "code": code, "after": after})
 
     def _origin(self) -> dict[str, Any]:
         principal, call, peer = errand.get()
         request = request_in_hand.get()
         name = principal.name if principal is not EVERYBODY else ""
-        trace_id = request.trace_id[:_MOST_TEXT] if request is not None else ""
+        trace_id = _cut(request.trace_id[:_MOST_TEXT]) if request is not None else ""
         origin = {"principal": name, "key_id": principal.key_id, "call": call, "peer": peer, "trace_id": trace_id}
         return {"at": round(self._clock.now(), 6), **origin}
+
+
+def _cut(value: Any) -> Any:
+    """Return what is said, of what strangers say only the beginning: they fill the file with nothing else."""
+    return value[:_MOST_OF_STRANGERS] if errand.get().principal is STRANGER and isinstance(value, str) else value
 
 
 def described(value: object) -> Any:

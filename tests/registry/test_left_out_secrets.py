@@ -14,8 +14,8 @@ from kvcm.model.errors import (
 )
 from kvcm.model.instances import ModelDeployment
 from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
-from kvcm.registry.configuration import ConfigChange, Configuration
 from kvcm.registry.audit_trail import described
+from kvcm.registry.configuration import ConfigChange, Configuration
 from kvcm.registry.secrets import HIDDEN, redacted, redacted_text
 from kvcm.store.memory import MemoryTable
 
