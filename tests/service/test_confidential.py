@@ -174,3 +174,21 @@ def test_an_operator_switches_a_storage_whose_secrets_it_does_not_see(
     assert (switched.status, switched.body["is_available"]) == (200, False)
     assert PLANTED in _uri(admin, storage)
     assert client.patch(path, {"capacity_bytes": 5}, **by_operator).status == 403
+
+
+def test_usage_of_a_limited_principal_is_its_own(tenants: Tenants, client: RestClient, admin: Api) -> None:
+    site = Site(admin)
+    storage, quota = site.storage(), unique("quota")
+    own, foreign = (site.group(storage, global_quota_group_name=quota) for _ in range(2))
+    admin.ok("CapacityService.SetGlobalQuota", global_quota={"name": quota, "capacity_bytes": 1 << 30})
+    site.write(site.instance(own), [1])
+    site.write(site.instance(foreign), [1, 2, 3])
+    viewer = tenants.server.key(unique("limited"), "ROLE_VIEWER", instance_groups=[own])
+
+    def seen(key: str) -> tuple[list[Any], list[Any]]:
+        found = client.get(f"/v1/usage?group={own}", authorization=f"Bearer {key}").body
+        storages = [(each["usage"]["used_bytes"], each["oversubscription"]) for each in found["storages"]]
+        return storages, [(each["usage"]["used_bytes"], each["groups"]) for each in found["global_quotas"]]
+
+    assert seen(tenants.keys["viewer"]) == ([(256, 0.0)], [(256, [own, foreign])])
+    assert seen(viewer) == ([(64, 0.0)], [(64, [own])])
