@@ -51,6 +51,7 @@ def test_addresses_lose_their_logins_and_nothing_else(text: str, shown: str) -> 
     config = replace(MOONCAKE, spec=MooncakeStorageSpec("h", text, "tcp", "", "m"))
     expected = replace(config, spec=MooncakeStorageSpec("h", shown, "tcp", "", "m"))
     assert redacted(config) == expected == redacted(expected)
+    assert PLANTED not in str(described(config))
 
 
 @pytest.mark.parametrize(
