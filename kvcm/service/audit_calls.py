@@ -60,7 +60,7 @@ class AuditCalls:
 
     def _record(self, call: Call, request: Any, arrival: Arrival, code: ErrorCode) -> None:
         worked_for = errand.set(Errand(arrival.principal, call.name, arrival.peer))
-        in_hand = request_in_hand.set(request)
+        in_hand = request_in_hand.set(request if call.is_traced else None)
         try:
             self._trail.called(call.name, code.name, dict(_fields(request)))
         finally:
