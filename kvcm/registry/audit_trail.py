@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Final
@@ -11,14 +10,15 @@ from typing import Any, Final
 from kvcm.model.accounts import PasswordHash
 from kvcm.model.api_keys import hides_keys
 from kvcm.model.clock import Clock
-from kvcm.model.principals import EVERYBODY, errand
+from kvcm.model.principals import EVERYBODY, STRANGER, errand
+from kvcm.registry.secrets import redacted, redacted_text
 from kvcm.telemetry.logs import request_in_hand
 
 __all__ = ["AuditTrail", "described"]
 
 _SECRETS: Final = frozenset({"digest", "old_password", "password", "salt", "secret"})
-_OF_URI: Final = re.compile(r"(?<=://)[^/@\s]*@|(?<=password=)[^&\s]*")
 _MOST_TEXT: Final = 1024
+_MOST_OF_STRANGERS: Final = 128
 _HIDDEN: Final = "…"
 
 
@@ -43,16 +43,21 @@ class AuditTrail:
 
     def called(self, call: str, code: str, fields: Mapping[str, object]) -> None:
         """Record a call, and how it ended."""
-        after = {name: _described_field(name, value) for name, value in fields.items()}
+        after = {name: _cut(_described_field(name, value)) for name, value in fields.items()}
         self._record({**self._origin(), "call": call, "action": "call", "code": code, "after": after})
 
     def _origin(self) -> dict[str, Any]:
         principal, call, peer = errand.get()
         request = request_in_hand.get()
         name = principal.name if principal is not EVERYBODY else ""
-        trace_id = request.trace_id[:_MOST_TEXT] if request is not None else ""
+        trace_id = _cut(request.trace_id[:_MOST_TEXT]) if request is not None else ""
         origin = {"principal": name, "key_id": principal.key_id, "call": call, "peer": peer, "trace_id": trace_id}
         return {"at": round(self._clock.now(), 6), **origin}
+
+
+def _cut(value: Any) -> Any:
+    """Return what is said, of what strangers say only the beginning: they fill the file with nothing else."""
+    return value[:_MOST_OF_STRANGERS] if errand.get().principal is STRANGER and isinstance(value, str) else value
 
 
 def described(value: object) -> Any:
@@ -60,7 +65,7 @@ def described(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value.name if isinstance(value, Enum) else value
     if isinstance(value, str):
-        return _OF_URI.sub(_HIDDEN, hides_keys(value[:_MOST_TEXT]))
+        return redacted_text(hides_keys(value))[:_MOST_TEXT]  # cut last: half a login is not known for one
     if isinstance(value, PasswordHash | bytes):
         return _HIDDEN
     if isinstance(value, Enum):
@@ -68,6 +73,7 @@ def described(value: object) -> Any:
     if isinstance(value, tuple | list):
         return [described(item) for item in value]
     assert dataclasses.is_dataclass(value), type(value)
+    value = redacted(value)
     return {field.name: _described_field(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 

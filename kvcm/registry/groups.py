@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.groups import InstanceGroup
+from kvcm.registry.secrets import restored
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_group
 
@@ -39,7 +40,7 @@ class GroupRegistry:
                 raise DuplicateEntityError(
                     f"instance group {group.name!r} exists; use UpdateInstanceGroup to change it"
                 )
-            return group
+            return restored(group, None)
 
         await self._shelf.change(group.name, decide)
         await self._flush()
@@ -48,7 +49,7 @@ class GroupRegistry:
         """Replace a group; in force at once.
 
         Args:
-            group: the complete group, with a version above the stored one.
+            group: the complete group, with a version above the stored one; secrets that it lacks stay.
             current_version: version that the caller's change is based on.
 
         Raises:
@@ -59,7 +60,7 @@ class GroupRegistry:
 
         def decide(known: InstanceGroup | None) -> InstanceGroup:
             _check_versions(_existing(group.name, known).version, group.version, current_version)
-            return group
+            return restored(group, known)
 
         await self._shelf.change(group.name, decide)
         await self._flush()

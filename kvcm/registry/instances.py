@@ -9,6 +9,7 @@ from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecGroup, Placement, Registration, Removal
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.seats import Seats, SeatsTaken
+from kvcm.registry.secrets import restored
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.validation import check_instance
 
@@ -63,6 +64,7 @@ class InstanceRegistry:
         check_instance(instance)
         instance = with_sorted_groups(instance)
         known = await self._shelf.read(instance.instance_id)
+        instance = restored(instance, known.instance if known is not None else None)
         stored = same_registration(known.instance, instance) if known is not None else await self._add(instance)
         await self._flush()
         return stored

@@ -2,9 +2,11 @@
 
 What may hold one: every text of a storage's spec, the store's uri of a group, and the free texts of groups and models.
 In these a login before an `@` of an address, and the value of anything that is called a password, a secret, a token or
-a key, become `HIDDEN`. A login goes as a whole: the user's name alone may be a token. Too much may be left out of a
-free text, never too little of an address. Names and paths hold no secrets and are left as they are: values are known by
-them.
+a key, become `HIDDEN`. A login goes as a whole: the user's name alone may be a token. Too much may be left out, never
+too little of an address. Names and paths hold no secrets and are left as they are: values are known by them.
+
+Engines set free texts and everybody reads them, so every pattern takes time in proportion to the text: what is repeated
+is never tried again with less of it (`*+`), or is found from where the text or a word begins.
 
 A value that comes back gets its secrets from the one of its name that is configured, if the texts agree otherwise.
 """
@@ -21,21 +23,25 @@ from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
 from kvcm.model.storages import StorageConfig
 
-__all__ = ["HIDDEN", "redacted", "restored"]
+__all__ = ["HIDDEN", "redacted", "redacted_text", "restored"]
 
 HIDDEN = "<redacted>"
 
 Value = TypeVar("Value")
 
-# A login may itself hold slashes and blanks; in a free text it ends where the word does.
-_LOGIN = re.compile(r"(?s)(?<=//).*@")
-_BARE_LOGIN = re.compile(r"(?s)^[^\s/:]*:(?!//).*@")  # user:password@host, as data sources are named without a scheme
-_LOGIN_IN_TEXT = re.compile(r"""(?<=//)[^\s"']*@""")
+# A login may itself hold slashes and blanks, and more of what else it is made of; in a free text it ends where the word
+# does. Without a scheme it begins with the text, or the word: data sources are named user:password@host.
+_LOGIN = re.compile(r"(?s)\A((?:[\w+.-]*+:?//)?+).*@")
+_LOGIN_IN_TEXT = re.compile(r"""(?<![^\s"'])(?:([^\s"':@/]*+:?//)|(?=[^\s"']*?(?::|//)))[^\s"']*@""")
 _NAMED = re.compile(
-    r"""(?ix)
-    ( [\w-]* (?: passw(?:or)?d | passphrase | pwd | secret | token | credentials? | (?:api|access|private)[_-]?key )
-      [\w-]* ["']? \s* [=:] \s* | \b bearer \s+ )
-    (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' | [^\s&;,"'{}]+ )"""
+    r"""(?isx) (?<![\w-])
+    ( (?= [\w-]*? (?: passw | passphrase | (?<![^\W_]) pass (?![^\W_]) | pwd | secret | token | credential | signature
+                    | (?:api|access|account|private) [_-]? key ) )
+      [\w-]++ [\\"']*+ \s*+ (?: [=:] | %3[ad] ) \s*+
+    | bearer \s++ )
+    (?: \\++["'] .*? (?: \\["'] | \Z )
+      | "(?:\\.|[^"\\])*+"? | '(?:\\.|[^'\\])*+'? | \[[^\]]*+\]? | \{[^}]*+\}?
+      | [^\s&;,"'{}]++ )"""
 )
 _ADDRESS = "cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri"
 _PLACES: Mapping[type[Any], tuple[str, ...]] = {
@@ -54,6 +60,11 @@ def redacted(value: Value) -> Value:
         if hidden != text:  # nearly never
             value = _with(value, place, hidden)
     return value
+
+
+def redacted_text(text: str) -> str:
+    """Return a text of any kind without the secrets that it names."""
+    return _without(_LOGIN_IN_TEXT, text)
 
 
 def restored(value: Value, known: Value | None) -> Value:
@@ -95,11 +106,20 @@ def _places(value: object) -> tuple[str, ...]:
 
 
 def _hidden(place: str, text: str) -> str:
-    if place.rpartition(".")[2] in _FREE_TEXTS:
-        text = _LOGIN_IN_TEXT.sub(f"{HIDDEN}@", text)
-    else:
-        text = _BARE_LOGIN.sub(f"{HIDDEN}@", _LOGIN.sub(f"{HIDDEN}@", text))
-    return _NAMED.sub(lambda found: f"{found[1]}{HIDDEN}", text)
+    return _without(_LOGIN_IN_TEXT if place.rpartition(".")[2] in _FREE_TEXTS else _LOGIN, text)
+
+
+def _without(login: re.Pattern[str], text: str) -> str:
+    """Hide logins and named values, both as they are in the text: either may look like a part of the other."""
+    spans = [(max(found.end(1), found.start()), found.end() - 1) for found in login.finditer(text)]
+    spans += [(found.end(1), found.end()) for found in _NAMED.finditer(text)]
+    left, done = "", 0
+    for start, end in sorted(spans):
+        if start >= done:
+            left += text[done:start] + HIDDEN
+        done = max(done, end)
+    left += text[done:]
+    return left if left == text else _without(login, left)  # what is left may look like a login only now
 
 
 def _text(value: Any, place: str) -> str:

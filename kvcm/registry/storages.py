@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from kvcm.model.storages import StorageConfig
+from kvcm.registry.secrets import restored
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.registry.storage_rules import existing_storage, limit_of, medium_of, refuse_another_kind, refuse_taken
 from kvcm.registry.validation import check_storage
@@ -111,42 +112,51 @@ class StorageRegistry:
             NotReadyError: a storage of that name and another medium is still to be forgotten.
             KvcmError: it cannot be opened, or the store cannot be asked.
         """
-        await self._check_new(config)
+        config = await self._new(config)
         await self._add(config, self._opener.prepare(config, is_new=True))
 
     async def add_while_serving(self, config: StorageConfig) -> None:
         """Do `add` without holding up other requests."""
-        await self._check_new(config)
+        config = await self._new(config)
         await self._add(config, await self._opener.prepare_in_thread(config, is_new=True))
 
     async def update(self, config: StorageConfig) -> None:
-        """Replace a storage's config; the old one stays in force when the new one cannot be opened. Blocks as `add`.
+        """Replace a storage's config; the old one stays in force when the new one cannot be opened, and secrets that
+        the new one lacks stay. Blocks as `add`.
 
         Raises:
             InvalidArgumentError: a field is malformed, there is no such storage, or its type would change.
             KvcmError: it cannot be opened, or the store cannot be asked.
         """
-        if await self._is_only_limited(config):
+        config, is_only_limited = await self._changing(config)
+        if is_only_limited:
             await self._replace_limit(config)
         else:
             await self._replace(config, self._opener.prepare(config, is_new=True))
 
     async def update_while_serving(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
-        if await self._is_only_limited(config):
+        config, is_only_limited = await self._changing(config)
+        if is_only_limited:
             await self._replace_limit(config)
         else:
             await self._replace(config, await self._opener.prepare_in_thread(config, is_new=True))
 
-    async def _check_new(self, config: StorageConfig) -> None:
+    async def _new(self, config: StorageConfig) -> StorageConfig:
+        """Return the config with its secrets, if it may be added."""
         check_storage(config)
-        refuse_taken(config, await self._shelf.read(config.global_unique_name))
+        known = await self._shelf.read(config.global_unique_name)
+        config = restored(config, known)
+        refuse_taken(config, known)
+        return config
 
-    async def _is_only_limited(self, config: StorageConfig) -> bool:
-        """Return whether only its limit changes: then nothing has to be opened, which its medium may not allow now."""
+    async def _changing(self, config: StorageConfig) -> tuple[StorageConfig, bool]:
+        """Return the config with its secrets, and whether only its limit changes: then nothing has to be opened, which
+        its medium may not allow now."""
         check_storage(config)
         known = existing_storage(config.global_unique_name, await self._shelf.read(config.global_unique_name))
-        return limit_of(config) != limit_of(known) and medium_of(config) == medium_of(known)
+        config = restored(config, known)
+        return config, limit_of(config) != limit_of(known) and medium_of(config) == medium_of(known)
 
     async def _add(self, config: StorageConfig, prepared: Any) -> None:
         def decide(known: StorageConfig | None) -> StorageConfig:

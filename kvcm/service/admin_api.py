@@ -20,6 +20,7 @@ from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.capacity_series import CapacitySeries
+from kvcm.service.confidential import as_seen
 from kvcm.service.limits import RequestLimits
 from kvcm.service.snapshot_api import SnapshotCalls
 from kvcm.service.state_series import state_series
@@ -178,7 +179,7 @@ class AdminApi:
         """List all storages by name, and how each is for this manager."""
         message = pb.ListStorageResponse()
         for config in self._registry.storages.all():
-            write_storage(message.storage.add(), config)
+            write_storage(message.storage.add(), as_seen(config))
             if self._storages is not None:
                 health = self._storages.health(config.global_unique_name)
                 fill(message.storage_status.add(), StorageStatus.of(config, health))
@@ -219,14 +220,14 @@ class AdminApi:
         """Return an instance group."""
         require(request.name, "GetInstanceGroup.name")
         message = pb.GetInstanceGroupResponse()
-        fill(message.instance_group, await self._registry.groups.read(request.name))
+        fill(message.instance_group, as_seen(await self._registry.groups.read(request.name)))
         return Reply(message)
 
     async def list_groups(self, _request: Any) -> Reply:
         """List all instance groups by name."""
         message = group_pb.ListInstanceGroupResponse()
         for group in self._registry.groups.all():
-            fill(message.instance_groups.add(), group)
+            fill(message.instance_groups.add(), as_seen(group))
         return Reply(message)
 
     async def register_instance(self, request: Any) -> Reply:
@@ -243,14 +244,14 @@ class AdminApi:
     async def get_instance_info(self, request: Any) -> Reply:
         """Return a registration."""
         message = pb.GetInstanceInfoResponse()
-        fill(message.instance_info, self._registry.instances.get(request.instance_id))
+        fill(message.instance_info, as_seen(self._registry.instances.get(request.instance_id)))
         return Reply(message)
 
     async def list_instance_info(self, request: Any) -> Reply:
         """List the instances of a group; of all groups when no name is given."""
         message = pb.ListInstanceInfoResponse()
         for instance in self._registry.instances.all(request.instance_group_name):
-            fill(message.instance_info.add(), instance)
+            fill(message.instance_info.add(), as_seen(instance))
         return Reply(message)
 
     async def add_account(self, request: Any) -> Reply:

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvcm.cache.manager import CacheManager, IndexInCustody
 from kvcm.model.errors import KvcmError
+from kvcm.model.principals import errand
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.registry import Registry
 from kvcm.service.usage_report import IndexUsage, UsageSources, usage_report
@@ -37,7 +38,8 @@ class CapacityView:
         self.pinned: dict[str, int] = {}
 
     async def look(self, group: str = "") -> UsageReport:
-        """Return the usage of everything, or of one group and what it draws from.
+        """Return the usage of everything, or of one group and what it draws from. Whoever is limited to groups sees as
+        used what those use.
 
         Raises:
             InvalidArgumentError: there is no such group.
@@ -81,7 +83,8 @@ class CapacityView:
             self._cache.usage.refusals,
             self._deletions.backlogs(),
         )
-        return usage_report(sources, group)
+        principal = errand.get().principal
+        return usage_report(sources if principal.has_all_groups else sources.of_groups(principal.groups), group)
 
 
 def _usage_of(custody: IndexInCustody) -> IndexUsage:

@@ -22,6 +22,7 @@ from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.confidential import as_seen
 from kvcm.service.limits import RequestLimits
 from kvcm.service.request_events import RequestEvents
 from kvcm.service.translate import fill, instance_of, mask_of, write_mask
@@ -118,7 +119,7 @@ class MetaApi:
         """Return a registration."""
         instance = self._registry.instances.get(request.instance_id)
         message = pb.GetInstanceInfoResponse(instance_group=instance.instance_group_name)
-        fill(message.instance_info, instance)
+        fill(message.instance_info, as_seen(instance))
         return Reply(message)
 
     async def match(self, request: Any) -> Reply:

@@ -6,8 +6,8 @@ Bytes come from the indexes, which change them together with the records; marks 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from kvcm.model.groups import GlobalQuota, InstanceGroup
@@ -71,6 +71,15 @@ class UsageSources:
     pinned: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, int] = field(default_factory=dict)
     backlogs: Mapping[str, Backlog] = field(default_factory=dict)
+
+    def of_groups(self, names: Set[str]) -> UsageSources:
+        """Return what concerns some groups alone, as if there were no others: sums would tell what those do."""
+        return replace(
+            self,
+            groups=[group for group in self.groups if group.name in names],
+            indexes=[index for index in self.indexes if index.instance.instance_group_name in names],
+            backlogs={},
+        )
 
 
 @dataclass(slots=True)

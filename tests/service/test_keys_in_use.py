@@ -169,6 +169,35 @@ def test_whoever_tries_too_many_passwords_has_to_wait(tmp_path: Path) -> None:
         assert int(turns[statuses.index(429)].headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize("transport", ["grpc", "http"])
+def test_of_logins_that_fail_only_wrong_passwords_are_audited(tmp_path: Path, transport: str) -> None:
+    """And little of what strangers say: they would fill the disk. The others are counted."""
+    log = tmp_path / "audit.jsonl"
+    with secured(tmp_path, f"kvcm.audit.log_file={log}") as server, server.api(transport, key="") as stranger:
+        for fields in ({"password": ""}, {"user_name": ""}, {"password": "p" * 2000}, {"ttl_seconds": -1}):
+            stranger.refused("AccessService.Login", **{"user_name": "malformed", "password": "p", **fields})
+        long = {"user_name": "u" * 500, "trace_id": "t" * 500}
+        wrong = [stranger.attempt("AccessService.Login", password="p", **long).status for _ in range(12)]
+        assert {*wrong} == {401, 429}
+        with server.api(transport) as admin:
+            admin.ok("AdminService.UpdateLogger", log_level="INFO")  # written after all of them
+        found = eventually(lambda: _calls(log, ending="UpdateLogger"))
+        assert len(found) == wrong.count(401) + 1
+        for entry in found[:-1]:
+            assert (entry["call"], entry["code"], entry["trace_id"]) == ("Login", "UNSPECIFIED", "t" * 128)
+            assert entry["after"] == {"user_name": "u" * 128, "password": "…"}
+        lines = server.page("/metrics", server.admin_key)[1].splitlines()
+        (counted,) = [line for line in lines if '"Login"' in line and "INVALID_ARGUMENT" in line]
+        assert float(counted.split()[-1]) == 4
+
+
+def _calls(log: Path, ending: str) -> list[dict[str, Any]]:
+    """The calls in the audit log, nothing while the last one is not there yet."""
+    found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    calls = [entry for entry in found if entry["action"] == "call"]
+    return calls if calls and calls[-1]["call"] == ending else []
+
+
 def test_two_authorizations_are_none(tenants: Tenants) -> None:
     address = tenants.server.process.address.admin_http
     connection = http.client.HTTPConnection(address, timeout=20)
