@@ -153,8 +153,8 @@ class KeyedAccess:
             return
         if principal is EVERYBODY or principal is STRANGER:  # nobody was asked, or nobody answered
             raise self._stranger(_MISSING, _KEY_WANTED)
-        if not self.holds(principal):  # since its request began to come
-            raise self._stranger(_EXPIRED, _ENDED)
+        if self._keys.find(principal.key_id) is None or (principal.account and not self.holds(principal)):
+            raise self._stranger(_EXPIRED, _ENDED)  # since its request began to come
         if policy.own and principal.account and principal.account == getattr(request, policy.own):
             return
         self._check_verbs(policy, principal)
