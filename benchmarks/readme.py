@@ -89,6 +89,14 @@ def costs_table(rows: Rows) -> list[str]:
     ]
 
 
+def keys_table(rows: Rows) -> list[str]:
+    """Return what a key costs a request."""
+    lines = ["| call | without keys | a key adds | wanted |", "|---|---|---|---|"]
+    return lines + [
+        f"| {row['case']} | {row['baseline']:,.0f} µs | {row['value']:.1f} µs | {row['target']} |" for row in rows
+    ]
+
+
 def judged_table(rows: Rows) -> list[str]:
     """Rows with a target, and what they are about."""
     header = ["| what | figure | wanted |", "|---|---|---|"]
@@ -123,6 +131,7 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "cpu", "service.json", cpu_table),
     ("docs/performance.md", "calls", "service.json", calls_table),
     ("docs/performance.md", "scaling", "service_scaling.json", costs_table),
+    ("docs/performance.md", "keys", "auth_cost.json", keys_table),
     ("docs/performance.md", "soak", "soak.json", judged_table),
     ("docs/performance.md", "overload", "overload.json", overload_table),
     ("docs/performance.md", "restarts", "restarts.json", judged_table),
