@@ -15,7 +15,13 @@ from uuid import uuid4
 from google.protobuf.message import Message
 
 from connectors import calls
-from connectors.answers import MalformedAnswerError, read_cluster_info, read_grant, read_locations
+from connectors.answers import (
+    MalformedAnswerError,
+    encoded_locations,
+    read_cluster_info,
+    read_grant,
+    read_locations,
+)
 from connectors.calls import AnswerT, Call
 from connectors.credentials import ClientCredentials
 from connectors.journal import Journal
@@ -24,6 +30,7 @@ from connectors.requests import Requests
 from connectors.results import (
     CallCounters,
     ClusterInfo,
+    EncodedMatch,
     Location,
     MatchMode,
     MatchResult,
@@ -181,6 +188,28 @@ class Exchanges:
 
         def miss(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
             return MatchResult(verdict.outcome, nothing, code=verdict.code, reason=verdict.reason)
+
+        return self._exchange(calls.MATCH, request, timeout_seconds, conclude, miss)
+
+    def match_encoded(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode,
+        spec_names: Sequence[str],
+        window: int,
+        read_lease_ms: int,
+        timeout_seconds: float | None,
+    ) -> Exchange[meta.GetCacheLocationResponse, EncodedMatch]:
+        """See `ManagerClient.match_encoded`."""
+        request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
+
+        def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> EncodedMatch:
+            answer = _answer(verdict)
+            found = encoded_locations(answer, mode, len(keys))
+            return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
+
+        def miss(verdict: Verdict[meta.GetCacheLocationResponse]) -> EncodedMatch:
+            return EncodedMatch(verdict.outcome, code=verdict.code, reason=verdict.reason)
 
         return self._exchange(calls.MATCH, request, timeout_seconds, conclude, miss)
 
