@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
-from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -43,6 +42,7 @@ from connectors.results import (
     WriteGrant,
 )
 from connectors.storages import read_storage_configs
+from connectors.traces import new_trace_id
 from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
@@ -123,13 +123,18 @@ class Exchanges:
         instance_id: str,
         settings: ClientSettings,
         clock: Callable[[], float] = time.monotonic,
-        new_trace_id: Callable[[], str] = lambda: uuid4().hex,
+        new_trace_id: Callable[[], str] = new_trace_id,
     ) -> None:
         self._requests = Requests(instance_id, settings.node_id)
         self._settings = settings
         self._new_trace_id = new_trace_id
         self._journal = Journal(clock)
         self.policy = Policy(addresses, settings.retry, clock)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether calls are misses at once, because no manager answered lately."""
+        return self.policy.is_suspended
 
     @property
     def counters(self) -> dict[str, CallCounters]:
