@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from google.protobuf.message import DecodeError
+
 from connectors.results import ClusterInfo, Endpoint, Location, MatchMode, WriteGrant
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
 
-__all__ = ["MalformedAnswerError", "read_cluster_info", "read_grant", "read_locations"]
+__all__ = [
+    "MalformedAnswerError",
+    "decode_locations",
+    "encoded_locations",
+    "read_cluster_info",
+    "read_grant",
+    "read_locations",
+]
 
 
 class MalformedAnswerError(Exception):
@@ -38,6 +47,30 @@ def read_locations(
         # A prefix ends at the first block that lacks a part.
         del locations[locations.index(None) :]
     return tuple(locations)
+
+
+def encoded_locations(answer: meta.GetCacheLocationResponse, mode: MatchMode, asked: int) -> tuple[bytes, ...]:
+    """Return the locations of a match as they are, for `decode_locations`; b"" where nothing is.
+
+    Raises:
+        MalformedAnswerError: too many or too few entries.
+    """
+    count = len(answer.locations)
+    if count > asked or (count != asked and not mode.is_prefix):
+        raise MalformedAnswerError(f"{count} locations for {asked} keys")
+    if mode.is_prefix:
+        return tuple([message.SerializeToString() for message in answer.locations])
+    return tuple(
+        [
+            message.SerializeToString() if any(spec.uri for spec in message.location_specs) else b""
+            for message in answer.locations
+        ]
+    )
+
+
+def decode_locations(encoded: Sequence[bytes], spec_names: Collection[str]) -> tuple[Location | None, ...]:
+    """Return locations that `encoded_locations` gave; None for one that cannot be read or lacks a part."""
+    return tuple([_decoded(message, spec_names) for message in encoded])
 
 
 def read_grant(answer: meta.StartWriteCacheResponse, asked: int) -> WriteGrant:
@@ -77,6 +110,13 @@ def _location(message: meta.CacheLocation, spec_names: Collection[str]) -> Locat
         return None
     checksums = {spec.name: spec.checksum for spec in message.location_specs if spec.checksum}
     return Location(uris, message.type, message.checksum, checksums)
+
+
+def _decoded(message: bytes, spec_names: Collection[str]) -> Location | None:
+    try:
+        return _location(meta.CacheLocation.FromString(message), spec_names)
+    except (MalformedAnswerError, DecodeError):
+        return None
 
 
 def _mask(mask: meta.BlockMask, count: int) -> tuple[bool, ...]:

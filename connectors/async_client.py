@@ -17,6 +17,7 @@ from connectors.policy import Conversation, Pause, Reply
 from connectors.results import (
     CallCounters,
     ClusterInfo,
+    EncodedMatch,
     MatchMode,
     MatchResult,
     MissingReport,
@@ -51,6 +52,11 @@ class AsyncManagerClient:
         """Return a snapshot of how calls ended, by name of the call."""
         return self._exchanges.counters
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether no manager answered lately: calls are misses at once, but for one now and then that probes."""
+        return self._exchanges.is_suspended
+
     async def register_instance(
         self,
         instance_group: str,
@@ -82,6 +88,21 @@ class AsyncManagerClient:
         """See `ManagerClient.match`."""
         return await self._run(
             self._exchanges.match(keys, mode, mask, spec_names, window, read_lease_ms, timeout_seconds)
+        )
+
+    async def match_encoded(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        spec_names: Sequence[str] = (),
+        window: int = 0,
+        read_lease_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> EncodedMatch:
+        """See `ManagerClient.match_encoded`."""
+        return await self._run(
+            self._exchanges.match_encoded(keys, mode, spec_names, window, read_lease_ms, timeout_seconds)
         )
 
     async def match_length(

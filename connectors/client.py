@@ -23,6 +23,7 @@ from connectors.policy import Conversation, Pause, Reply
 from connectors.results import (
     CallCounters,
     ClusterInfo,
+    EncodedMatch,
     MatchMode,
     MatchResult,
     MissingReport,
@@ -66,6 +67,11 @@ class ManagerClient:
     def counters(self) -> dict[str, CallCounters]:
         """Return a snapshot of how calls ended, by name of the call."""
         return self._exchanges.counters
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether no manager answered lately: calls are misses at once, but for one now and then that probes."""
+        return self._exchanges.is_suspended
 
     def register_instance(
         self,
@@ -120,6 +126,23 @@ class ManagerClient:
             timeout_seconds: see the class.
         """
         return self._run(self._exchanges.match(keys, mode, mask, spec_names, window, read_lease_ms, timeout_seconds))
+
+    def match_encoded(
+        self,
+        keys: Sequence[int],
+        mode: MatchMode = MatchMode.PREFIX,
+        *,
+        spec_names: Sequence[str] = (),
+        window: int = 0,
+        read_lease_ms: int = 0,
+        timeout_seconds: float | None = None,
+    ) -> EncodedMatch:
+        """Ask where blocks can be read, for somebody else: locations are counted here and read where they are used.
+
+        Arguments as for `match`. A location that turns out to be malformed, or to lack a part, is found out by who
+        reads it.
+        """
+        return self._run(self._exchanges.match_encoded(keys, mode, spec_names, window, read_lease_ms, timeout_seconds))
 
     def match_length(
         self,

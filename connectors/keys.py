@@ -1,9 +1,14 @@
-"""Block keys for engines that have no chained hashes of their own.
+"""Block keys: from an engine's own chained hashes, or computed here for engines that have none.
 
-The key of a block is a keyed BLAKE2b of the key before it and the block's tokens, cut to 64 bits. It therefore depends
-on every token of the prefix, and the same chunk after another prefix has another key. The namespace (which model, which
-layout) is the hash's secret: keys of different namespaces have nothing in common. Unlike `hash()` the result is the
-same in every process, and this page is its whole definition:
+`HashKeys` cuts the engine's hash, which already depends on the whole prefix and on adapter, images and salt, to 64 bits
+and turns it by a number of the namespace:
+
+    key(b) = int64le(first 8 bytes of hash(b)) XOR int64le(first 8 bytes of SHA-256(namespace))
+
+`KeyChain` is for all others. The key of a block is a keyed BLAKE2b of the key before it and the block's tokens, cut to
+64 bits. It therefore depends on every token of the prefix, and the same chunk after another prefix has another key. The
+namespace (which model, which layout) is the hash's secret: keys of different namespaces have nothing in common. Unlike
+`hash()` the result is the same in every process, and this page is its whole definition:
 
     key(b) = first 8 bytes, little endian signed, of
              BLAKE2b(digest_size=8, key=SHA-256(namespace), data=int64le(key(b-1)) ‖ int64le(token) per token)
@@ -13,6 +18,7 @@ with 0 as the key before the first block.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -21,10 +27,35 @@ from hashlib import blake2b, sha256
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 
-__all__ = ["KeyChain"]
+__all__ = ["HashKeys", "KeyChain"]
 
 _ROOT = 0
 _KEY_BYTES = 8
+
+
+class HashKeys:
+    """Turns chained hashes of an engine into block keys.
+
+    Args:
+        namespace: everything besides the hashed tokens that KV depends on, in any fixed form.
+    """
+
+    def __init__(self, namespace: bytes) -> None:
+        self._turn = int.from_bytes(sha256(namespace).digest()[:_KEY_BYTES], "little", signed=True)
+
+    def keys(self, hashes: Sequence[bytes]) -> list[BlockKey]:
+        """Return the key of each hash.
+
+        Raises:
+            InvalidArgumentError: a hash has less than 8 bytes.
+        """
+        try:
+            numbers = struct.unpack(f"<{len(hashes)}q", b"".join([digest[:_KEY_BYTES] for digest in hashes]))
+        except struct.error:
+            shortest = min(map(len, hashes))
+            raise InvalidArgumentError(f"a block hash has {shortest} bytes, must have at least {_KEY_BYTES}") from None
+        turn = self._turn
+        return [BlockKey(number ^ turn) for number in numbers]
 
 
 class KeyChain:

@@ -13,6 +13,7 @@ from kvcm.model.uri import LocationUri
 __all__ = [
     "CallCounters",
     "ClusterInfo",
+    "EncodedMatch",
     "Endpoint",
     "Location",
     "MatchMode",
@@ -94,6 +95,26 @@ class MatchResult:
     locations: tuple[Location | None, ...] = ()
     lease_id: str = ""
     lease_deadline_ms: int = 0
+    code: ErrorCode | int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMatch:
+    """What a match found, for a process that hands it on to those who load: locations are counted and not read.
+
+    Attributes:
+        outcome: ok also when nothing was found.
+        locations: encoded, one per entry of a `MatchResult`; `answers.decode_locations` reads them. In prefix modes
+            their number is the number of blocks found.
+        lease_id: as in `MatchResult`.
+        code: as in `MatchResult`.
+        reason: as in `MatchResult`.
+    """
+
+    outcome: Outcome
+    locations: tuple[bytes, ...] = ()
+    lease_id: str = ""
     code: ErrorCode | int | None = None
     reason: str = ""
 

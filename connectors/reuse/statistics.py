@@ -1,0 +1,110 @@
+"""What a connector counts, in plain numbers: engines sum them over ranks and show them in their own way.
+
+A snapshot is a mapping `name → number` for counters and `name → [accesses per bucket …, sum of seconds]` for times, so
+that it can be sent as JSON or msgpack, and added up by `merged`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import TypeAlias
+
+__all__ = ["BUCKETS_SECONDS", "COUNTERS", "TIMES", "ReuseStatistics", "Snapshot", "merged"]
+
+Snapshot: TypeAlias = dict[str, int | list[float]]
+
+BUCKETS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Upper ends of the buckets; one more bucket holds what took longer."""
+
+COUNTERS: Mapping[str, str] = {
+    "lookups": "Lookups that the manager answered",
+    "lookups_failed": "Lookups without an answer: a miss",
+    "lookups_late": "Lookups that took longer than the engine waits: a miss",
+    "lookup_blocks": "Blocks asked for",
+    "hit_blocks": "Blocks that the manager knows",
+    "loaded_blocks": "Blocks that were loaded and used",
+    "loaded_bytes": "Bytes of parts that were loaded",
+    "lost_parts": "Parts that were not where the manager said; reported to it",
+    "corrupt_parts": "Parts with other bytes than were saved; reported to the manager",
+    "failed_parts": "Parts that could not be loaded for another reason",
+    "saved_blocks": "Blocks that were saved and published",
+    "saved_bytes": "Bytes of parts that were saved",
+    "failed_save_blocks": "Blocks that a storage did not take",
+    "dropped_save_blocks": "Blocks not saved because too many were waiting, or the manager gave no leave",
+    "known_blocks": "Blocks that need not be saved: the manager has them",
+    "sessions_finished": "Write sessions that published blocks",
+    "sessions_aborted": "Write sessions that published nothing",
+}
+TIMES: Mapping[str, str] = {
+    "lookup_seconds": "Time of a lookup, as the engine waits for it",
+    "load_seconds": "Time of a load of one request",
+    "save_seconds": "Time from leave to write to the last byte",
+}
+
+
+class ReuseStatistics:
+    """Counters and times of one process; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total: Snapshot = {}
+        self._taken: Snapshot = {}
+
+    def add(self, **counts: int) -> None:
+        """Add to counters, by name; see `COUNTERS`."""
+        with self._lock:
+            for name, count in counts.items():
+                if count:
+                    self._total = _added(self._total, name, count)
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Note how long something took; see `TIMES`."""
+        sample = [0.0] * (len(BUCKETS_SECONDS) + 2)
+        sample[bisect_left(BUCKETS_SECONDS, seconds)] = 1.0
+        sample[-1] = seconds
+        with self._lock:
+            self._total = _added(self._total, name, sample)
+
+    def total(self) -> Snapshot:
+        """Return everything counted so far."""
+        with self._lock:
+            return dict(self._total)
+
+    def take(self) -> Snapshot:
+        """Return what was counted since the last call."""
+        with self._lock:
+            taken, self._taken = self._taken, self._total
+            return {name: fresh for name, value in self._total.items() if (fresh := _less(value, taken.get(name)))}
+
+
+def merged(first: Snapshot, second: Snapshot) -> Snapshot:
+    """Return the sum of two snapshots."""
+    for name, value in second.items():
+        first = _added(first, name, value)
+    return first
+
+
+def _added(snapshot: Snapshot, name: str, value: int | list[float]) -> Snapshot:
+    return {**snapshot, name: _sum(snapshot[name], value) if name in snapshot else value}
+
+
+def _sum(one: int | list[float], other: int | list[float]) -> int | list[float]:
+    if isinstance(one, list) and isinstance(other, list):
+        return [first + second for first, second in zip(one, other, strict=True)]
+    if isinstance(one, int) and isinstance(other, int):
+        return one + other
+    raise TypeError(f"{one!r} and {other!r} cannot be added")
+
+
+def _less(value: int | list[float], taken: int | list[float] | None) -> int | list[float] | None:
+    """Return what came on top, None when that is nothing."""
+    if taken is None:
+        return value
+    if isinstance(value, list) and isinstance(taken, list):
+        fresh = [now - before for now, before in zip(value, taken, strict=True)]
+        return fresh if any(fresh) else None
+    assert isinstance(value, int)
+    assert isinstance(taken, int)
+    return value - taken or None
