@@ -71,19 +71,20 @@ _OPTIONS: dict[str, Callable[[str, str], dict[str, Any]]] = {
 _BLOCK_TOKENS = {"vllm": 32, "sglang": 16, "transformers": 32}
 
 
-def saved(manager: ManagerProcess, instance_id: str, blocks: int) -> bool:
-    """Wait until an instance has so many blocks: SGLang does not wait for what it saves when it ends."""
+def wait_until_saved(engine: EngineProcess, loadable: list[int]) -> None:
+    """Wait until SGLang finds all in the storage again: when it ends, it does not wait for what it saves."""
     deadline = time.monotonic() + _SAVED_SECONDS
-    while time.monotonic() < deadline:
-        if len([path for path in manager.files if f"/{instance_id}/" in str(path)]) >= blocks:
-            return True
-        time.sleep(0.1)
-    return False
+    while True:
+        engine.ask("flush_cache")
+        if answered(engine)[1] == loadable:
+            return
+        assert time.monotonic() < deadline, "not all was saved"
 
 
-def full_blocks(kind: EngineKind) -> list[int]:
-    """Return the blocks of each prompt that can be loaded: the last token is always computed."""
-    return [(len(prompt) - 1) // _BLOCK_TOKENS[kind.name] for prompt in _PROMPTS]
+def loadable_tokens(kind: EngineKind) -> list[int]:
+    """Return how many tokens of each prompt can be loaded: whole blocks, and one token at least is computed."""
+    block = _BLOCK_TOKENS[kind.name]
+    return [(len(prompt) - 1) // block * block for prompt in _PROMPTS]
 
 
 def answered(engine: EngineProcess) -> tuple[list[list[int]], list[int]]:
@@ -110,9 +111,10 @@ def test_the_next_process_loads_and_answers_the_same(
     truth: list[list[int]],
 ) -> None:
     options = _OPTIONS[kind.name](manager.address, instance_id)
+    loadable = loadable_tokens(kind)
     with new_engine(kind, tiny_llama, **options) as engine:
         assert answered(engine) == (truth, [0, 0])
         if kind.name == "sglang":
-            assert saved(manager, instance_id, sum(full_blocks(kind)))
+            wait_until_saved(engine, loadable)
     with new_engine(kind, tiny_llama, **options) as engine:
-        assert answered(engine) == (truth, [blocks * _BLOCK_TOKENS[kind.name] for blocks in full_blocks(kind)])
+        assert answered(engine) == (truth, loadable)
