@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["FOLDER", "ROOT", "SGLANG", "TRANSFORMERS", "VLLM", "EngineKind"]
+__all__ = ["CONNECTED", "FOLDER", "ROOT", "SGLANG", "TRANSFORMERS", "VLLM", "EngineKind"]
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -59,3 +59,4 @@ SGLANG = EngineKind(
     environment=_QUIET | {"SGLANG_USE_CPU_ENGINE": "1"},
 )
 TRANSFORMERS = EngineKind("transformers", Path(sys.executable), "transformers_engine.py", environment=_QUIET)
+CONNECTED = tuple(kind for kind in (VLLM, SGLANG, TRANSFORMERS) if (ROOT / "connectors" / kind.name).is_dir())

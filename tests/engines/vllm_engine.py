@@ -58,13 +58,13 @@ class VllmEngine:
                 found[output.request_id] = _generated(output) | {"finished": output.finished}
         return found
 
-    def step_until(self, request_ids: list[str], tokens: int = 0, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+    def step_until(self, request_ids: list[str], tokens: int = 0, within_seconds: float = 60.0) -> dict[str, Any]:
         """Make steps until each of the requests is finished, or has so many tokens where that is not 0."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + within_seconds
         found: dict[str, dict[str, Any]] = {}
         while not all(_has(found.get(name), tokens) for name in request_ids):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {seconds} s there is only {found}")
+                raise TimeoutError(f"after {within_seconds} s there is only {found}")
             found |= self.step()
         return found
 
