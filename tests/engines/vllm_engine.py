@@ -84,16 +84,6 @@ class VllmEngine:
         names = [f"timed-{number}" for number in range(len(prompts))]
         return [last[name] | {"first_token_seconds": first[name]} for name in names]
 
-    def settle(self, seconds: float = 30.0) -> bool:
-        """Make steps until nothing is being saved any more; returns whether that came about in time."""
-        deadline = time.monotonic() + seconds
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
-            if time.monotonic() > deadline:
-                return False
-            self._engine.engine_core.engine_core.step_fn()
-        return True
-
     def unfinished(self) -> int:
         """Return how many requests are unfinished."""
         return self._engine.get_num_unfinished_requests()
@@ -113,7 +103,8 @@ class VllmEngine:
     def settle(self, seconds: float = 60.0) -> None:
         """Make steps until the connector has nothing on its way; only of an engine in this process."""
         deadline = time.monotonic() + seconds
-        while self._core().scheduler.connector.has_pending_push_work():
+        connector = self._core().scheduler.connector
+        while connector is not None and connector.has_pending_push_work():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"after {seconds} s blocks are still on their way")
             self._engine.step()
