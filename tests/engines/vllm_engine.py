@@ -64,6 +64,32 @@ class VllmEngine:
             found |= self.step()
         return found
 
+    def timed(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Answer prompts that arrive together; each answer tells its `first_token_seconds`."""
+        begun = time.monotonic()
+        for number, prompt in enumerate(prompts):
+            self.add_request(f"timed-{number}", prompt, max_tokens)
+        first: dict[str, float] = {}
+        last: dict[str, dict[str, Any]] = {}
+        while len(last) < len(prompts):
+            for request_id, output in self.step().items():
+                if output["tokens"]:
+                    first.setdefault(request_id, time.monotonic() - begun)
+                if output["finished"]:
+                    last[request_id] = output
+        names = [f"timed-{number}" for number in range(len(prompts))]
+        return [last[name] | {"first_token_seconds": first[name]} for name in names]
+
+    def settle(self, seconds: float = 30.0) -> bool:
+        """Make steps until nothing is being saved any more; returns whether that came about in time."""
+        deadline = time.monotonic() + seconds
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
+            if time.monotonic() > deadline:
+                return False
+            self._engine.engine_core.engine_core.step_fn()
+        return True
+
     def unfinished(self) -> int:
         """Return how many requests are unfinished."""
         return self._engine.get_num_unfinished_requests()
