@@ -84,6 +84,10 @@ class VllmEngine:
         names = [f"timed-{number}" for number in range(len(prompts))]
         return [last[name] | {"first_token_seconds": first[name]} for name in names]
 
+    def first_tokens(self, prompts: list[list[int]]) -> list[float]:
+        """Answer prompts one by one; returns the seconds to the first token of each."""
+        return [self.timed([prompt], 1)[0]["first_token_seconds"] for prompt in prompts]
+
     def unfinished(self) -> int:
         """Return how many requests are unfinished."""
         return self._engine.get_num_unfinished_requests()
