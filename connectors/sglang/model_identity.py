@@ -25,6 +25,7 @@ def page_identity(
     page_format: PageFormat,
     hashing: str,
     weights: str,
+    model_path: str,
     extra: Mapping[str, str],
 ) -> KvIdentity:
     """Return the identity of a rank's pages.
@@ -35,13 +36,14 @@ def page_identity(
         page_format: how a page is stored.
         hashing: what page hashes are, a hash of known tokens for example.
         weights: what tells the weights from others.
+        model_path: as SGLang was told it.
         extra: what else counts.
 
     Raises:
         InvalidArgumentError: the model has no name.
     """
     return KvIdentity(
-        model=options.model or config.model_name or "",
+        model=options.model or Path(config.model_name or model_path).name,
         weights=weights,
         engine=_LAYOUT_VERSION,
         dtype=page_format.dtype,

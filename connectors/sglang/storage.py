@@ -194,8 +194,11 @@ class KVCMStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _connect(self, memory: PageMemory) -> tuple[PageStore, ManagerLink]:
         options, config = self._options, self._config
-        weights = weights_of(options, self._server.model_path, self._server.revision)
-        identity = page_identity(options, config, memory.format, _hashing(), weights, self._server.settings)
+        server = self._server
+        weights = weights_of(options, server.model_path, server.revision)
+        identity = page_identity(
+            options, config, memory.format, _hashing(), weights, server.model_path, server.settings
+        )
         client = ManagerClient(
             options.manager,
             stage_instance(options.instance_id, config),

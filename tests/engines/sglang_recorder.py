@@ -1,0 +1,44 @@
+"""A backend that also notes what SGLang's own view of every page held, so that tests can compare bytes.
+
+The bytes come from `get_data_page` of the host pool, which our backend does not use.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from connectors.sglang.storage import KVCMStorage
+
+
+class RecordingStorage(KVCMStorage):  # type: ignore[misc]
+    """Writes a line per page that was saved or loaded to the file that option `record` names, one file per rank."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        self._record = Path(storage_config.extra_config.pop("record")).with_suffix(f".{storage_config.tp_rank}")
+        super().__init__(storage_config, kwargs)
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        flags = super().batch_get_v1(keys, host_indices, extra_info)
+        self._note("load", keys, host_indices, flags)
+        return flags
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        flags = super().batch_set_v1(keys, host_indices, extra_info)
+        self._note("save", keys, host_indices, flags)
+        return flags
+
+    def _note(self, what: str, hashes: list[str], host_indices: Any, flags: list[bool]) -> None:
+        assert self._store is not None
+        first_tokens = host_indices[:: self.mem_pool_host.page_size].tolist()
+        lines = [
+            json.dumps({"what": what, "key": key, "ok": flag, "digest": self._digest(token)})
+            for key, flag, token in zip(self._store._keys.keys(hashes), flags, first_tokens, strict=True)
+        ]
+        with self._record.open("a") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+    def _digest(self, token: int) -> str:
+        return sha256(self.mem_pool_host.get_data_page(token).contiguous().numpy().tobytes()).hexdigest()
