@@ -14,6 +14,8 @@ from connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseS
 
 __all__ = ["ReuseMetrics"]
 
+_PREFIX = "sglang:kvcm_"
+
 _made: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {}  # a process registers a name once
 
 
@@ -53,6 +55,6 @@ class ReuseMetrics:
 def _make(labels: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     from prometheus_client import Counter, Histogram
 
-    counters = {name: Counter(f"kvcm_{name}", text, labels) for name, text in COUNTERS.items()}
-    times = {name: Histogram(f"kvcm_{name}", text, labels, buckets=BUCKETS_SECONDS) for name, text in TIMES.items()}
+    counters = {name: Counter(f"{_PREFIX}{name}", text, labels) for name, text in COUNTERS.items()}
+    times = {name: Histogram(f"{_PREFIX}{name}", text, labels, buckets=BUCKETS_SECONDS) for name, text in TIMES.items()}
     return counters, times

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from connectors.reuse.identity import KvIdentity
+from connectors.reuse.weights import weights_fingerprint
 from connectors.sglang.options import SglangOptions
 from connectors.sglang.page_memory import PageFormat
-from connectors.sglang.weights import weights_fingerprint
 
 __all__ = ["page_identity", "weights_of"]
 
@@ -43,7 +43,7 @@ def page_identity(
         InvalidArgumentError: the model has no name.
     """
     return KvIdentity(
-        model=options.model or Path(config.model_name or model_path).name,
+        model=options.model_name or Path(config.model_name or model_path).name,
         weights=weights,
         engine=_LAYOUT_VERSION,
         dtype=page_format.dtype,

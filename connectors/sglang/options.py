@@ -38,7 +38,7 @@ class SglangOptions:
         manager: `host:port` of each manager, separated by commas.
         instance_id: shared by all engines that run this model in this way; a pipeline stage appends its number.
         instance_group: existing group whose quota and storages are used.
-        model: name of the model; "" for the one that SGLang serves it under.
+        model_name: for people; "" for the name that SGLang serves it under.
         weights: what tells its weights from others, a revision for example; "" for a fingerprint of the files.
         publish: store new KV; false only loads.
         checksums: tell the checksum of every page that is saved, and compute anew what was loaded with another one.
@@ -48,7 +48,7 @@ class SglangOptions:
         save_seconds: for saving as many.
         lease_seconds: how long pages that were found are kept readable for the load that follows.
         session_seconds: what an engine that is killed while it saves has reserved is free after this time.
-        close_seconds: for the end of everything when the engine stops.
+        shutdown_seconds: for what is under way when the engine ends.
         staging_bytes: memory that pages are loaded into before they reach the host pool.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
 
@@ -59,7 +59,7 @@ class SglangOptions:
     manager: str
     instance_id: str
     instance_group: str = "default"
-    model: str = ""
+    model_name: str = ""
     weights: str = ""
     publish: bool = True
     checksums: bool = True
@@ -69,7 +69,7 @@ class SglangOptions:
     save_seconds: float = 20.0
     lease_seconds: float = 30.0
     session_seconds: int = 30
-    close_seconds: float = 5.0
+    shutdown_seconds: float = 5.0
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
 

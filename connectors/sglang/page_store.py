@@ -179,9 +179,9 @@ class PageStore:
 
     def close(self) -> None:
         """Abort what is being saved, give leases back and close everything, within the deadline."""
-        deadline = self._clock() + self._options.close_seconds
+        deadline = self._clock() + self._options.shutdown_seconds
         self._book.clear()
-        self._sessions.close(self._options.close_seconds / 2)
+        self._sessions.close(self._options.shutdown_seconds / 2)
         self._background.close(max(0.0, deadline - self._clock()))
         self._link.close()
 

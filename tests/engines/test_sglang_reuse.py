@@ -16,6 +16,7 @@ from manager_process import ManagerProcess
 from sglang_rig import PAGE_TOKENS, Rig, overwrite, storage_config, until
 from tiny_models import prompt_tokens
 
+
 @pytest.fixture(scope="module")
 def rig(
     shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess, tmp_path_factory: pytest.TempPathFactory
