@@ -6,6 +6,8 @@ The bytes come from `get_data_page` of the host pool, which our backend does not
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,31 @@ from connectors.sglang.storage import KVCMStorage
 
 
 class RecordingStorage(KVCMStorage):  # type: ignore[misc]
-    """Writes a line per page that was saved or loaded to the file that option `record` names, one file per rank."""
+    """Writes a line per page that was saved or loaded to the file that option `record` names, one file per rank.
+
+    With option `hold`, saves stop for good once they have their leave to write, and write the keys to the file of that
+    name.
+    """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        self._record = Path(storage_config.extra_config.pop("record")).with_suffix(f".{storage_config.tp_rank}")
+        extra = storage_config.extra_config
+        self._record = Path(extra.pop("record")).with_suffix(f".{storage_config.tp_rank}")
+        self._hold = extra.pop("hold", None)
         super().__init__(storage_config, kwargs)
+
+    def on_host_pools_registered(self) -> None:
+        super().on_host_pools_registered()
+        if self._hold is not None:
+            assert self._store is not None
+            self._store._sessions.begin = self._held(self._store._sessions.begin)  # type: ignore[method-assign]
+
+    def _held(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def held(keys: Any, *arguments: Any) -> None:
+            assert begin(keys, *arguments) is not None
+            Path(self._hold).write_text(" ".join(map(str, keys)))
+            threading.Event().wait()
+
+        return held
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         flags = super().batch_get_v1(keys, host_indices, extra_info)
