@@ -87,18 +87,14 @@ def load_parts(
             TransferItem(part.uri, [memoryview(row)], checksum=part.checksum)
             for part, row in zip(left, rows, strict=False)
         ]
-        is_reusable = False
-        try:
-            moved = engine.load(items, deadline - clock(), cancel)
-            is_reusable = all(result.failure is not Failure.PENDING for result in moved)
-            good = [row for row, result in enumerate(moved) if result.ok]
-            if good:
-                deliver(rows if len(good) == len(rows) else rows[good], [len(results) + row for row in good])
-        finally:
-            if is_reusable:
-                trays.give_back(tray)
-            else:
-                trays.lose()
+        moved = engine.load(items, deadline - clock(), cancel)
+        good = [row for row, result in enumerate(moved) if result.ok]
+        if good:
+            deliver(rows if len(good) == len(rows) else rows[good], [len(results) + row for row in good])
+        if any(result.failure is Failure.PENDING for result in moved):
+            trays.lose()
+        else:
+            trays.give_back(tray)
         results += moved
     return results
 

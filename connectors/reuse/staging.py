@@ -8,7 +8,6 @@ still write to is left to it, and the next load gets another one, as long as not
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -41,7 +40,7 @@ class StagingTrays:
     Args:
         tray_bytes: of each.
         trays: most that are lent at once.
-        most_lost: trays that may be left to storages that hang; for more, none is made until a storage lets go of one.
+        most_lost: trays that may be left to storages that hang; afterwards none is lent until one comes back.
         allocate: makes memory, page-locked for an accelerator.
     """
 
@@ -58,7 +57,6 @@ class StagingTrays:
         self._free: list[Tray] = []
         self._left_to_make = trays
         self._left_to_lose = most_lost
-        self._owed = 0  # lost trays that no other one was made for
         self._lost = 0
 
     @property
@@ -74,10 +72,7 @@ class StagingTrays:
             if self._free:
                 return self._free.pop()
             self._left_to_make -= 1
-        memory = self._allocate(self.tray_bytes)
-        # Who moves bytes refers to the memory: it goes when the last of them is done with it.
-        weakref.finalize(memory, _tell_gone, weakref.ref(self)).atexit = False
-        return Tray(memory)
+        return Tray(self._allocate(self.tray_bytes))
 
     def give_back(self, tray: Tray) -> None:
         """Take a tray back that nothing is written to any more."""
@@ -86,30 +81,10 @@ class StagingTrays:
             self._changed.notify()
 
     def lose(self) -> None:
-        """Leave a tray to a storage that may still write to it; another is made for it as long as that is allowed."""
+        """Leave a tray to a storage that may still write to it; another one is made while that is allowed."""
         with self._changed:
             self._lost += 1
             if self._left_to_lose > 0:
                 self._left_to_lose -= 1
-                self._allow_another()
-            else:
-                self._owed += 1
-
-    def _gone(self) -> None:
-        """Hear that nobody can write to a tray that was lost any more."""
-        with self._changed:
-            if self._owed:
-                self._owed -= 1
-                self._allow_another()
-            else:
-                self._left_to_lose += 1
-
-    def _allow_another(self) -> None:
-        self._left_to_make += 1
-        self._changed.notify()
-
-
-def _tell_gone(trays: weakref.ref[StagingTrays]) -> None:
-    owner = trays()
-    if owner is not None:
-        owner._gone()
+                self._left_to_make += 1
+                self._changed.notify()
