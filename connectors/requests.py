@@ -286,6 +286,8 @@ def _checksum(checksum: int, least: int = 0) -> int:
 
 
 def _keys(keys: Sequence[int], field: str = "keys") -> Sequence[int]:
+    if keys and _INT64.start <= min(keys) and max(keys) < _INT64.stop:
+        return keys
     for index, key in enumerate(keys):
         if key not in _INT64:
             raise InvalidArgumentError(f"{field}[{index}] is {key}, must be a signed 64-bit number")
