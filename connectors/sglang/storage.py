@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class KVCMStorage(HiCacheStorage):  # type: ignore[misc]
+class KVCMStorage(HiCacheStorage):
     """Stores pages of KV where the manager says.
 
     Args:
