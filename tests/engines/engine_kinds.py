@@ -48,7 +48,6 @@ VLLM = EngineKind(
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else a connector's threads inherit one core
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # "1": scheduler and workers in processes of their own, as in production
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
     },
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
+import vllm_blocks
 from engine_loop import serve
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
 
@@ -70,6 +72,14 @@ class VllmEngine:
         """Forget the engine's own cache, so that only an external one can have a prefix."""
         return bool(self._llm.reset_prefix_cache())
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of layers that have blocks of their own; only of an engine in this process."""
+        return vllm_blocks.groups(self._core())
+
+    def cached_blocks(self, prompt: list[int], directory: str | None = None) -> list[list[dict[str, Any] | None]]:
+        """Return what the engine's own cache holds of a prompt, as `vllm_blocks` does; only of one in this process."""
+        return vllm_blocks.cached_blocks(self._core(), prompt, None if directory is None else Path(directory))
+
     def metrics(self) -> dict[str, Any]:
         """Return its metrics: `name` or `name{label="value",…}` to the value, of histograms the sum and count."""
         return {_named(metric): _value(metric) for metric in self._llm.get_metrics()}
@@ -77,6 +87,9 @@ class VllmEngine:
     def close(self) -> None:
         """Shut down, the connector too."""
         self._engine.engine_core.shutdown()
+
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
 
 
 def _prompt(tokens: list[int]) -> TokensPrompt:
