@@ -19,16 +19,19 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
     """Writes a line per page that was saved or loaded to the file that option `record` names, one file per rank.
 
     With option `hold`, saves stop for good once they have their leave to write, and write the keys to the file of that
-    name.
+    name. With option `other_pool`, the engine seems to have one more pool of that name.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config
         self._record = Path(extra.pop("record")).with_suffix(f".{storage_config.tp_rank}")
         self._hold = extra.pop("hold", None)
+        self._other_pool = extra.pop("other_pool", None)
         super().__init__(storage_config, kwargs)
 
     def on_host_pools_registered(self) -> None:
+        if self._other_pool is not None:
+            self.register_mem_host_pool_v2(self.mem_pool_host, self._other_pool)
         super().on_host_pools_registered()
         if self._hold is not None:
             assert self._store is not None
