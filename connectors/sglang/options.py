@@ -28,6 +28,8 @@ _OF_SGLANG = frozenset(
 # The manager gives no longer lease.
 _MOST_LEASE_SECONDS = 600.0
 _MOST_SESSION_SECONDS = 3600
+# When the cache is flushed SGLang waits so long for its storage threads; if that is too short, the server ends.
+_THREAD_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class SglangOptions:
     checksums: bool = True
     register_seconds: float = 5.0
     call_seconds: float = 1.0
-    load_seconds: float = 10.0
-    save_seconds: float = 20.0
+    load_seconds: float = 5.0
+    save_seconds: float = 7.0
     lease_seconds: float = 30.0
     session_seconds: int = 30
     shutdown_seconds: float = 5.0
@@ -85,6 +87,14 @@ class SglangOptions:
             raise InvalidArgumentError(
                 f"option 'lease_seconds' is {self.lease_seconds}, must be <= {_MOST_LEASE_SECONDS}"
             )
+        for name in ("load_seconds", "save_seconds"):
+            most = _THREAD_SECONDS - 2 * self.call_seconds  # a save begins and ends with a call
+            if getattr(self, name) > most:
+                given = f"option {name!r} is {getattr(self, name)}"
+                raise InvalidArgumentError(
+                    f"{given}, must be <= {most:g} with call_seconds {self.call_seconds}: SGLang fails when a storage "
+                    f"is busy for {_THREAD_SECONDS:g} s while the cache is flushed"
+                )
         if self.session_seconds > _MOST_SESSION_SECONDS:
             raise InvalidArgumentError(
                 f"option 'session_seconds' is {self.session_seconds}, must be <= {_MOST_SESSION_SECONDS}"

@@ -28,6 +28,7 @@ from connectors.sglang.page_memory import PageMemory
 from connectors.sglang.page_store import PageStore
 from connectors.sglang.rank import RankParts
 from connectors.transfer import TransferEngine
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 
 _HASHES = [sha256(bytes([number])).hexdigest() for number in range(16)]
@@ -296,4 +297,23 @@ def test_options_of_sglang_itself_are_passed_over() -> None:
     }  # fmt: skip
     read = SglangOptions.read(given)
     assert (read.manager, read.instance_group, read.load_seconds) == ("localhost:1", "default", 3.0)
-    assert replace(read, load_seconds=10.0) == SglangOptions(manager="localhost:1", instance_id="x")
+    assert replace(read, load_seconds=5.0) == SglangOptions(manager="localhost:1", instance_id="x")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"instance_idd": "x"}, "option 'instance_idd' is unknown; did you mean 'instance_id'?"),
+        ({"instance_id": ""}, "option 'instance_id' is empty"),
+        ({"interface_v1": 0}, "option 'interface_v1' must be 1"),
+        ({"load_seconds": "soon"}, "option 'load_seconds' is 'soon', must be a number"),
+        ({"load_seconds": 0}, "option 'load_seconds' is 0.0, must be > 0"),
+        ({"save_seconds": 20}, "option 'save_seconds' is 20.0, must be <= 8 with call_seconds 1.0"),
+        ({"lease_seconds": 601}, "option 'lease_seconds' is 601.0, must be <= 600.0"),
+        ({"session_seconds": 3601}, "option 'session_seconds' is 3601, must be <= 3600"),
+    ],
+)
+def test_wrong_options_are_named(option: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        SglangOptions.read({"interface_v1": 1, "manager": "localhost:1", "instance_id": "x"} | option)
+    assert message in str(refused.value)

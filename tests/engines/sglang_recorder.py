@@ -6,20 +6,25 @@ The bytes come from `get_data_page` of the host pool, which our backend does not
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from connectors.sglang.storage import KVCMStorage
+from connectors.transfer import file as file_mover
 
 
 class RecordingStorage(KVCMStorage):  # type: ignore[misc]
     """Writes a line per page that was saved or loaded to the file that option `record` names, one file per rank.
 
     With option `hold`, saves stop for good once they have their leave to write, and write the keys to the file of that
-    name. With option `other_pool`, the engine seems to have one more pool of that name.
+    name. With option `other_pool`, the engine seems to have one more pool of that name. As long as there is a file of
+    the name that option `hang` gives, reads and writes of pages do not come back.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -27,6 +32,9 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
         self._record = Path(extra.pop("record")).with_suffix(f".{storage_config.tp_rank}")
         self._hold = extra.pop("hold", None)
         self._other_pool = extra.pop("other_pool", None)
+        if hang := extra.pop("hang", None):
+            file_mover._LOAD = replace(file_mover._LOAD, once=_hanging(os.preadv, Path(hang)))
+            file_mover._SAVE = replace(file_mover._SAVE, once=_hanging(os.pwritev, Path(hang)))
         super().__init__(storage_config, kwargs)
 
     def on_host_pools_registered(self) -> None:
@@ -67,3 +75,12 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
 
     def _digest(self, token: int) -> str:
         return sha256(self.mem_pool_host.get_data_page(token).contiguous().numpy().tobytes()).hexdigest()
+
+
+def _hanging(move: Callable[..., Any], hang: Path) -> Callable[..., Any]:
+    def late(*arguments: Any) -> Any:
+        while hang.exists():
+            time.sleep(0.01)
+        return move(*arguments)
+
+    return late
