@@ -169,8 +169,11 @@ acceptance-service: setup
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 
 # Connectors in real engines.
-acceptance-connectors: setup engines
-	$(BIN)/python -m pytest -m engines --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile tests/engines
+acceptance-connectors: setup redis fuse engines
+	rm -rf build/features
+	$(BIN)/python -m pytest -m 'engines or feature' --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile tests/engines tests/connectors
+	$(BIN)/python benchmarks/compatibility.py --json benchmarks/results/compatibility.json
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(DATA) build *.egg-info

@@ -93,7 +93,8 @@ class Requests:
             location_spec_names=spec_names,
             read_lease_ms=_number("read_lease_ms", read_lease_ms),
             node_id=self.node_id,
-            require_location_specs=bool(spec_names),
+            # With states the mode itself says which block needs what: the last one alone needs them.
+            require_location_specs=bool(spec_names) and mode is not MatchMode.PREFIX_WITH_STATE,
         )
         if mask is not None:
             request.block_mask.CopyFrom(block_mask("mask", mask, len(keys)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -46,9 +47,10 @@ class GroupMemory:
         direct = block_memory(self._kv, [block_id], self.part.shard)
         if direct is not None:
             return direct
-        copy = torch.empty((1, self.part_bytes), dtype=torch.uint8, device=self._kv.device)
-        gather(self._kv, [block_id], self.part.shard, copy)
-        return iovec([copy.cpu()])
+        with self._on_device():
+            copy = torch.empty((1, self.part_bytes), dtype=torch.uint8, device=self._kv.device)
+            gather(self._kv, [block_id], self.part.shard, copy)
+            return iovec([copy.cpu()])
 
     def put(self, block_ids: Sequence[int], rows: Bytes) -> None:
         """Bring stored bytes into blocks.
@@ -57,7 +59,12 @@ class GroupMemory:
             block_ids: one per row, none twice.
             rows: [block, byte], as they were stored.
         """
-        stored = torch.from_numpy(np.ascontiguousarray(rows)).to(self._kv.device)
-        scatter(self._kv, list(block_ids), self.part.shard, stored)
-        if self._kv.device.type == "cuda":
-            torch.cuda.current_stream(self._kv.device).synchronize()
+        with self._on_device():
+            stored = torch.from_numpy(np.ascontiguousarray(rows)).to(self._kv.device)
+            scatter(self._kv, list(block_ids), self.part.shard, stored)
+            if self._kv.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on a thread's current device, which is the first one for threads that we start."""
+        return torch.cuda.device(self._kv.device) if self._kv.device.type == "cuda" else nullcontext()

@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kinds import FOLDER, ROOT, SGLANG, TRANSFORMERS, VLLM, EngineKind
+from engine_kinds import CONNECTED, FOLDER, ROOT, SGLANG, TRANSFORMERS, VLLM, EngineKind
 from interfaces import ATTRIBUTES, CALLS, OVERRIDES
 
 _KINDS = {kind.name: kind for kind in (VLLM, SGLANG, TRANSFORMERS)}
 _SECONDS = 120
+_FEATURE = "has the interface that the connector was written for"
+
+
+def by_engine(named: list[tuple[str, Any]]) -> list[Any]:
+    """Return the cases of a test, each as a sign that its engine has its interface."""
+    return [pytest.param(engine, name, marks=pytest.mark.feature(engine, _FEATURE)) for engine, name in named]
 
 
 def calls_of(engine: str) -> dict[str, str]:
@@ -58,14 +64,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ask
 
 
-@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in CALLS for name in calls_of(engine)])
+@pytest.mark.parametrize(
+    ("engine", "name"), by_engine([(engine, name) for engine in CALLS for name in calls_of(engine)])
+)
 def test_calls_take_what_they_did(engine: str, name: str, installed: Any) -> None:
     found = installed(engine)["callables"][name]
     wanted = calls_of(engine)[name]
     assert found == wanted, f"{engine}: {name} is now {found}; the connector was written for {wanted}"
 
 
-@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in ATTRIBUTES for name in ATTRIBUTES[engine]])
+@pytest.mark.parametrize(
+    ("engine", "name"), by_engine([(engine, name) for engine in ATTRIBUTES for name in ATTRIBUTES[engine]])
+)
 def test_classes_have_what_they_had(engine: str, name: str, installed: Any) -> None:
     found = installed(engine)["classes"][name]
     assert found is not None, f"{engine}: there is no {name} any more"
@@ -75,12 +85,7 @@ def test_classes_have_what_they_had(engine: str, name: str, installed: Any) -> N
 
 @pytest.mark.parametrize(
     ("engine", "pair"),
-    [
-        (engine, pair)
-        for engine, pairs in OVERRIDES.items()
-        for pair in pairs
-        if (ROOT / "connectors" / engine).is_dir()
-    ],
+    by_engine([(engine, pair) for engine, pairs in OVERRIDES.items() for pair in pairs if _KINDS[engine] in CONNECTED]),
 )
 def test_methods_of_ours_take_what_the_engine_gives_them(engine: str, pair: tuple[str, str], installed: Any) -> None:
     methods = installed(engine)["overrides"][" ".join(pair)]

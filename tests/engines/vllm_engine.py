@@ -54,15 +54,41 @@ class VllmEngine:
                 found[output.request_id] = _generated(output) | {"finished": output.finished}
         return found
 
-    def step_until(self, request_ids: list[str], tokens: int = 0, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+    def step_until(self, request_ids: list[str], tokens: int = 0, within_seconds: float = 60.0) -> dict[str, Any]:
         """Make steps until each of the requests is finished, or has so many tokens where that is not 0."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + within_seconds
         found: dict[str, dict[str, Any]] = {}
         while not all(_has(found.get(name), tokens) for name in request_ids):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {seconds} s there is only {found}")
+                raise TimeoutError(f"after {within_seconds} s there is only {found}")
             found |= self.step()
         return found
+
+    def timed(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Answer prompts that arrive together; each answer tells its `first_token_seconds`."""
+        begun = time.monotonic()
+        for number, prompt in enumerate(prompts):
+            self.add_request(f"timed-{number}", prompt, max_tokens)
+        first: dict[str, float] = {}
+        last: dict[str, dict[str, Any]] = {}
+        while len(last) < len(prompts):
+            for request_id, output in self.step().items():
+                if output["tokens"]:
+                    first.setdefault(request_id, time.monotonic() - begun)
+                if output["finished"]:
+                    last[request_id] = output
+        names = [f"timed-{number}" for number in range(len(prompts))]
+        return [last[name] | {"first_token_seconds": first[name]} for name in names]
+
+    def settle(self, seconds: float = 30.0) -> bool:
+        """Make steps until nothing is being saved any more; returns whether that came about in time."""
+        deadline = time.monotonic() + seconds
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
+            if time.monotonic() > deadline:
+                return False
+            self._engine.engine_core.engine_core.step_fn()
+        return True
 
     def unfinished(self) -> int:
         """Return how many requests are unfinished."""
