@@ -51,6 +51,7 @@ def storage_config(address: str, instance_id: str, record: Path, **options: Any)
         "class_name": "RecordingStorage",
         "interface_v1": 1,
         "prefetch_threshold": PAGE_TOKENS,
+        "hicache_storage_pass_prefix_keys": True,
         "manager": address,
         "instance_id": instance_id,
         "record": str(record),

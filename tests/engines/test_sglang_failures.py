@@ -36,6 +36,7 @@ def rig(new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, inst
     return Rig(engine, tmp_path / "record", manager, instance_id)
 
 
+@pytest.mark.feature("sglang", "manager killed and restarted")
 def test_a_manager_that_dies_and_comes_back(rig: Rig, new_manager: NewManager) -> None:
     computed = rig.store(_PROMPT)
     rig.manager.kill()
@@ -46,6 +47,7 @@ def test_a_manager_that_dies_and_comes_back(rig: Rig, new_manager: NewManager) -
     until(lambda: _reused(rig, computed.tokens) == 192)
 
 
+@pytest.mark.feature("sglang", "manager slow")
 def test_a_manager_that_hangs_costs_its_deadline_a_few_times(rig: Rig) -> None:
     computed = rig.store(_PROMPT)
     rig.manager.process.send_signal(signal.SIGSTOP)
@@ -60,6 +62,20 @@ def test_a_manager_that_hangs_costs_its_deadline_a_few_times(rig: Rig) -> None:
     until(lambda: _reused(rig, computed.tokens) == 192)
 
 
+@pytest.mark.feature("sglang", "manager answers nonsense")
+def test_what_answers_is_no_manager(
+    new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
+) -> None:
+    web_port = new_manager().ports["http_port"]
+    config = _quick(f"127.0.0.1:{web_port}", instance_id, tmp_path / "record")
+    engine = new_engine(SGLANG, tiny_llama, storage=config)
+    computed = engine.generate([_PROMPT], 16)[0]
+    until(lambda: engine.ask("flush_cache"))
+    again = engine.generate([_PROMPT], 16)[0]
+    assert (again.tokens, again.cached_tokens) == (computed.tokens, 0)
+
+
+@pytest.mark.feature("sglang", "manager absent at start")
 def test_a_manager_that_comes_later(
     new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
 ) -> None:
@@ -82,6 +98,7 @@ def test_a_manager_that_lost_its_state(rig: Rig, new_manager: NewManager) -> Non
     until(lambda: _reused(rig, computed.tokens) == 192)
 
 
+@pytest.mark.feature("sglang", "engine killed while it saves")
 def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(
     new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
 ) -> None:
@@ -99,6 +116,7 @@ def test_what_a_killed_engine_had_begun_to_save_can_be_saved_again(
     until(lambda: _reused(heir, computed.tokens) == 192)
 
 
+@pytest.mark.feature("sglang", "storage fails")
 def test_a_storage_that_hangs(
     new_engine: StartEngine, new_manager: NewManager, tiny_llama: Path, instance_id: str, tmp_path: Path
 ) -> None:
@@ -153,6 +171,7 @@ def test_random_failures_and_delays_of_the_backend_change_no_token(
         ({"other_pool": "mamba"}, "KV reuse does not support models with these host pools yet: mamba"),
     ],
 )
+@pytest.mark.feature("sglang", "refuses what it does not support")
 def test_a_wrong_option_is_said_at_the_start(
     new_engine: StartEngine, tiny_llama: Path, tmp_path: Path, option: dict[str, object], message: str
 ) -> None:

@@ -26,6 +26,7 @@ def _rig(engines: StartEngine, model: Path, manager: ManagerProcess, record: Pat
     return Rig(engine, record, manager, name)
 
 
+@pytest.mark.feature("sglang", "latent rows (MLA)")
 def test_latent_rows_come_back_in_another_layout(
     shared_engines: StartEngine, latent: Path, manager: ManagerProcess, tmp_path: Path
 ) -> None:
@@ -49,6 +50,7 @@ def test_latent_rows_come_back_in_another_layout(
     assert other.generate(prompt).tokens != computed.tokens  # the loaded rows are what the answer is made of
 
 
+@pytest.mark.feature("sglang", "latent rows (MLA)")
 def test_one_rank_stores_for_all(
     new_engine: StartEngine, latent: Path, manager: ManagerProcess, tmp_path: Path
 ) -> None:

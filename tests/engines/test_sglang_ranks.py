@@ -28,6 +28,7 @@ def rig(
     return Rig(engine, record, manager, instance_id, ranks=2)
 
 
+@pytest.mark.feature("sglang", "tensor parallel: 2 ranks")
 def test_each_rank_loads_the_heads_that_it_stored(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=1)
     computed = rig.store(prompt)
@@ -45,6 +46,7 @@ def test_each_rank_loads_the_heads_that_it_stored(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.feature("sglang", "tensor parallel: 2 ranks")
 def test_a_page_that_one_rank_cannot_load_ends_the_prefix_of_both(rig: Rig, rank: int) -> None:
     prompt = prompt_tokens(200, seed=2 + rank)
     computed = rig.store(prompt)

@@ -36,6 +36,7 @@ def other_rig(rig: Rig, shared_engines: StartEngine, tiny_llama: Path, tmp_path_
     return Rig(engine, record, rig.manager, rig.instance_id)
 
 
+@pytest.mark.feature("sglang", "the same bytes per block")
 def test_what_was_stored_is_loaded_again(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=1)
     computed = rig.store(prompt)
@@ -50,6 +51,8 @@ def test_what_was_stored_is_loaded_again(rig: Rig) -> None:
     assert all(page.digest == saved[page.key] == rig.stored_digest(page.key) for page in loaded)
 
 
+@pytest.mark.feature("sglang", "saves, and another process loads")
+@pytest.mark.feature("sglang", "host layouts page_first_direct and layer_first")
 def test_another_process_with_another_layout_loads_the_same_bytes(rig: Rig, other_rig: Rig) -> None:
     prompt = prompt_tokens(333, seed=2)
     computed = rig.store(prompt)
@@ -72,6 +75,7 @@ def test_what_the_other_layout_stores_is_loaded_here(rig: Rig, other_rig: Rig) -
     assert reused.details["storage"] == 144
 
 
+@pytest.mark.feature("sglang", "changed bytes, when not looked for, change the tokens")
 def test_the_answer_depends_on_what_was_loaded(rig: Rig, other_rig: Rig) -> None:
     """If it did not, equal tokens would prove nothing."""
     prompt = prompt_tokens(200, seed=4)
@@ -84,6 +88,7 @@ def test_the_answer_depends_on_what_was_loaded(rig: Rig, other_rig: Rig) -> None
     assert misled.tokens != computed.tokens
 
 
+@pytest.mark.feature("sglang", "partial hit")
 def test_only_the_common_beginning_is_loaded(rig: Rig) -> None:
     first, second = prompt_tokens(200, seed=5), prompt_tokens(200, seed=6)
     rig.store(first)
@@ -95,6 +100,7 @@ def test_only_the_common_beginning_is_loaded(rig: Rig) -> None:
     assert rig.generate(mixed).tokens == partly.tokens
 
 
+@pytest.mark.feature("sglang", "conversation of several turns")
 def test_a_later_turn_loads_the_answers_before_it(rig: Rig) -> None:
     conversation = prompt_tokens(100, seed=7)
     for turn in range(3):
@@ -108,6 +114,7 @@ def test_a_later_turn_loads_the_answers_before_it(rig: Rig) -> None:
     assert rig.generate(conversation).tokens == last.tokens
 
 
+@pytest.mark.feature("sglang", "several requests at once")
 def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig) -> None:
     base = prompt_tokens(160, seed=8)
     prompts = [base + prompt_tokens(40, seed=80 + number) for number in range(4)]
@@ -120,6 +127,7 @@ def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig) -> None:
     assert all(answer.cached_tokens >= 160 for answer in reused)
 
 
+@pytest.mark.feature("sglang", "changed bytes are found")
 def test_one_wrong_bit_is_a_miss_and_is_stored_anew(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=9)
     computed = rig.store(prompt)
@@ -136,6 +144,7 @@ def test_one_wrong_bit_is_a_miss_and_is_stored_anew(rig: Rig) -> None:
     assert rig.stored_digest(page.key) == page.digest
 
 
+@pytest.mark.feature("sglang", "blocks that fail to load: computed again")
 def test_pages_whose_files_are_gone_are_computed_and_stored_anew(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=10)
     computed = rig.store(prompt)
@@ -153,6 +162,7 @@ def test_pages_whose_files_are_gone_are_computed_and_stored_anew(rig: Rig) -> No
     assert rig.generate(prompt).details["storage"] == 192
 
 
+@pytest.mark.feature("sglang", "refuses what it does not support")
 def test_an_engine_with_another_page_size_is_refused_and_serves(
     rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -167,3 +177,21 @@ def test_an_engine_with_another_page_size_is_refused_and_serves(
     stranger.forget()
     again = stranger.generate(prompt)
     assert (again.tokens, again.cached_tokens) == (computed.tokens, 0)
+
+
+@pytest.mark.feature("sglang", "chunked prefill")
+def test_a_prompt_that_is_computed_in_chunks(
+    rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    prompt = prompt_tokens(900, seed=12)
+    computed = rig.store(prompt)
+    record = tmp_path / "record"
+    config = storage_config(rig.manager.address, rig.instance_id, record)
+    engine = new_engine(SGLANG, tiny_llama, storage=config, chunked_prefill_size=64)
+    chunked = Rig(engine, record, rig.manager, rig.instance_id)
+    longer = prompt + prompt_tokens(300, seed=13)
+    answer = chunked.store(longer)
+    assert (answer.details["storage"], chunked.generate(prompt).tokens) == (896, computed.tokens)
+    rig.forget()
+    again = rig.generate(longer)
+    assert (again.tokens, again.details["storage"]) == (answer.tokens, 1200 - 1200 % PAGE_TOKENS - PAGE_TOKENS)

@@ -33,6 +33,7 @@ def other_weights(tiny_llama: Path, tmp_path: Path) -> Path:
     return model
 
 
+@pytest.mark.feature("sglang", "metrics")
 def test_metrics_tell_what_was_reused(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=1)
     rig.store(prompt)
@@ -76,6 +77,7 @@ def test_kv_of_the_weights_before_is_not_reused(rig: Rig, new_engine: StartEngin
     assert "the weights were changed" in rig.engine.printed()
 
 
+@pytest.mark.feature("sglang", "refuses what it does not support")
 def test_another_model_under_the_same_instance_is_refused(
     rig: Rig, new_engine: StartEngine, other_weights: Path, tmp_path: Path
 ) -> None:
