@@ -15,7 +15,7 @@ _OPTIONS = {
     "disable_cuda_graph": True,
     "dtype": "float32",
     "skip_tokenizer_init": True,
-    "mem_fraction_static": 0.05,
+    "mem_fraction_static": 0.3,  # of what is free now: other processes come and go; the tokens are what counts
     "max_total_tokens": 4096,
     "max_running_requests": 4,
     "page_size": 16,
@@ -52,6 +52,30 @@ class SglangEngine:
     def flush_cache(self) -> bool:
         """Empty the memory of the device and of the host, so that only the storage can have a prefix."""
         return bool(self._engine.flush_cache().success)
+
+    def attach(self, extra: dict[str, Any]) -> str:
+        """Attach a dynamic storage backend with this extra config; returns what came of it."""
+        manager = self._engine.tokenizer_manager
+        attached = manager.attach_hicache_storage("dynamic", json.dumps(extra), "wait_complete")
+        return str(self._engine.loop.run_until_complete(attached).message)
+
+    def detach(self) -> str:
+        """Detach the storage backend; returns what came of it."""
+        return str(
+            self._engine.loop.run_until_complete(self._engine.tokenizer_manager.detach_hicache_storage()).message
+        )
+
+    def update_weights(self, model: str) -> bool:
+        """Take other weights for the same model."""
+        return bool(self._engine.update_weights_from_disk(model)[0])
+
+    def prometheus(self) -> str:
+        """Return the metrics of all processes, as the server shows them."""
+        from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        return generate_latest(registry).decode()
 
     def metrics(self) -> dict[str, Any]:
         """Return what the scheduler says about itself."""
