@@ -33,8 +33,8 @@ from connectors.layout.tensors import dtype_name
 from connectors.reuse.identity import KvIdentity
 from connectors.reuse.link import InstanceSpecs
 from connectors.reuse.lookups import LookupPlan
+from connectors.reuse.weights import weights_fingerprint
 from connectors.vllm.options import VllmOptions
-from connectors.vllm.weights import weights_digest
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
 
@@ -319,4 +319,10 @@ def _weights(config: VllmConfig) -> str:
     if str(config.load_config.load_format) == "dummy":
         return f"dummy seed={model.seed}"
     folder = Path(model.model)
-    return weights_digest(folder) if folder.is_dir() else f"revision={model.revision or 'main'}"
+    if not folder.is_dir():
+        return f"revision={model.revision or 'main'}"
+    try:
+        return weights_fingerprint(folder)
+    except (OSError, ValueError) as error:
+        reason = f"the weights of {model.model!r} cannot be told from others ({error}): name them with option 'weights'"
+        raise InvalidArgumentError(reason) from error
