@@ -30,7 +30,7 @@ class VllmEngine:
     def __init__(self, model: str, **options: Any) -> None:
         self._llm = LLM(model, **_OPTIONS | options)
         self._engine = self._llm.llm_engine
-        self.started = {"version": __version__}
+        self.started = {"version": __version__, "in_one_process": hasattr(self._engine.engine_core, "engine_core")}
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, cache_salt: str | None = None, **sampling: Any
@@ -109,14 +109,6 @@ class VllmEngine:
     def cached_blocks(self, prompt: list[int], directory: str | None = None) -> list[list[dict[str, Any] | None]]:
         """Return what the engine's own cache holds of a prompt, as `vllm_blocks` does; only of one in this process."""
         return vllm_blocks.cached_blocks(self._core(), prompt, None if directory is None else Path(directory))
-
-    def settle(self, seconds: float = 60.0) -> None:
-        """Make steps until the connector has nothing on its way; only of an engine in this process."""
-        deadline = time.monotonic() + seconds
-        while self._core().scheduler.connector.has_pending_push_work():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"after {seconds} s blocks are still on their way")
-            self._engine.step()
 
     def free_blocks(self) -> int:
         """Return how many blocks nobody holds; only of an engine in this process."""

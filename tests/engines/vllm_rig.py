@@ -27,6 +27,7 @@ __all__ = [
     "overwrite",
     "read",
     "sessions_open",
+    "settle",
     "swapped_halves",
     "until",
 ]
@@ -75,13 +76,22 @@ def sessions_open(manager: ManagerProcess) -> int:
 
 def forget(engine: EngineProcess) -> None:
     """Empty an engine's own cache: what it has from now on, it computed or loaded."""
-    engine.ask("settle")
-    assert engine.ask("reset_prefix_cache")
+    settle(engine)
+    until(lambda: engine.ask("reset_prefix_cache"))
+
+
+def settle(engine: EngineProcess) -> None:
+    """Wait until nothing is being saved any more; an engine in several processes goes on by itself."""
+    assert _is_in_several_processes(engine) or engine.ask("settle")
+
+
+def _is_in_several_processes(engine: EngineProcess) -> bool:
+    return not engine.started["in_one_process"]
 
 
 @dataclass
 class Rig:
-    """One engine, all in one process.
+    """One engine.
 
     Attributes:
         engine: it.
@@ -110,7 +120,7 @@ class Rig:
 
     def until_stored(self, tokens: list[int]) -> None:
         """Wait until all full blocks are stored."""
-        self.engine.ask("settle")
+        settle(self.engine)
         keys = self.keys(tokens)
         until(lambda: self.stored_blocks(keys) == len(keys))
 
@@ -148,8 +158,11 @@ class Rig:
         ]
 
     def counts(self) -> dict[str, int]:
-        """Return what the connector has counted since the start."""
-        return dict(self.engine.ask("kvcm_counts"))
+        """Return what the connector has counted since the start; in several processes, up to the last step."""
+        if not _is_in_several_processes(self.engine):
+            return dict(self.engine.ask("kvcm_counts"))
+        metrics = self.engine.ask("metrics").items()
+        return {name.removeprefix("vllm:kvcm_"): value for name, value in metrics if name.startswith("vllm:kvcm_")}
 
     def count(self, name: str) -> int:
         """Return one of them."""
