@@ -29,7 +29,7 @@ def rig(
     instance_id = f"failed-{uuid4().hex[:8]}"
     options = connected(manager.address, instance_id, policy=policy, load_async=load_async)
     engine = shared_engines(VLLM, tiny_llama, **options)
-    yield Rig(engine, manager, instance_id)
+    yield Rig(engine, manager, instance_id).until_ready()
     engine.close()
 
 

@@ -32,14 +32,16 @@ def plain(shared_engines: StartEngine, window: Path) -> EngineProcess:
 def rig(shared_engines: StartEngine, window: Path, manager: ManagerProcess) -> Rig:
     """One engine for the tests that leave it alive; each has a prompt of its own."""
     instance_id = f"groups-{uuid4().hex[:8]}"
-    return Rig(shared_engines(VLLM, window, **connected(manager.address, instance_id)), manager, instance_id)
+    return Rig(
+        shared_engines(VLLM, window, **connected(manager.address, instance_id)), manager, instance_id
+    ).until_ready()
 
 
 @pytest.fixture(scope="module")
 def other_rig(rig: Rig, shared_engines: StartEngine, window: Path) -> Rig:
     """Another process that shares the instance, and believes whatever it loads."""
     options = connected(rig.manager.address, rig.instance_id, checksums=False)
-    return Rig(shared_engines(VLLM, window, **options), rig.manager, rig.instance_id)
+    return Rig(shared_engines(VLLM, window, **options), rig.manager, rig.instance_id).until_ready()
 
 
 def _answer(plain: EngineProcess, prompt: list[int], tokens: int = 16) -> list[int]:
@@ -139,7 +141,7 @@ def test_a_failed_load_fails_the_request_where_that_is_wanted(
     rig: Rig, new_engine: StartEngine, window: Path, plain: EngineProcess
 ) -> None:
     options = connected(rig.manager.address, rig.instance_id, policy="fail", load_async=False)  # not with groups
-    strict = Rig(new_engine(VLLM, window, **options), rig.manager, rig.instance_id)
+    strict = Rig(new_engine(VLLM, window, **options), rig.manager, rig.instance_id).until_ready()
     prompt, fine = prompt_tokens(200, seed=800), prompt_tokens(200, seed=801)
     rig.store(prompt)
     rig.store(fine)
@@ -159,7 +161,7 @@ def small_rig(shared_engines: StartEngine, window: Path, manager: ManagerProcess
     instance_id = f"small-groups-{uuid4().hex[:8]}"
     small = {"num_gpu_blocks_override": 60, "max_num_batched_tokens": 64, "max_model_len": 512}
     engine = shared_engines(VLLM, window, **small, **connected(manager.address, instance_id))
-    yield Rig(engine, manager, instance_id)
+    yield Rig(engine, manager, instance_id).until_ready()
     engine.close()
 
 

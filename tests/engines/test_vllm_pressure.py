@@ -38,7 +38,7 @@ def rig(
     instance_id = f"small-{uuid4().hex[:8]}"
     connection = connected(manager.address, instance_id, **options)
     engine = shared_engines(VLLM, tiny_llama, **_SMALL, **scheduling, **connection)
-    yield Rig(engine, manager, instance_id)
+    yield Rig(engine, manager, instance_id).until_ready()
     engine.close()
 
 

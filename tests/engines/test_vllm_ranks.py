@@ -31,7 +31,7 @@ def rigs(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess)
     def start(number: int) -> Rig:
         options = connected(manager.address, instance_id, checksums=number == 0)
         engine = shared_engines(VLLM, tiny_llama, environment=environments[number], tensor_parallel_size=2, **options)
-        return Rig(engine, manager, instance_id)
+        return Rig(engine, manager, instance_id).until_ready()
 
     with ThreadPoolExecutor() as threads:
         yield list(threads.map(start, range(2)))

@@ -26,14 +26,14 @@ def rig(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess) 
     """One engine for the tests that leave it alive; each has a prompt of its own."""
     instance_id = f"reuse-{uuid4().hex[:8]}"
     engine = shared_engines(VLLM, tiny_llama, **connected(manager.address, instance_id))
-    return Rig(engine, manager, instance_id)
+    return Rig(engine, manager, instance_id).until_ready()
 
 
 @pytest.fixture(scope="module")
 def other_rig(rig: Rig, shared_engines: StartEngine, tiny_llama: Path) -> Rig:
     """Another process that shares the instance, and believes whatever it loads."""
     options = connected(rig.manager.address, rig.instance_id, checksums=False)
-    return Rig(shared_engines(VLLM, tiny_llama, **options), rig.manager, rig.instance_id)
+    return Rig(shared_engines(VLLM, tiny_llama, **options), rig.manager, rig.instance_id).until_ready()
 
 
 @pytest.mark.engines_smoke

@@ -114,6 +114,10 @@ class VllmEngine:
         """Return how many blocks nobody holds; only of an engine in this process."""
         return int(self._core().scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def all_blocks(self) -> int:
+        """Return how many blocks there are; only of an engine in this process."""
+        return int(self._core().scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+
     def block_keys(self, tokens: list[int], **prompt: Any) -> list[int]:
         """Return our keys of the full blocks of a prompt; needs our connector."""
         (namespace,) = set(self._llm.collective_rpc(kvcm_looks.namespace))

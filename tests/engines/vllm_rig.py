@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from engine_process import EngineProcess, Generated
 from manager_process import ManagerProcess
@@ -48,25 +48,27 @@ def until(condition: Callable[[], Any], seconds: float = _SECONDS) -> Any:
 
 
 def connected(address: str, instance_id: str, *, policy: str = "recompute", **options: Any) -> dict[str, Any]:
-    """Return the options of an engine that make it use our connector."""
-    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id} | options
+    """Return the options of an engine that make it use our connector; patient ones, since the machine is busy."""
+    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id, "lookup_seconds": 5.0}
     return {
         "kv_transfer_config": {
             "kv_connector": "KVCMConnector",
             "kv_connector_module_path": "connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": extra,
+            "kv_connector_extra_config": extra | options,
         }
     }
 
 
-def manager_metric(manager: ManagerProcess, name: str) -> float:
-    """Return a metric of a manager, summed over its labels."""
+def manager_metric(manager: ManagerProcess, name: str, **labels: str) -> float:
+    """Return a metric of a manager, summed over the labels that are not given."""
     url = f"http://127.0.0.1:{manager.ports['admin_http_port']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as page:  # our own manager
         text = page.read().decode()
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+    found = re.findall(rf"^{re.escape(name)}((?:{{.*}})?) (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for shown, value in found if all(each in shown for each in wanted))
 
 
 def sessions_open(manager: ManagerProcess) -> int:
@@ -117,6 +119,11 @@ class Rig:
         answer = self.fresh(prompt, tokens)
         self.until_stored([*prompt, *answer.tokens[:-1]])  # the last token's KV is never computed
         return answer
+
+    def until_ready(self) -> Self:
+        """Wait until the engine is registered: what comes before is not looked for, and not stored."""
+        until(lambda: self.fresh([5] * (BLOCK_TOKENS + 1), 1) and self.count("lookups"))
+        return self
 
     def until_stored(self, tokens: list[int]) -> None:
         """Wait until all full blocks are stored."""
