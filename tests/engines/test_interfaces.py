@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kinds import FOLDER, ROOT, SGLANG, TRANSFORMERS, VLLM, EngineKind
+from engine_kinds import CONNECTED, FOLDER, ROOT, SGLANG, TRANSFORMERS, VLLM, EngineKind
 from interfaces import ATTRIBUTES, CALLS, OVERRIDES
 
 _KINDS = {kind.name: kind for kind in (VLLM, SGLANG, TRANSFORMERS)}
@@ -85,14 +85,7 @@ def test_classes_have_what_they_had(engine: str, name: str, installed: Any) -> N
 
 @pytest.mark.parametrize(
     ("engine", "pair"),
-    by_engine(
-        [
-            (engine, pair)
-            for engine, pairs in OVERRIDES.items()
-            for pair in pairs
-            if (ROOT / "connectors" / engine).is_dir()
-        ]
-    ),
+    by_engine([(engine, pair) for engine, pairs in OVERRIDES.items() for pair in pairs if _KINDS[engine] in CONNECTED]),
 )
 def test_methods_of_ours_take_what_the_engine_gives_them(engine: str, pair: tuple[str, str], installed: Any) -> None:
     methods = installed(engine)["overrides"][" ".join(pair)]

@@ -30,7 +30,6 @@ def test_answers_depend_on_every_part_of_the_prompt(shared_engines: StartEngine,
     assert all(len(set(answer)) > _NEW // 2 for answer in answers)
 
 
-@pytest.mark.engines_smoke
 @pytest.mark.feature("transformers", _FEATURE)
 @pytest.mark.parametrize(
     "kind",

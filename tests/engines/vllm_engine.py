@@ -58,13 +58,13 @@ class VllmEngine:
                 found[output.request_id] = _generated(output) | {"finished": output.finished}
         return found
 
-    def step_until(self, request_ids: list[str], tokens: int = 0, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+    def step_until(self, request_ids: list[str], tokens: int = 0, within_seconds: float = 60.0) -> dict[str, Any]:
         """Make steps until each of the requests is finished, or has so many tokens where that is not 0."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + within_seconds
         found: dict[str, dict[str, Any]] = {}
         while not all(_has(found.get(name), tokens) for name in request_ids):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {seconds} s there is only {found}")
+                raise TimeoutError(f"after {within_seconds} s there is only {found}")
             found |= self.step()
         return found
 
@@ -84,15 +84,9 @@ class VllmEngine:
         names = [f"timed-{number}" for number in range(len(prompts))]
         return [last[name] | {"first_token_seconds": first[name]} for name in names]
 
-    def settle(self, seconds: float = 30.0) -> bool:
-        """Make steps until nothing is being saved any more; returns whether that came about in time."""
-        deadline = time.monotonic() + seconds
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
-            if time.monotonic() > deadline:
-                return False
-            self._engine.engine_core.engine_core.step_fn()
-        return True
+    def first_tokens(self, prompts: list[list[int]]) -> list[float]:
+        """Answer prompts one by one; returns the seconds to the first token of each."""
+        return [self.timed([prompt], 1)[0]["first_token_seconds"] for prompt in prompts]
 
     def unfinished(self) -> int:
         """Return how many requests are unfinished."""
@@ -109,6 +103,15 @@ class VllmEngine:
     def cached_blocks(self, prompt: list[int], directory: str | None = None) -> list[list[dict[str, Any] | None]]:
         """Return what the engine's own cache holds of a prompt, as `vllm_blocks` does; only of one in this process."""
         return vllm_blocks.cached_blocks(self._core(), prompt, None if directory is None else Path(directory))
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Make steps until the connector has nothing on its way; only of an engine in this process."""
+        deadline = time.monotonic() + seconds
+        connector = self._core().scheduler.connector
+        while connector is not None and connector.has_pending_push_work():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {seconds} s blocks are still on their way")
+            self._engine.step()
 
     def free_blocks(self) -> int:
         """Return how many blocks nobody holds; only of an engine in this process."""
