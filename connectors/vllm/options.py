@@ -30,6 +30,7 @@ class VllmOptions:
         call_seconds: for every other call to the manager.
         load_seconds: for loading one request's blocks.
         save_seconds: for saving one batch of blocks.
+        session_seconds: for how long the manager keeps blocks for an engine that saves them and may have died.
         save_batch_bytes: most bytes of one write session, over all ranks.
         pinned_fraction: most blocks of the engine, as a share of all, that saves may keep from being freed.
         staging_bytes: host memory of a rank for loads.
@@ -52,6 +53,7 @@ class VllmOptions:
     call_seconds: float = 1.0
     load_seconds: float = 10.0
     save_seconds: float = 20.0
+    session_seconds: int = 30
     save_batch_bytes: int = 64 << 20
     pinned_fraction: float = 0.25
     staging_bytes: int = 64 << 20
@@ -62,7 +64,8 @@ class VllmOptions:
         for name in ("manager", "instance_group", "instance_id"):
             if not getattr(self, name):
                 raise InvalidArgumentError(f"option {name!r} is empty")
-        for name in ("lookup_seconds", "call_seconds", "load_seconds", "save_seconds", "save_batch_bytes"):
+        times = ("lookup_seconds", "call_seconds", "load_seconds", "save_seconds", "session_seconds")
+        for name in (*times, "save_batch_bytes"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be > 0")
         if not 0 < self.pinned_fraction <= 0.9:
@@ -90,4 +93,4 @@ class VllmOptions:
     @property
     def sessions(self) -> SessionSettings:
         """How long write sessions live."""
-        return SessionSettings(call_seconds=self.call_seconds, most_seconds=3 * self.save_seconds)
+        return SessionSettings(self.session_seconds, 3 * self.save_seconds, self.call_seconds)
