@@ -36,7 +36,7 @@ class VllmOptions:
         pinned_fraction: most blocks of the engine, as a share of all, that saves may keep from being freed.
         staging_bytes: host memory of a rank for loads.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
-        shutdown_seconds: for what is under way when the engine ends.
+        shutdown_seconds: for what is under way when the engine ends; vLLM kills what takes longer than 5 s.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -60,7 +60,7 @@ class VllmOptions:
     pinned_fraction: float = 0.25
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
-    shutdown_seconds: float = 5.0
+    shutdown_seconds: float = 4.0
 
     def __post_init__(self) -> None:
         for name in ("manager", "instance_group", "instance_id"):

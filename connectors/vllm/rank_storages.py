@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -52,13 +53,14 @@ class RankStorages:
             self._pool_teller.look_after(engine)
         return engine
 
-    def close(self) -> None:
-        """Close everything."""
-        self._maker.close(self._options.call_seconds)
-        self._pool_teller.close()
+    def close(self, timeout_seconds: float) -> None:
+        """Close everything; what hangs longer is left behind."""
+        deadline = time.monotonic() + timeout_seconds
+        self._maker.close(deadline - time.monotonic())
+        self._pool_teller.close(deadline - time.monotonic())
         self._client.close()
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(deadline - time.monotonic())
 
     def _use(self, storages: Sequence[StorageConfig]) -> None:
         threads, checksums = self._options.transfer_threads or None, self._options.checksums

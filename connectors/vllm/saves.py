@@ -156,9 +156,9 @@ class SaveQueue:
 
     def close(self, timeout_seconds: float) -> None:
         """Publish what has ended, give up the rest."""
-        self._begins.close(timeout_seconds / 2)
-        self._ends.close(timeout_seconds / 2)
-        self._sessions.close()
+        self._begins.close(timeout_seconds / 4)
+        self._ends.close(timeout_seconds / 4)
+        self._sessions.close(timeout_seconds / 4)
 
     def _begin(self, run: BlockRun) -> None:
         grant = None

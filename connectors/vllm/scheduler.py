@@ -229,11 +229,11 @@ class KvcmScheduler:
 
     def close(self) -> None:
         """Publish what has ended, give up the rest, within the time that is configured."""
-        seconds = self._options.shutdown_seconds
-        self._saves.close(seconds)
-        self._lookups.close(seconds / 2)
-        self._reports.close(seconds / 2)
-        self._link.close()
+        deadline = self._clock() + self._options.shutdown_seconds / 2  # the ranks had the other half
+        self._saves.close(deadline - self._clock())
+        self._lookups.close(deadline - self._clock())
+        self._reports.close(deadline - self._clock())
+        self._link.close(deadline - self._clock())
 
     def _ask(self, tracked: TrackedRequest) -> None:
         blocks = (tracked.request.num_tokens - 1) // self._plan.block_tokens  # one token at least is computed

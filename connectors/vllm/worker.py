@@ -64,6 +64,7 @@ class KvcmWorker:
         self._memory: dict[int, GroupMemory] = {}
         self._lock = threading.Lock()
         self._loads: dict[str, CancelToken] = {}
+        self._is_closing = CancelToken()
         self._ended_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._failed_block_ids: set[int] = set()
@@ -129,14 +130,18 @@ class KvcmWorker:
         return results if results else None
 
     def close(self) -> None:
-        """Begin nothing more, and wait a little for what is under way."""
+        """Begin nothing more, and give up what is under way: no step will hear of it.
+
+        The scheduler's side is closed after the ranks, and needs its half of the time to end the write sessions.
+        """
+        deadline = self._clock() + self._options.shutdown_seconds / 2
         with self._lock:
-            tokens = list(self._loads.values())
+            tokens = [self._is_closing, *self._loads.values()]
         for token in tokens:
             token.cancel()
-        self._load_threads.close(self._options.shutdown_seconds / 2)
-        self._save_threads.close(self._options.shutdown_seconds)
-        self._storages.close()
+        for threads in (self._load_threads, self._save_threads):
+            threads.close(deadline - self._clock())
+        self._storages.close(deadline - self._clock())
 
     def _load(self, job: LoadJob, token: CancelToken, deadline: float, *, is_waited_for: bool) -> None:
         begun = self._clock()
@@ -217,7 +222,7 @@ class KvcmWorker:
                     continue
                 items.append(TransferItem(uri, memory.memory_of(block.block_ids[group_id])))
                 owners.append((number, memory.part.name))
-        results = engine.save(items, deadline - self._clock())
+        results = engine.save(items, deadline - self._clock(), self._is_closing)
         self._look_at_refusals(results)
         checksums: list[dict[str, int]] = [{} for _ in job.blocks]
         for (number, name), result in zip(owners, results, strict=True):
