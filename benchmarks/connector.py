@@ -5,6 +5,8 @@ which looks all of them up and saves all of them, and one without. What counts i
 run, by its steps. Which of two equal processes is the faster one is a matter of luck, so there are several pairs of
 engines.
 
+Requests to an engine whose manager has been killed, and to one without the connector, are timed one by one, in turn.
+
 Lookups of 1,024 blocks are made beside, against the same manager, as the scheduler makes them: how long its thread is
 held, and what all threads of its process compute, is what the engine's other work loses.
 
@@ -21,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
-from engine_site import EngineSite, engine_site
+from engine_site import EngineSite, engine_site, other_manager
 from report import Row, arguments, publish
 
 from connectors.client import ManagerClient
@@ -33,10 +35,12 @@ from kvcm.model.instances import LocationSpecInfo, ModelDeployment
 
 MOST_OVERHEAD = 0.03
 MOST_LOOKUP_MS = 1.5
+MOST_OUTAGE_MS = 5.0
 _BLOCKS = 1024
 _PROMPT_TOKENS = 384
 _NEW_TOKENS = 48
 _REQUESTS = 4
+_UNTIL_OPEN = 8  # requests, of which three open the breaker
 
 
 def overhead(site: EngineSite, engines: int, rounds: int) -> list[float]:
@@ -55,6 +59,27 @@ def overhead(site: EngineSite, engines: int, rounds: int) -> list[float]:
             for side in sides:
                 side.close()
     return ratios
+
+
+def outage(site: EngineSite, count: int) -> list[float]:
+    """Return for each pair of requests how many ms the one to the engine with a dead manager took longer."""
+    with other_manager(site) as manager:
+        sides = [site.engine("outage", manager=manager), site.engine(None)]
+        try:
+            for side in sides:
+                side.generate(_prompts(1)[:1], 2)
+            manager.kill()
+            more = []
+            for number in range(count + _UNTIL_OPEN):
+                prompt = _prompts(10_000 + number)[:1]
+                order = (0, 1) if number % 2 else (1, 0)
+                seconds = {side: sum(sides[side].ask("first_tokens", prompts=prompt)) for side in order}
+                if number >= _UNTIL_OPEN:
+                    more.append(1000 * (seconds[0] - seconds[1]))
+            return more
+        finally:
+            for side in sides:
+                side.close()
 
 
 def _prompts(seed: int) -> list[list[int]]:
@@ -119,8 +144,13 @@ def _lookup(asked: Lookups, make_keys: Callable[[], list], request_id: str) -> t
     return 1000 * held, 1000 * (time.process_time() - computing)
 
 
-def rows_of(ratios: Sequence[float], held: Sequence[float], computed: Sequence[float]) -> list[Row]:
+def rows_of(
+    ratios: Sequence[float], held: Sequence[float], computed: Sequence[float], later: Sequence[float]
+) -> list[Row]:
     """Return the figures."""
+    late = statistics.median(later)
+    most = f"<= {MOST_OUTAGE_MS:g} ms"
+    down = f"manager killed, {len(later)} pairs of requests"
     over = statistics.median(ratios) - 1
     low, high = interval(ratios)
     target = f"<= {100 * MOST_OVERHEAD:g} %"
@@ -133,6 +163,8 @@ def rows_of(ratios: Sequence[float], held: Sequence[float], computed: Sequence[f
         Row(case, "the same, upper bound (95 %)", 100 * (high - 1), "%"),
         Row(lookup, "scheduler's thread held", statistics.median(held), "ms"),
         Row(lookup, "CPU of its process", cpu, "ms", target=f"<= {MOST_LOOKUP_MS} ms", ok=cpu <= MOST_LOOKUP_MS),
+        Row(down, "first token later, median", late, "ms", target=most, ok=late <= MOST_OUTAGE_MS),
+        Row(down, "first token later, 9 of 10", sorted(later)[int(0.9 * len(later))], "ms"),
     ]
 
 
@@ -140,13 +172,14 @@ def main() -> int:
     from tiny_models import write_large_llama
 
     options = arguments((__doc__ or "").partition("\n")[0]).parse_args()
-    engines, rounds, count = (1, 2, 50) if options.quick else (3, 6, 400)
+    engines, rounds, count, requests = (1, 2, 50, 10) if options.quick else (3, 6, 400, 60)
     with engine_site(partial(write_large_llama, hidden=512)) as site:
         held, computed = lookups(site, count)
         ratios = overhead(site, engines, rounds)
+        later = outage(site, requests)
     for ratio in ratios:
         print(f"with / without: {ratio:.4f}", file=sys.stderr)
-    is_sound = publish("connector: what it costs an engine", rows_of(ratios, held, computed), options.json)
+    is_sound = publish("connector: what it costs an engine", rows_of(ratios, held, computed, later), options.json)
     return 0 if is_sound or options.quick else 1
 
 

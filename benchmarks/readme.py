@@ -107,6 +107,21 @@ def judged_table(rows: Rows) -> list[str]:
     ]
 
 
+def conversation_table(rows: Rows) -> list[str]:
+    """A row per turn, and one for all, of benchmarks/conversation.py."""
+    tokens = {row["case"]: row for row in rows if row["metric"] == "prompt tokens computed"}
+    seconds = {row["case"]: row for row in rows if row["metric"] == "median time to first token"}
+    header = [
+        "| turn | computed alone | with KVCM | ratio | first token alone | with KVCM | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return header + [
+        f"| {case.removeprefix('turn ')} | {row['baseline']:,.0f} | {row['value']:,.0f} | {row['ratio']:.2f} | "
+        f"{seconds[case]['baseline']:.2f} s | {seconds[case]['value']:.2f} s | {seconds[case]['ratio']:.2f} |"
+        for case, row in tokens.items()
+    ]
+
+
 def compatibility_table(rows: Rows) -> list[str]:
     """A row per feature, a column per engine: how many tests have shown it, of benchmarks/compatibility.py."""
     engines = list(dict.fromkeys(row["metric"] for row in rows))
@@ -153,6 +168,8 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/metadata.md", "index", "index.json", costs_table),
     ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/engines.md", "compatibility", "compatibility.json", compatibility_table),
+    ("docs/vllm.md", "conversation", "conversation.json", conversation_table),
+    ("docs/vllm.md", "connector", "connector.json", judged_table),
     ("docs/demo.md", "turns", "reuse.json", turns_table),
     ("docs/demo.md", "checks", "reuse.json", checks_table),
 ]
