@@ -6,6 +6,7 @@ and every page is compared with what was stored under its key.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,7 +24,8 @@ def rig(
 ) -> Rig:
     """One engine for the tests that leave it alive; each has a prompt of its own."""
     instance_id, record = f"reuse-{uuid4().hex[:8]}", tmp_path_factory.mktemp("pages") / "record"
-    config = storage_config(manager.address, instance_id, record, remove=str(record.with_name("remove")))
+    files = {name: str(record.with_name(name)) for name in ("remove", "hang")}
+    config = storage_config(manager.address, instance_id, record, **files)
     engine = shared_engines(SGLANG, tiny_llama, storage=config)
     return Rig(engine, record, manager, instance_id)
 
@@ -215,6 +217,26 @@ def test_pages_that_are_removed_between_lookup_and_load(rig: Rig) -> None:
     rig.forget()
     again = rig.generate(prompt)
     assert (again.tokens, again.cached_tokens) == (computed.tokens, 0)
+
+
+@pytest.mark.feature("sglang", "request aborted while it loads")
+def test_a_request_that_is_aborted_while_it_loads(rig: Rig) -> None:
+    prompt, other = prompt_tokens(200, seed=15), prompt_tokens(200, seed=16)
+    computed = [rig.store(prompt).tokens, rig.store(other).tokens]
+    hang = rig.record.with_name("hang")
+    hang.touch()
+    try:
+        rig.forget()
+        begun = time.monotonic()
+        assert "abort" in rig.engine.ask("abort_after", prompt=prompt, pause=0.5).lower()
+        assert time.monotonic() - begun < 4
+    finally:
+        hang.unlink()
+    for _ in range(2):
+        rig.forget()
+        answers = rig.engine.generate([other, prompt], 16)
+        assert [answer.tokens for answer in answers] == computed[::-1]
+    assert [answer.details["storage"] for answer in answers] == [192, 192]
 
 
 def test_two_engines_compute_and_store_the_same_at_once(rig: Rig, other_rig: Rig) -> None:
