@@ -50,6 +50,14 @@ class ManagerProcess:
 
         self._update_group(group, change)
 
+    def allow_instances(self, group: str, most: int) -> None:
+        """Let a group have more instances than usual: tests that share a manager have one each."""
+
+        def change(found: admin_service_pb2.InstanceGroup) -> None:
+            found.max_instance_count = most
+
+        self._update_group(group, change)
+
     def _update_group(self, group: str, change: Callable[[admin_service_pb2.InstanceGroup], None]) -> None:
         with grpc.insecure_channel(f"127.0.0.1:{self.ports['admin_rpc_port']}") as channel:
             stub = admin_service_pb2_grpc.AdminServiceStub(channel)
