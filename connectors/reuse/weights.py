@@ -35,15 +35,20 @@ def weights_fingerprint(directory: Path) -> str:
     config = directory / "config.json"
     if config.exists():
         digest.update(json.dumps(_counting(json.loads(config.read_text())), sort_keys=True).encode())
-    files = sorted(path for pattern in _PATTERNS for path in directory.glob(pattern))
-    if not files:
-        raise ValueError(f"there are no weights in {directory.name}")
-    for path in files:
+    for path in _files(directory):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             for piece in _pieces(file, path):
                 digest.update(piece)
     return digest.hexdigest()[:32]
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of weights. The same weights may lie there in several formats: engines take the first."""
+    for pattern in _PATTERNS:
+        if found := sorted(directory.glob(pattern)):
+            return found
+    raise ValueError(f"there are no weights in {directory.name}")
 
 
 def _counting(config: dict[str, Any]) -> dict[str, Any]:

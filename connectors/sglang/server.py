@@ -13,10 +13,12 @@ __all__ = ["ServerState"]
 
 _log = logging.getLogger(__name__)
 
-# Settings that KV depends on besides the files of the model.
+# Settings that KV depends on besides the files of the model, and values that say nothing: the dtype of a pool whose
+# elements are what they are called is registered anyway, and how files are read does not matter as long as they are.
 _COUNTING = ("json_model_override_args", "kv_cache_dtype", "load_format", "quantization")
+_USUAL = frozenset({"", "None", "auto", "default", "{}", "bfloat16", "bf16", "float16", "half", "float32", "float"})
+_USUAL_FORMATS = frozenset({"safetensors", "fastsafetensors", "pt", "npcache", "mistral", "gguf", "sharded_state"})
 _MISSING = ""
-_USUAL = (None, "", "auto", "default", "{}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,10 @@ class ServerState:
     def now(cls) -> ServerState:
         """Return the state of this process."""
         model, serving = runtime_context.get_model(), runtime_context.get_serving()
-        settings = {name: str(value) for name in _COUNTING if (value := _read(model, name)) not in _USUAL}
+        read = {name: str(_read(model, name)) for name in _COUNTING}
+        settings = {name: value for name, value in read.items() if value not in _USUAL}
+        if settings.get("load_format") in _USUAL_FORMATS:
+            del settings["load_format"]
         version = str(_read(serving, "weight_version"))
         if version not in _USUAL:
             settings["weight_version"] = version

@@ -169,10 +169,11 @@ class KVCMStorage(HiCacheStorage):
         return False
 
     def clear(self) -> None:
-        """Forget what was looked up. What is stored belongs to all engines: the manager's operator removes it."""
+        """Forget what was looked up. What is stored belongs to all engines of the instance: its operator removes it."""
         if self._store is not None:
             self._store.clear()
-        _log.warning("stored pages stay: engines share them; `kvcm` removes those of an instance")
+        instance_id = stage_instance(self._options.instance_id, self._config)
+        _log.warning("stored pages stay, since engines share them: `kvcm trim %s` removes them", instance_id)
 
     def get_stats(self) -> StorageMetrics:
         """Return what moved since the last call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -48,6 +49,23 @@ class SglangEngine:
         """Answer all prompts."""
         greedy = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True} | sampling
         return [_generated(output) for output in self._engine.generate(input_ids=prompts, sampling_params=greedy)]
+
+    def abort_after(self, prompt: list[int], pause: float) -> str:
+        """Ask for an answer and abort the request after a while; returns why it ended."""
+        manager = self._engine.tokenizer_manager
+        greedy = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+
+        async def ask() -> str:
+            asked = self._engine.async_generate(input_ids=prompt, sampling_params=greedy, rid="to be aborted")
+            answer = asyncio.ensure_future(asked)
+            await asyncio.sleep(pause)
+            manager.abort_request("to be aborted")
+            try:
+                return str((await answer)["meta_info"]["finish_reason"]["type"])
+            except ValueError as error:  # it had not begun
+                return str(error)
+
+        return self._engine.loop.run_until_complete(ask())
 
     def flush_cache(self) -> bool:
         """Empty the memory of the device and of the host, so that only the storage can have a prefix."""

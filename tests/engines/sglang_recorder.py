@@ -24,7 +24,8 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
 
     With option `hold`, saves stop for good once they have their leave to write, and write the keys to the file of that
     name. With option `other_pool`, the engine seems to have one more pool of that name. As long as there is a file of
-    the name that option `hang` gives, reads and writes of pages do not come back.
+    the name that option `hang` gives, reads and writes of pages do not come back; as long as there is one of the name
+    that option `remove` gives, the manager is told to remove pages just before they are loaded.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -32,6 +33,7 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
         self._record = Path(extra.pop("record")).with_suffix(f".{storage_config.tp_rank}")
         self._hold = extra.pop("hold", None)
         self._other_pool = extra.pop("other_pool", None)
+        self._remove = Path(extra.pop("remove", "/nothing"))
         if hang := extra.pop("hang", None):
             file_mover._LOAD = replace(file_mover._LOAD, once=_hanging(os.preadv, Path(hang)))
             file_mover._SAVE = replace(file_mover._SAVE, once=_hanging(os.pwritev, Path(hang)))
@@ -54,6 +56,9 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
         return held
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        if self._remove.exists():
+            assert self._store is not None
+            self._store._link.client.remove(self._store._keys.keys(keys), timeout_seconds=10)
         flags = super().batch_get_v1(keys, host_indices, extra_info)
         self._note("load", keys, host_indices, flags)
         return flags

@@ -6,6 +6,7 @@ and every page is compared with what was stored under its key.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,7 +24,9 @@ def rig(
 ) -> Rig:
     """One engine for the tests that leave it alive; each has a prompt of its own."""
     instance_id, record = f"reuse-{uuid4().hex[:8]}", tmp_path_factory.mktemp("pages") / "record"
-    engine = shared_engines(SGLANG, tiny_llama, storage=storage_config(manager.address, instance_id, record))
+    files = {name: str(record.with_name(name)) for name in ("remove", "hang")}
+    config = storage_config(manager.address, instance_id, record, **files)
+    engine = shared_engines(SGLANG, tiny_llama, storage=config)
     return Rig(engine, record, manager, instance_id)
 
 
@@ -195,3 +198,60 @@ def test_a_prompt_that_is_computed_in_chunks(
     rig.forget()
     again = rig.generate(longer)
     assert (again.tokens, again.details["storage"]) == (answer.tokens, 1200 - 1200 % PAGE_TOKENS - PAGE_TOKENS)
+
+
+@pytest.mark.feature("sglang", "block evicted between lookup and load")
+def test_pages_that_are_removed_between_lookup_and_load(rig: Rig) -> None:
+    prompt = prompt_tokens(200, seed=14)
+    computed = rig.store(prompt)
+    saved = {page.key: page.digest for page in rig.pages("save")}
+    remove = rig.record.with_name("remove")
+    remove.touch()
+    try:
+        rig.forget()
+        leased = rig.generate(prompt)
+    finally:
+        remove.unlink()
+    assert (leased.tokens, leased.details["storage"]) == (computed.tokens, 192)  # the lease of the lookup holds them
+    assert all(page.digest == saved[page.key] for page in rig.pages("load"))
+    rig.forget()
+    again = rig.generate(prompt)
+    assert (again.tokens, again.cached_tokens) == (computed.tokens, 0)
+
+
+@pytest.mark.feature("sglang", "request aborted while it loads")
+def test_a_request_that_is_aborted_while_it_loads(rig: Rig) -> None:
+    prompt, other = prompt_tokens(200, seed=15), prompt_tokens(200, seed=16)
+    computed = [rig.store(prompt).tokens, rig.store(other).tokens]
+    hang = rig.record.with_name("hang")
+    hang.touch()
+    try:
+        rig.forget()
+        begun = time.monotonic()
+        assert "abort" in rig.engine.ask("abort_after", prompt=prompt, pause=0.5).lower()
+        assert time.monotonic() - begun < 4
+    finally:
+        hang.unlink()
+    for _ in range(2):
+        rig.forget()
+        answers = rig.engine.generate([other, prompt], 16)
+        assert [answer.tokens for answer in answers] == computed[::-1]
+    assert [answer.details["storage"] for answer in answers] == [192, 192]
+
+
+def test_two_engines_compute_and_store_the_same_at_once(rig: Rig, other_rig: Rig) -> None:
+    prompts = [prompt_tokens(250, seed=seed) for seed in range(20, 24)]
+    rigs = (rig, other_rig)
+    for each in rigs:
+        each.forget()
+        each.engine.tell("generate", prompts=prompts, max_tokens=16)
+    answers = [[answer["tokens"] for answer in each.engine.answer()] for each in rigs]
+    assert answers[0] == answers[1]
+    for each in rigs:  # one may load what the other was quicker to store
+        until(lambda each=each: len({page.key for what in ("save", "load") for page in each.pages(what)}) >= 4 * 16)
+    for each in rigs:
+        each.forget()
+        reused = each.engine.generate(prompts, 16)
+        assert [answer.tokens for answer in reused] == answers[0]
+        assert all(answer.cached_tokens == 240 for answer in reused)
+        assert all(page.ok and page.digest == rig.stored_digest(page.key) for page in each.pages("load"))

@@ -1,11 +1,12 @@
 """Lets SGLang, as released for GPUs, start on a machine that has none. Python imports this before anything else.
 
-Four things are stood in, everything else is SGLang's own code:
+Five things are stood in, everything else is SGLang's own code:
 
 * torchvision of the package index is built for another torch; importing it needs two operators to be declared;
 * host memory is not registered with a GPU;
 * the copies between the pool of the device and that of the host, which are compiled kernels, are plain indexing;
-* MLA's attention is computed in the one way that needs no compiled kernel.
+* MLA's attention is computed in the one way that needs no compiled kernel;
+* less host memory is left alone.
 
 Whatever depends on the order of streams of a GPU is therefore not tested with this.
 """
@@ -65,6 +66,11 @@ def _copy_by_indexing(module: ModuleType) -> None:
     module.transfer_kv_all_layer_direct_lf_pf = _layers_to_pages
 
 
+def _reserve_less(module: ModuleType) -> None:
+    """SGLang leaves 10 GiB of the host alone, which are not there where several tests run at once."""
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
+
+
 def _absorb(module: ModuleType) -> None:
     """Of the ways to compute MLA's attention, plain torch has only the one that works on latent rows."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -74,6 +80,7 @@ def _absorb(module: ModuleType) -> None:
 
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_operators}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.mem_cache.pool_host.base": _reserve_less,
     "sglang.srt.mem_cache.pool_host.common": _do_not_register,
     "sglang.srt.mem_cache.pool_host.mha": _copy_by_indexing,
     "sglang.srt.mem_cache.pool_host.mla": _copy_by_indexing,
