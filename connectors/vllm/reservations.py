@@ -1,11 +1,11 @@
 """Blocks that are pinned in the step that computes them, and saved once they are computed for certain.
 
-A step has been processed when vLLM has heard its outcome. Steps may overlap, and a block may be computed for one request
-while another one counts it as its own already (vLLM shares blocks as soon as they are given out). Hence:
+A step has been processed when vLLM has heard its outcome. Steps may overlap, and a block may be computed for one
+request while another one counts it as its own already (vLLM shares blocks as soon as they are given out). Hence:
 
-1. Nothing of a request that a step is still busy with is saved but what was reserved in steps that have been processed.
-2. What turns out not to be computed (a load failed, a speculation was rejected, the request was preempted) goes back; it
-   is reserved again when it is computed again.
+1. Of a request that a step is still busy with only that is saved which was reserved in steps that have been processed.
+2. What turns out not to be computed (a load failed, a speculation was rejected, the request was preempted) goes back;
+   it is reserved again when it is computed again.
 3. Nothing stays reserved of a request that is not part of a step: an engine may stop stepping.
 """
 
