@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GenerationReport"]
+__all__ = ["GenerationReport", "RowReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """Figures of one prompt.
+
+    Attributes:
+        prompt_tokens: of the prompt, padding not counted.
+        matched_tokens: of the prefix that the manager knows, as far as one can go on from it.
+        loaded_tokens: whose KV was loaded and used; the others were computed.
+    """
+
+    prompt_tokens: int
+    matched_tokens: int
+    loaded_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,10 +27,8 @@ class GenerationReport:
     """Figures of one call of `KVReuse.generate`.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
-        matched_tokens: tokens of the prefix that the manager knows.
-        loaded_tokens: tokens whose KV was loaded and used; the others were computed.
-        new_tokens: tokens generated.
+        rows: figures of each prompt.
+        new_tokens: tokens generated, of all rows until each of them ended.
         first_token_seconds: from the call to the choice of the first new token: match, load and prefill. Saving begins
             after it.
         load_seconds: match and load alone.
@@ -27,9 +40,7 @@ class GenerationReport:
         reason: why less was loaded or saved than possible, "" when nothing went wrong.
     """
 
-    prompt_tokens: int
-    matched_tokens: int
-    loaded_tokens: int
+    rows: tuple[RowReport, ...]
     new_tokens: int
     first_token_seconds: float
     load_seconds: float
@@ -39,3 +50,18 @@ class GenerationReport:
     blocks_saved: int
     blocks_corrupt: int = 0
     reason: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(row.prompt_tokens for row in self.rows)
+
+    @property
+    def matched_tokens(self) -> int:
+        """Tokens of all prefixes that the manager knows."""
+        return sum(row.matched_tokens for row in self.rows)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens of all prompts whose KV was loaded and used."""
+        return sum(row.loaded_tokens for row in self.rows)

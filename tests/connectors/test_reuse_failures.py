@@ -20,14 +20,14 @@ from reuse_cases import (
     prompt,
     run,
 )
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 from connectors.client import ManagerClient
 from connectors.results import RegistrationState
 from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
 from connectors.transfer.mover import Failure, not_moved
 from connectors.transformers import KVReuse, ReuseSettings
-from connectors.transformers import reuse as reuse_module
+from connectors.transformers.loader import PrefixLoad
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 
@@ -244,9 +244,12 @@ def test_the_manager_may_be_absent_at_the_start(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": prompt(20).repeat(2, 1)}, r"input_ids has shape \(2, 20\)"),
         ({"input_ids": prompt(20)[0]}, r"input_ids has shape \(20,\)"),
-        ({"attention_mask": torch.tensor([[0] + [1] * 19])}, "attention_mask"),
+        ({"attention_mask": torch.tensor([[1] * 19 + [0]])}, "attention_mask must be zeros and then ones"),
+        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 17])}, "attention_mask must be zeros and then ones"),
+        ({"attention_mask": torch.zeros(1, 20)}, "attention_mask must be zeros and then ones"),
+        ({"attention_mask": torch.ones(1, 19)}, r"attention_mask has shape \(1, 19\)"),
+        ({"input_ids": torch.tensor([[0, 5], [7, 5]])}, "attention_mask is missing"),
         ({"num_beams": 2}, "beam_search"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences is 2"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),
@@ -260,20 +263,6 @@ def test_what_cannot_be_reused_is_refused_clearly(connect: Connect, arguments: d
         connect().generate(**{"input_ids": prompt(20), "max_new_tokens": 2} | arguments)
 
 
-def test_sliding_windows_are_refused() -> None:
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    with pytest.raises(InvalidArgumentError, match="DynamicSlidingWindowLayer"):
-        KVReuse.connect(MistralForCausalLM(config), "127.0.0.1:1", "default", "i")
-
-
 @pytest.mark.parametrize(
     ("load_seconds", "lease_ms", "loads_for"), [(10.0, 30_000, 10.0), (599.0, 600_000, 599.0), (1e9, 600_000, 600.0)]
 )
@@ -282,18 +271,18 @@ def test_the_read_lease_outlasts_the_load(
 ) -> None:
     leases: list[int] = []
     deadlines: list[float] = []
-    match, load = ManagerClient.match, reuse_module.load_prefix
+    match, load = ManagerClient.match, PrefixLoad.run
 
     def spy_match(self: ManagerClient, keys: list[int], *, read_lease_ms: int, **options: Any) -> object:
         leases.append(read_lease_ms)
         return match(self, keys, read_lease_ms=read_lease_ms, **options)
 
-    def spy_load(*arguments: Any, **options: Any) -> object:
-        deadlines.append(arguments[5])
-        return load(*arguments, **options)
+    def spy_load(self: PrefixLoad, deadline_seconds: float) -> object:
+        deadlines.append(deadline_seconds)
+        return load(self, deadline_seconds)
 
     monkeypatch.setattr(ManagerClient, "match", spy_match)
-    monkeypatch.setattr(reuse_module, "load_prefix", spy_load)
+    monkeypatch.setattr(PrefixLoad, "run", spy_load)
     ids = prompt(40)
     reuse = connect(settings=ReuseSettings(load_seconds=load_seconds, call_seconds=20.0))
     run(reuse, ids)
