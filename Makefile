@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service clean
+.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors engines clean
 
 setup: $(VENV)/.dev
 
@@ -22,6 +22,16 @@ $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
 	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,dev]'
 	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
+	touch $@
+
+# Engines for the tests on real ones. Each has an environment of its own, since no two of them agree on their packages;
+# those are listed completely, so nothing is resolved. Ours is added without what it asks for, as an engine has that.
+engines: $(VENV)-vllm/.made $(VENV)-sglang/.made
+
+$(VENV)-%/.made: .ci/engines/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 # Tests and benchmarks start real Redis servers of their own.
@@ -95,7 +105,7 @@ acceptance-manager: setup
 # The demo, the tests with processes that are killed, and the benchmarks but those that repeat these tests with more kills
 # and faults (of crashes the benchmark). Figures of so short a run mean little, so missed targets are shown and do not
 # count; violations do.
-smoke: setup redis fuse mooncake
+smoke: setup redis fuse mooncake engines
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
 	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
@@ -104,6 +114,7 @@ smoke: setup redis fuse mooncake
 	$(BIN)/python benchmarks/scale.py --quick --json build/scale.json
 	$(BIN)/python -m pytest -m e2e --ignore tests/e2e --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m e2e --ignore tests/e2e/test_crash_smoke.py tests/e2e
+	$(BIN)/python -m pytest -m engines_smoke tests/engines
 	$(BIN)/python benchmarks/crash.py --quick --kills 7 --json build/crash.json
 	$(BIN)/python benchmarks/capacity.py --quick --json build/capacity.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
@@ -157,5 +168,9 @@ acceptance-service: setup
 	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 
+# Connectors in real engines.
+acceptance-connectors: setup engines
+	$(BIN)/python -m pytest -m engines --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile tests/engines
+
 clean:
-	rm -rf $(VENV) $(DATA) build *.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(DATA) build *.egg-info

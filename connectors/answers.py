@@ -50,7 +50,7 @@ def read_locations(
 
 
 def encoded_locations(answer: meta.GetCacheLocationResponse, mode: MatchMode, asked: int) -> tuple[bytes, ...]:
-    """Return the locations of a match as they are, for `decode_locations`.
+    """Return the locations of a match as they are, for `decode_locations`; b"" where nothing is.
 
     Raises:
         MalformedAnswerError: too many or too few entries.
@@ -58,7 +58,14 @@ def encoded_locations(answer: meta.GetCacheLocationResponse, mode: MatchMode, as
     count = len(answer.locations)
     if count > asked or (count != asked and not mode.is_prefix):
         raise MalformedAnswerError(f"{count} locations for {asked} keys")
-    return tuple([message.SerializeToString() for message in answer.locations])
+    if mode.is_prefix:
+        return tuple([message.SerializeToString() for message in answer.locations])
+    return tuple(
+        [
+            message.SerializeToString() if any(spec.uri for spec in message.location_specs) else b""
+            for message in answer.locations
+        ]
+    )
 
 
 def decode_locations(encoded: Sequence[bytes], spec_names: Collection[str]) -> tuple[Location | None, ...]:

@@ -52,6 +52,11 @@ class AsyncManagerClient:
         """Return a snapshot of how calls ended, by name of the call."""
         return self._exchanges.counters
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether no manager answered lately: calls are misses at once, but for one now and then that probes."""
+        return self._exchanges.is_suspended
+
     async def register_instance(
         self,
         instance_group: str,

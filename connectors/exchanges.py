@@ -5,12 +5,10 @@ Both clients are thin: they carry an exchange's steps out, with or without `awai
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
-from uuid import uuid4
 
 from google.protobuf.message import Message
 
@@ -26,6 +24,7 @@ from connectors.calls import AnswerT, Call
 from connectors.credentials import ClientCredentials
 from connectors.journal import Journal
 from connectors.policy import Policy, RetrySettings, Verdict
+from connectors.registrations import answer_of, not_registered, registered
 from connectors.requests import Requests
 from connectors.results import (
     CallCounters,
@@ -39,11 +38,10 @@ from connectors.results import (
     Pin,
     PoolReport,
     Registration,
-    RegistrationState,
     WriteGrant,
 )
-from connectors.storages import read_storage_configs
-from kvcm.model.errors import ErrorCode, InvalidArgumentError
+from connectors.traces import new_trace_id
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
@@ -54,11 +52,6 @@ from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
 __all__ = ["ClientSettings", "Exchange", "Exchanges", "StartedWrite"]
 
 ResultT = TypeVar("ResultT")
-
-_log = logging.getLogger(__name__)
-
-# Codes that a later registration may not meet again; every other one is a conflict that somebody has to resolve.
-_PASSING_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER, ErrorCode.IO_ERROR})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +116,18 @@ class Exchanges:
         instance_id: str,
         settings: ClientSettings,
         clock: Callable[[], float] = time.monotonic,
-        new_trace_id: Callable[[], str] = lambda: uuid4().hex,
+        new_trace_id: Callable[[], str] = new_trace_id,
     ) -> None:
         self._requests = Requests(instance_id, settings.node_id)
         self._settings = settings
         self._new_trace_id = new_trace_id
         self._journal = Journal(clock)
         self.policy = Policy(addresses, settings.retry, clock)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether calls are misses at once, because no manager answered lately."""
+        return self.policy.is_suspended
 
     @property
     def counters(self) -> dict[str, CallCounters]:
@@ -162,7 +160,7 @@ class Exchanges:
         request = self._requests.register_instance(
             self._new_trace_id(), instance_group, block_size, spec_infos, model, spec_groups
         )
-        return self._exchange(calls.REGISTER_INSTANCE, request, timeout_seconds, _registered, _not_registered)
+        return self._exchange(calls.REGISTER_INSTANCE, request, timeout_seconds, registered, not_registered)
 
     def match(
         self,
@@ -180,7 +178,7 @@ class Exchanges:
         nothing: tuple[Location | None, ...] = () if mode.is_prefix else (None,) * len(keys)
 
         def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> MatchResult:
-            answer = _answer(verdict)
+            answer = answer_of(verdict)
             locations = read_locations(answer, mode, asked, spec_names)
             return MatchResult(
                 Outcome.OK, locations, answer.read_lease_id, answer.read_lease_deadline_ms, code=verdict.code
@@ -204,7 +202,7 @@ class Exchanges:
         request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
 
         def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> EncodedMatch:
-            answer = _answer(verdict)
+            answer = answer_of(verdict)
             found = encoded_locations(answer, mode, len(keys))
             return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
 
@@ -219,7 +217,7 @@ class Exchanges:
         """See `ManagerClient.match_length`."""
 
         def conclude(verdict: Verdict[meta.GetCacheLocationLenResponse]) -> int:
-            length = _answer(verdict).cache_location_len
+            length = answer_of(verdict).cache_location_len
             if not 0 <= length <= len(keys):
                 raise MalformedAnswerError(f"{length} hits for {len(keys)} keys")
             return length
@@ -242,7 +240,7 @@ class Exchanges:
         )
 
         def conclude(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
-            return StartedWrite(read_grant(_answer(verdict), len(keys)))
+            return StartedWrite(read_grant(answer_of(verdict), len(keys)))
 
         def miss(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:
             return StartedWrite(None, verdict.answer.write_session_id if verdict.answer else "")
@@ -292,7 +290,7 @@ class Exchanges:
         """See `ManagerClient.pin_prefix`."""
 
         def conclude(verdict: Verdict[pins.PinPrefixResponse]) -> Pin | None:
-            answer = _answer(verdict)
+            answer = answer_of(verdict)
             return Pin(answer.pin_id, answer.pinned_blocks, answer.pinned_bytes, answer.deadline_ms, owner)
 
         request = self._requests.pin_prefix(self._new_trace_id(), keys, owner, ttl_seconds)
@@ -309,7 +307,7 @@ class Exchanges:
         def conclude(verdict: Verdict[pins.ListPinsResponse]) -> tuple[Pin, ...] | None:
             return tuple(
                 Pin(pin.pin_id, pin.blocks, pin.bytes, pin.deadline_ms, pin.owner, pin.last_block_key)
-                for pin in _answer(verdict).pins
+                for pin in answer_of(verdict).pins
             )
 
         request = self._requests.list_pins(self._new_trace_id())
@@ -324,7 +322,7 @@ class Exchanges:
         """See `ManagerClient.report_missing`."""
 
         def conclude(verdict: Verdict[pins.ReportMissingResponse]) -> MissingReport | None:
-            answer = _answer(verdict)
+            answer = answer_of(verdict)
             return MissingReport(answer.removed_locations, answer.unconfirmed_parts)
 
         request = self._requests.report_missing(self._new_trace_id(), parts, corrupt)
@@ -342,7 +340,7 @@ class Exchanges:
         """See `ManagerClient.report_pool`."""
 
         def conclude(verdict: Verdict[pools.ReportPoolResponse]) -> PoolReport | None:
-            return PoolReport(_answer(verdict).is_new_generation)
+            return PoolReport(answer_of(verdict).is_new_generation)
 
         request = self._requests.report_pool(
             self._new_trace_id(), storage, node_id, generation, capacity_bytes, valid_ms
@@ -353,7 +351,7 @@ class Exchanges:
         """See `ManagerClient.cluster_info`."""
 
         def conclude(verdict: Verdict[meta.GetClusterInfoResponse]) -> ClusterInfo | None:
-            return read_cluster_info(_answer(verdict))
+            return read_cluster_info(answer_of(verdict))
 
         request = self._requests.cluster_info(self._new_trace_id())
         return self._exchange(calls.GET_CLUSTER_INFO, request, timeout_seconds, conclude, lambda _: None)
@@ -370,29 +368,10 @@ class Exchanges:
         return Exchange(call, request, budget, conclude, miss)
 
 
-def _answer(verdict: Verdict[AnswerT]) -> AnswerT:
-    assert verdict.answer is not None  # there is one when the outcome is ok
-    return verdict.answer
-
-
 def _masked(mask: int | Sequence[bool] | None) -> int:
     if mask is None:
         return 0
     return mask if isinstance(mask, int) else sum(mask)
-
-
-def _registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
-    storages = read_storage_configs(_answer(verdict).storage_configs)
-    return Registration(RegistrationState.OK, storages, verdict.code)
-
-
-def _not_registered(verdict: Verdict[meta.RegisterInstanceResponse]) -> Registration:
-    if verdict.code is None or verdict.code in _PASSING_CODES:
-        return Registration(RegistrationState.UNREACHABLE, code=verdict.code, message=verdict.reason)
-    _log.error(
-        "the manager refuses to register the instance; KV is not reused until this is resolved: %s", verdict.reason
-    )
-    return Registration(RegistrationState.REFUSED, code=verdict.code, message=verdict.reason)
 
 
 def _yes(_: Verdict[AnswerT]) -> bool:

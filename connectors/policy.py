@@ -145,6 +145,11 @@ class Breaker:
             self._open_until = self._clock() + self._open_seconds
             return True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are misses, but for probes."""
+        return self._open_until is not None
+
     def succeeded(self) -> None:
         """A manager answered."""
         with self._lock:
@@ -185,6 +190,11 @@ class Policy:
         self._uniform = uniform
         self._breaker = Breaker(settings, clock)
         self._preferred = 0  # where the last answer came from; a plain number, torn updates are impossible
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the breaker is open: who cannot wait for a probe should not ask."""
+        return self._breaker.is_open
 
     def converse(self, budget_seconds: float) -> Conversation[AnswerT]:
         """Yield the steps of one call and return its verdict.

@@ -93,6 +93,7 @@ class Requests:
             location_spec_names=spec_names,
             read_lease_ms=_number("read_lease_ms", read_lease_ms),
             node_id=self.node_id,
+            require_location_specs=bool(spec_names),
         )
         if mask is not None:
             request.block_mask.CopyFrom(block_mask("mask", mask, len(keys)))

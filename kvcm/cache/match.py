@@ -45,6 +45,7 @@ class MatchQuery:
         window: keys per window of the sliding-window match.
         spec_names: specs to return; empty for all.
         node_id: the reader's node, whose memory pools it can read; "" for none.
+        requires_specs: whether a block counts as found only when it has all of `spec_names`.
     """
 
     mode: MatchMode
@@ -53,6 +54,12 @@ class MatchQuery:
     window: int = 0
     spec_names: frozenset[str] = frozenset()
     node_id: str = ""
+    requires_specs: bool = False
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Specs without which a block does not count as found."""
+        return self.spec_names if self.requires_specs else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +106,16 @@ async def _mapped(cache: InstanceCache, memo: ChunkMemo[Value], chunks: Sequence
 
 async def _prefix(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
     keys = _unmasked_keys(query)
-    answers = await cache.index.answers(keys, stop_at_miss=True, view=view)
-    return Match(cast("list[bytes]", answers), keys[: len(answers)])  # it ends before the first None
+    answers = cast("list[bytes]", await cache.index.answers(keys, stop_at_miss=True, view=view))
+    if query.needed:  # it ends before the first None already
+        lacking = [not has for has in await _have(cache, query.needed, answers)]
+        del answers[lacking.index(True) if True in lacking else len(answers) :]
+    return Match(answers, keys[: len(answers)])
+
+
+async def _have(cache: InstanceCache, needed: frozenset[str], chunks: Sequence[bytes]) -> list[bool]:
+    """Return for each location whether it has all of these specs."""
+    return [needed <= present for present in await _mapped(cache, cache.present, chunks)]
 
 
 async def _prefix_with_mamba(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> Match:
@@ -162,10 +177,16 @@ def _unmasked_keys(query: MatchQuery) -> Sequence[int]:
 async def _answers_in_place(cache: InstanceCache, query: MatchQuery, view: StorageView | None) -> list[bytes | None]:
     """Answers at the positions of the request; None where the key is missing or masked."""
     positions = query.mask.unmasked(len(query.keys))
-    if len(positions) == len(query.keys):
-        return await cache.index.answers(query.keys, view=view)
+    is_masked = len(positions) < len(query.keys)
+    keys = [query.keys[i] for i in positions] if is_masked else query.keys
+    found = await cache.index.answers(keys, view=view)
+    if query.needed:
+        there = [answer for answer in found if answer is not None]
+        has = iter(await _have(cache, query.needed, there))
+        found = [answer if answer is not None and next(has) else None for answer in found]
+    if not is_masked:
+        return found
     answers: list[bytes | None] = [None] * len(query.keys)
-    found = await cache.index.answers([query.keys[i] for i in positions], view=view)
     for position, answer in zip(positions, found, strict=True):
         answers[position] = answer
     return answers

@@ -353,7 +353,7 @@ class BlockMask(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., bool_masks: _Optional[_Union[BoolMasksType, _Mapping]] = ...) -> None: ...
 
 class GetCacheLocationRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "read_lease_ms", "peek", "node_id")
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "read_lease_ms", "peek", "node_id", "require_location_specs")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +365,7 @@ class GetCacheLocationRequest(_message.Message):
     READ_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUIRE_LOCATION_SPECS_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     query_type: QueryType
@@ -376,7 +377,8 @@ class GetCacheLocationRequest(_message.Message):
     read_lease_ms: int
     peek: bool
     node_id: str
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ..., peek: _Optional[bool] = ..., node_id: _Optional[str] = ...) -> None: ...
+    require_location_specs: bool
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ..., peek: _Optional[bool] = ..., node_id: _Optional[str] = ..., require_location_specs: _Optional[bool] = ...) -> None: ...
 
 class GetCacheLocationResponse(_message.Message):
     __slots__ = ("header", "locations", "read_lease_id", "read_lease_deadline_ms")

@@ -136,6 +136,7 @@ class MetaApi:
             request.sw_size,
             frozenset(request.location_spec_names),
             request.node_id,
+            request.require_location_specs,
         )
         found = await self._cache.match(request.instance_id, query, peek=request.peek)
         message = pb.GetCacheLocationResponse()

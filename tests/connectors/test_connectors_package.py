@@ -19,6 +19,8 @@ NEEDS_TORCH = {
     for name in ("tensors", "staging", "sequence", "engine_kv", "gather", "rows", "rows_triton")
 }
 
+ENGINES = ("connectors.transformers", "connectors.vllm", "connectors.sglang")
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
@@ -50,7 +52,7 @@ def test_only_protocol_and_model_of_ours_are_imported(path: Path) -> None:
 
 def test_the_base_install_is_enough_outside_of_engines() -> None:
     modules = [module_name(path) for path in FILES]
-    plain = [name for name in modules if not name.startswith("connectors.transformers") and name not in NEEDS_TORCH]
+    plain = [name for name in modules if not name.startswith(ENGINES) and name not in NEEDS_TORCH]
     program = f"""
 import importlib, sys
 for name in ("torch", "transformers", "uvloop", "structlog", "typer", "rich"):

@@ -161,6 +161,7 @@ MESSAGES: dict[str, dict[str, str]] = {
         "read_lease_ms": "1000 int32",
         "peek": "1001 bool",
         "node_id": "1002 string",
+        "require_location_specs": "1003 bool",
     },
     "GetCacheLocationResponse": {
         "header": "1 CommonResponseHeader",

@@ -203,6 +203,7 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
         "kv_cache_manager.proto.admin.TairMemPoolStorageSpec.capacity_bytes",
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.read_lease_ms",
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.peek",
+        "kv_cache_manager.proto.meta.GetCacheLocationRequest.require_location_specs",
         "kv_cache_manager.proto.meta.GetCacheLocationLenRequest.peek",
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_id",
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_deadline_ms",

@@ -1,0 +1,298 @@
+"""Lookups that an engine's scheduler does not wait for: begun early, asked for later, given up in time.
+
+Invariants:
+
+1. No method blocks: the calls to the manager are made by threads of this room.
+2. A lookup that is not answered by its deadline is a miss, and so is one begun while no manager answers: then not even
+   a thread is troubled, but one that probes.
+3. Every read lease is released when the last request that found through it is forgotten, and nothing is handed out that
+   might outlive its lease.
+4. Requests that ask for the same within a moment share one call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from connectors.client import ManagerClient
+from connectors.results import EncodedMatch, MatchMode, Outcome
+from connectors.reuse.link import ManagerLink
+from connectors.reuse.statistics import ReuseStatistics
+from connectors.traces import traced
+from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
+from kvcm.model.errors import ErrorCode
+from kvcm.model.keys import BlockKey
+
+__all__ = ["Found", "LookupPlan", "LookupSettings", "Lookups", "look_up"]
+
+_MAX_LEASE_SECONDS = 600.0
+
+
+class LookupPlan(NamedTuple):
+    """What a block must have, to be of use.
+
+    Attributes:
+        parts: needed of every block.
+        window_parts: needed of the last `window` blocks alone: what sliding-window layers keep.
+        window: blocks that a sliding window reaches back from the end of what is found; 0 without `window_parts`.
+        state_parts: needed of the last block alone: linear-attention state.
+    """
+
+    parts: tuple[str, ...]
+    window_parts: tuple[str, ...] = ()
+    window: int = 0
+    state_parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest prefix that can be used.
+
+    Attributes:
+        blocks: how many.
+        locations: of each of them, encoded, with `parts`, and in the last one `state_parts`.
+        window_locations: of the last ones, with `window_parts`.
+        is_known: whether a manager answered; if not, nothing is known, and there is nothing to save to either.
+        usable_until: of the clock; nothing may be read later.
+        lease_ids: what keeps it readable until then.
+    """
+
+    blocks: int = 0
+    locations: tuple[bytes, ...] = ()
+    window_locations: tuple[bytes, ...] = ()
+    is_known: bool = True
+    usable_until: float = float("inf")
+    lease_ids: tuple[str, ...] = ()
+
+
+_NOTHING = Found(is_known=False)
+_FORGOTTEN = Found(is_known=False, usable_until=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSettings:
+    """How patient lookups are.
+
+    Attributes:
+        lookup_seconds: for the answer.
+        load_seconds: for loading what was found; the lease lasts a little longer.
+        share_seconds: how long an answer is shared with requests that ask for the same.
+        threads: calls at once.
+    """
+
+    lookup_seconds: float = 0.25
+    load_seconds: float = 10.0
+    share_seconds: float = 0.5
+    threads: int = 2
+
+
+_Question: TypeAlias = tuple[int, BlockKey]
+
+
+@dataclass(slots=True)
+class _Lookup:
+    question: _Question
+    begun_at: float
+    users: set[str] = field(default_factory=set)
+    found: Found | None = None
+    is_shared: bool = True
+
+
+class Lookups:
+    """Answers "how much of this prompt is stored" for the requests of one engine; safe to use from several threads.
+
+    Args:
+        link: to the manager.
+        plan: what blocks must have.
+        settings: how patient to be.
+        statistics: where to count.
+        clock: seconds of a clock that never runs backwards.
+    """
+
+    def __init__(
+        self,
+        link: ManagerLink,
+        plan: LookupPlan,
+        settings: LookupSettings,
+        statistics: ReuseStatistics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._plan = plan
+        self._settings = settings
+        self._statistics = statistics
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._by_request: dict[str, _Lookup] = {}
+        self._by_question: dict[_Question, _Lookup] = {}
+        self._calls = WorkerPool(settings.threads, "kvcm-lookup")
+        self._releases = WorkerPool(1, "kvcm-release")
+        self._is_probing = threading.Lock()
+        self.answered = threading.Event()
+
+    def begin(self, request_id: str, keys: Sequence[BlockKey]) -> None:
+        """Begin a lookup for a request, unless one is under way or answered. Without keys there is nothing to find."""
+        question = (len(keys), keys[-1]) if keys else (0, BlockKey(0))
+        with self._lock:
+            if request_id in self._by_request:
+                return
+            lookup = self._shared(question) if keys else None
+            if lookup is None:
+                lookup = _Lookup(question, self._clock())
+                if not keys:
+                    lookup.found = Found()
+                elif self._can_ask():
+                    self._by_question[question] = lookup
+                    self._calls.submit(PRIORITY_LOAD, partial(self._ask, lookup, tuple(keys), request_id))
+                else:
+                    lookup.found = _NOTHING
+            lookup.users.add(request_id)
+            self._by_request[request_id] = lookup
+
+    def poll(self, request_id: str) -> Found | None:
+        """Return what was found, None while it is not known. A lookup that was never begun found nothing."""
+        with self._lock:
+            lookup = self._by_request.get(request_id)
+            if lookup is None:
+                return _NOTHING
+            if lookup.found is not None:
+                return lookup.found
+            if self._clock() - lookup.begun_at < self._settings.lookup_seconds:
+                return None
+            self._statistics.add(lookups_late=1)
+            # Whoever asks for the same anew gets a call of his own; the answer, when it comes, is released.
+            self._leave(request_id, lookup)
+            self._by_request[request_id] = _Lookup(lookup.question, lookup.begun_at, {request_id}, _NOTHING)
+            return _NOTHING
+
+    def forget(self, request_id: str) -> None:
+        """Hear that a request needs its answer no more: it has loaded, or it has ended."""
+        with self._lock:
+            lookup = self._by_request.pop(request_id, None)
+            if lookup is not None:
+                self._leave(request_id, lookup)
+
+    def clear(self) -> None:
+        """Forget all answers that are shared."""
+        with self._lock:
+            for lookup in list(self._by_question.values()):
+                self._unshare(lookup)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Begin nothing more; release what can be released in time, the rest ends by itself."""
+        self._calls.close(timeout_seconds / 2)
+        self.clear()
+        self._releases.close(timeout_seconds / 2)
+
+    def _can_ask(self) -> bool:
+        if not self._link.is_ready():
+            return False
+        if not self._link.client.is_suspended:
+            return True
+        if self._is_probing.acquire(blocking=False):
+            self._releases.submit(PRIORITY_LOAD, self._probe)
+        return False
+
+    def _probe(self) -> None:
+        try:
+            self._link.client.cluster_info(timeout_seconds=self._settings.lookup_seconds)
+        finally:
+            self._is_probing.release()
+
+    def _ask(self, lookup: _Lookup, keys: Sequence[BlockKey], request_id: str) -> None:
+        found = _NOTHING
+        try:
+            settings = self._settings
+            with traced(request_id):
+                found = look_up(self._link.client, keys, self._plan, settings, self._clock)
+            if found is _FORGOTTEN:
+                self._link.forget()  # the manager lost its state; the next request registers anew
+            self._count(lookup, keys, found)
+        finally:
+            with self._lock:
+                lookup.found = found
+                if not lookup.users and not lookup.is_shared:
+                    self._release(found)
+            self.answered.set()
+
+    def _count(self, lookup: _Lookup, keys: Sequence[BlockKey], found: Found) -> None:
+        self._statistics.observe("lookup_seconds", self._clock() - lookup.begun_at)
+        if found.is_known:
+            self._statistics.add(lookups=1, lookup_blocks=len(keys), hit_blocks=found.blocks)
+        else:
+            self._statistics.add(lookups_failed=1)
+
+    def _shared(self, question: _Question) -> _Lookup | None:
+        """Return a lookup of the same that is fresh enough."""
+        now = self._clock()
+        for lookup in list(self._by_question.values()):
+            if now - lookup.begun_at > self._settings.share_seconds:
+                self._unshare(lookup)
+        return self._by_question.get(question)
+
+    def _leave(self, request_id: str, lookup: _Lookup) -> None:
+        lookup.users.discard(request_id)
+        if not lookup.users and not lookup.is_shared and lookup.found is not None:
+            self._release(lookup.found)
+
+    def _unshare(self, lookup: _Lookup) -> None:
+        del self._by_question[lookup.question]
+        lookup.is_shared = False
+        if not lookup.users and lookup.found is not None:
+            self._release(lookup.found)
+
+    def _release(self, found: Found) -> None:
+        for lease_id in found.lease_ids:
+            self._releases.submit(PRIORITY_SAVE, partial(_release_lease, self._link.client, lease_id))
+
+
+def look_up(
+    client: ManagerClient,
+    keys: Sequence[BlockKey],
+    plan: LookupPlan,
+    settings: LookupSettings,
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
+    """Ask the manager for the longest prefix that can be used; blocks for `lookup_seconds` at most."""
+    deadline = clock() + settings.lookup_seconds
+    lease_seconds = min(settings.load_seconds + settings.lookup_seconds, _MAX_LEASE_SECONDS)
+    usable_until = clock() + lease_seconds
+
+    def ask(keys: Sequence[BlockKey], mode: MatchMode, parts: Sequence[str], window: int = 0) -> EncodedMatch:
+        return client.match_encoded(
+            keys,
+            mode,
+            spec_names=parts,
+            window=window,
+            read_lease_ms=int(lease_seconds * 1000),
+            timeout_seconds=max(0.0, deadline - clock()),
+        )
+
+    mode = MatchMode.PREFIX_WITH_STATE if plan.state_parts else MatchMode.PREFIX
+    prefix = ask(keys, mode, plan.parts + plan.state_parts)
+    if prefix.outcome is not Outcome.OK:
+        return _FORGOTTEN if prefix.code == ErrorCode.INSTANCE_NOT_EXIST else _NOTHING
+    found = Found(len(prefix.locations), prefix.locations, (), True, usable_until, _leases(prefix))
+    if not plan.window_parts or not found.blocks:
+        return found
+    window = min(plan.window, found.blocks)
+    run = ask(keys[: found.blocks], MatchMode.SLIDING_WINDOW, plan.window_parts, window)
+    leases = found.lease_ids + _leases(run)
+    present = [index for index, location in enumerate(run.locations) if location]
+    if run.outcome is not Outcome.OK or not present:
+        return Found(0, (), (), run.outcome is Outcome.OK, usable_until, leases)
+    end = present[-1] + 1
+    return Found(end, found.locations[:end], run.locations[end - window : end], True, usable_until, leases)
+
+
+def _leases(match: EncodedMatch) -> tuple[str, ...]:
+    return (match.lease_id,) if match.lease_id else ()
+
+
+def _release_lease(client: ManagerClient, lease_id: str) -> None:
+    client.release_lease(lease_id)

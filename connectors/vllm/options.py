@@ -1,0 +1,93 @@
+"""The options of the connector: `kv_connector_extra_config` of vLLM's `--kv-transfer-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from connectors.reuse.lookups import LookupSettings
+from connectors.reuse.options import read_options
+from connectors.reuse.sessions import SessionSettings
+from kvcm.model.errors import InvalidArgumentError
+
+__all__ = ["VllmOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What can be configured.
+
+    Attributes:
+        manager: `host:port` of each manager, separated by commas.
+        instance_group: existing group whose quota and storages are used.
+        instance_id: shared by all engines that serve this model in this way.
+        model_name: for people; "" for the name that vLLM serves it under.
+        weights: what tells the model's weights from others of that name; "" for a digest of the files, or the revision.
+        load_async: load between steps, while other requests are computed; otherwise a step waits for its loads.
+        publish: save new KV; false only loads.
+        checksums: tell those of saved parts, and compare those of loaded ones.
+        lookup_seconds: how long a request waits for the manager's answer; then it is a miss.
+        call_seconds: for every other call to the manager.
+        load_seconds: for loading one request's blocks.
+        save_seconds: for saving one batch of blocks.
+        save_batch_bytes: most bytes of one write session, over all ranks.
+        pinned_fraction: most blocks of the engine, as a share of all, that saves may keep from being freed.
+        staging_bytes: host memory of a rank for loads.
+        transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
+        shutdown_seconds: for what is under way when the engine ends.
+
+    Raises:
+        InvalidArgumentError: a value is not allowed; names it.
+    """
+
+    manager: str
+    instance_group: str
+    instance_id: str
+    model_name: str = ""
+    weights: str = ""
+    load_async: bool = True
+    publish: bool = True
+    checksums: bool = True
+    lookup_seconds: float = 0.25
+    call_seconds: float = 1.0
+    load_seconds: float = 10.0
+    save_seconds: float = 20.0
+    save_batch_bytes: int = 64 << 20
+    pinned_fraction: float = 0.25
+    staging_bytes: int = 64 << 20
+    transfer_threads: int = 0
+    shutdown_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("manager", "instance_group", "instance_id"):
+            if not getattr(self, name):
+                raise InvalidArgumentError(f"option {name!r} is empty")
+        for name in ("lookup_seconds", "call_seconds", "load_seconds", "save_seconds", "save_batch_bytes"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be > 0")
+        if not 0 < self.pinned_fraction <= 0.9:
+            raise InvalidArgumentError(f"option 'pinned_fraction' is {self.pinned_fraction}, must be > 0 and <= 0.9")
+        if self.staging_bytes < 1 << 20:
+            raise InvalidArgumentError(f"option 'staging_bytes' is {self.staging_bytes}, must be at least {1 << 20}")
+        for name in ("transfer_threads", "shutdown_seconds"):
+            if getattr(self, name) < 0:
+                raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be >= 0")
+
+    @classmethod
+    def read(cls, extra_config: Mapping[str, object]) -> VllmOptions:
+        """Read vLLM's `kv_connector_extra_config`.
+
+        Raises:
+            InvalidArgumentError: an option is unknown, missing, of the wrong type or out of range.
+        """
+        return read_options(cls, extra_config)
+
+    @property
+    def lookups(self) -> LookupSettings:
+        """How patient lookups are."""
+        return LookupSettings(self.lookup_seconds, self.load_seconds)
+
+    @property
+    def sessions(self) -> SessionSettings:
+        """How long write sessions live."""
+        return SessionSettings(call_seconds=self.call_seconds, most_seconds=3 * self.save_seconds)

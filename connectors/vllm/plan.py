@@ -1,0 +1,275 @@
+"""What vLLM's KV cache looks like to us: groups of layers, how a block of each is stored, and who may share.
+
+vLLM keeps layers in groups, each with block tables of its own. A stored block covers the same tokens in every group,
+and has one part per group and tensor-parallel rank. A hit needs the parts of full-attention groups for every block, and
+those of sliding-window groups for the last blocks alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from connectors.layout import Shard, Span, StoredFormat, format_text, rank_heads
+from connectors.layout.stored import KV_PACKED
+from connectors.layout.tensors import dtype_name
+from connectors.reuse.identity import KvIdentity
+from connectors.reuse.link import InstanceSpecs
+from connectors.reuse.lookups import LookupPlan
+from connectors.vllm.options import VllmOptions
+from connectors.vllm.weights import weights_digest
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo
+
+__all__ = ["ALL_PARTS", "FULL_PARTS", "KvGroup", "KvPlan", "RankPart"]
+
+_LAYOUT_VERSION = "vllm/1"
+ALL_PARTS = "all"
+FULL_PARTS = "full"  # of blocks whose sliding-window parts the engine has dropped already
+
+
+class RankPart(NamedTuple):
+    """The part of a block that one rank has of one group.
+
+    Attributes:
+        name: of the spec.
+        shard: layers and heads.
+        is_writer: whether the rank stores it; ranks with the same heads share one part.
+    """
+
+    name: str
+    shard: Shard
+    is_writer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share block tables.
+
+    Attributes:
+        id: position among vLLM's groups.
+        layer_names: in the order in which they are stored.
+        stored: how a block of the group lies in storage.
+        window_tokens: that a layer looks back at most, 0 for all.
+        prefix: of the names of its parts.
+    """
+
+    id: int
+    layer_names: tuple[str, ...]
+    stored: StoredFormat
+    window_tokens: int
+    prefix: str
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks before a position that its next token needs; 0 when it needs all."""
+        return -(-(self.window_tokens - 1) // self.stored.block_tokens) if self.window_tokens else 0
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of its parts, those of all ranks."""
+        return tuple(self.prefix + spec.name for spec in self.stored.specs)
+
+    def part_of(self, rank: int, ranks: int) -> RankPart:
+        """Return the part of a tensor-parallel rank."""
+        mine = rank_heads(self.stored.heads, rank, ranks)
+        shard = Shard(Span(0, self.stored.layers), mine.heads)
+        return RankPart(self.prefix + shard.name, shard, mine.replica == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """How one engine's KV is stored.
+
+    Attributes:
+        groups: of layers.
+        block_tokens: tokens per block.
+        identity: who may share.
+        ranks: tensor-parallel ranks.
+    """
+
+    groups: tuple[KvGroup, ...]
+    block_tokens: int
+    identity: KvIdentity
+    ranks: int
+
+    @classmethod
+    def of(cls, config: VllmConfig, cache: KVCacheConfig, options: VllmOptions) -> KvPlan:
+        """Return the plan of an engine.
+
+        Raises:
+            InvalidArgumentError: this kind of model, or this way to run it, is not supported; says what is.
+        """
+        _check_parallel(config)
+        ranks = config.parallel_config.tensor_parallel_size
+        ids = cache.prefix_cacheable_group_ids
+        if set(ids) != set(range(len(cache.kv_cache_groups))):
+            raise InvalidArgumentError(
+                "the model has KV that vLLM does not find by block hashes; that is not supported"
+            )
+        groups = tuple(_group(cache, group_id, config, ranks) for group_id in ids)
+        sizes = {group.stored.block_tokens for group in groups}
+        if len(sizes) != 1 or (cache.hash_block_size or min(sizes)) != min(sizes):
+            raise InvalidArgumentError(
+                f"groups of layers have blocks of {sorted(sizes)} tokens, hashed by {cache.hash_block_size}:"
+                " must all be the same"
+            )
+        if all(group.window_tokens for group in groups):
+            raise InvalidArgumentError("all layers have a sliding window; at least one group must keep all tokens")
+        return cls(groups, min(sizes), _identity(config, groups, options, ranks), ranks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, over all groups and ranks."""
+        return sum(group.stored.shard_bytes(group.stored.model) for group in self.groups)
+
+    @property
+    def lookup(self) -> LookupPlan:
+        """What a block must have, to be of use."""
+        full = [name for group in self.groups if not group.window_tokens for name in group.part_names]
+        window = [name for group in self.groups if group.window_tokens for name in group.part_names]
+        return LookupPlan(tuple(full), tuple(window), max(group.window_blocks for group in self.groups))
+
+    def specs(self, instance_group: str) -> InstanceSpecs:
+        """Return what is registered with the manager."""
+        parts = [
+            LocationSpecInfo(group.prefix + spec.name, spec.size_bytes)
+            for group in self.groups
+            for spec in group.stored.specs
+        ]
+        plan = self.lookup
+        part_groups = [LocationSpecGroup(ALL_PARTS, tuple(sorted(part.name for part in parts)))]
+        if plan.window_parts:
+            part_groups.append(LocationSpecGroup(FULL_PARTS, tuple(sorted(plan.parts))))
+        return InstanceSpecs(instance_group, self.block_tokens, parts, self.identity.deployment(), part_groups)
+
+
+def _check_parallel(config: VllmConfig) -> None:
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(config.parallel_config, name, 1)
+        if size != 1:
+            raise InvalidArgumentError(f"{name} is {size}, must be 1: not supported by KVCMConnector")
+
+
+def _group(cache: KVCacheConfig, group_id: int, config: VllmConfig, ranks: int) -> KvGroup:
+    group = cache.kv_cache_groups[group_id]
+    spec = _attention(group.kv_cache_spec, group.layer_names)
+    is_latent = isinstance(spec, MLAAttentionSpec)
+    heads = 1 if is_latent else config.model_config.get_total_num_kv_heads()
+    if not is_latent and rank_heads(heads, 0, ranks).heads.size != spec.num_heads:
+        raise InvalidArgumentError(
+            f"a rank has {spec.num_heads} KV heads per layer, of {heads} over {ranks} ranks: not supported"
+        )
+    dtype = dtype_name(spec.dtype)
+    item_bytes = spec.dtype.itemsize
+    kv_parts = 1 if is_latent else 2
+    if spec.state_content_size_bytes % (kv_parts * item_bytes) or spec.tokens_per_state != 1:
+        raise InvalidArgumentError(f"layers of group {group_id} keep KV with scales or packed: not supported")
+    stored = StoredFormat(
+        layer_ends=(len(group.layer_names),),
+        heads=heads,
+        head_shards=min(heads, ranks),
+        kv_parts=kv_parts,
+        head_dim=spec.state_content_size_bytes // (kv_parts * item_bytes),
+        block_tokens=spec.block_size,
+        dtype=dtype,
+        order=KV_PACKED,
+    )
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+    prefix = f"g{group_id}." if len(cache.kv_cache_groups) > 1 else ""
+    return KvGroup(group_id, tuple(group.layer_names), stored, window, prefix)
+
+
+def _attention(spec: KVCacheSpec, layers: Sequence[str]) -> AttentionSpec:
+    """Return how a layer of a group keeps its KV."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        kinds = set(spec.kv_cache_specs.values())
+        if len(kinds) != 1:
+            raise InvalidArgumentError(f"layers {layers[0]} and others keep KV of different shapes: not supported")
+        (spec,) = kinds
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        raise InvalidArgumentError(
+            f"layer {layers[0]} keeps its KV as {type(spec).__name__}; supported are full attention, MLA and"
+            " sliding windows"
+        )
+    assert isinstance(spec, AttentionSpec)
+    if spec.head_size_v != spec.head_size and not isinstance(spec, MLAAttentionSpec):
+        raise InvalidArgumentError(f"K has {spec.head_size} and V {spec.head_size_v} elements per head: must be equal")
+    return spec
+
+
+def _identity(config: VllmConfig, groups: Sequence[KvGroup], options: VllmOptions, ranks: int) -> KvIdentity:
+    model = config.model_config
+    formats = {group.prefix or "all": f"{format_text(group.stored)} window={group.window_tokens}" for group in groups}
+    return KvIdentity(
+        model=options.model_name or _model_name(model.model),
+        weights=options.weights or _weights(config),
+        engine=_LAYOUT_VERSION,
+        dtype=groups[0].stored.dtype,
+        hashing=_hashing(config),
+        formats=formats,
+        tp_size=ranks,
+        use_mla=bool(getattr(model, "use_mla", False)),
+        extra=_extra(config),
+    )
+
+
+def _extra(config: VllmConfig) -> Mapping[str, str]:
+    """What else the KV of given tokens depends on."""
+    model = config.model_config
+    settings: dict[str, Any] = {
+        "config": model.hf_config.to_dict(),
+        "quantization": model.quantization,
+        "cache_dtype": config.cache_config.cache_dtype,
+        "model_dtype": str(model.dtype),
+    }
+    settings["config"] = {name: value for name, value in settings["config"].items() if name not in _IRRELEVANT}
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {"settings": hashlib.sha256(text.encode()).hexdigest()[:32], "cache_dtype": settings["cache_dtype"]}
+
+
+_IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
+
+
+def _hashing(config: VllmConfig) -> str:
+    """Return what engines must agree on, to give the same blocks the same hashes.
+
+    Raises:
+        InvalidArgumentError: this engine's hashes are its own.
+    """
+    name = config.cache_config.prefix_caching_hash_algo
+    seed = os.environ.get("PYTHONHASHSEED")
+    if "sha256" not in name and seed is None:
+        raise InvalidArgumentError(
+            f"prefix_caching_hash_algo is {name!r}, whose hashes differ in every process: choose sha256, or set"
+            " PYTHONHASHSEED to the same number for all engines"
+        )
+    return f"{name} seed={seed or 'default'}"
+
+
+def _model_name(model: str) -> str:
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def _weights(config: VllmConfig) -> str:
+    model = config.model_config
+    if str(config.load_config.load_format) == "dummy":
+        return f"dummy seed={model.seed}"
+    folder = Path(model.model)
+    return weights_digest(folder) if folder.is_dir() else f"revision={model.revision or 'main'}"

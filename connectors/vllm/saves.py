@@ -1,0 +1,204 @@
+"""Saves of one engine, seen by its scheduler: from a computed block to one that every engine can read.
+
+pinned → leave to write (a call to the manager, in a thread) → job for the ranks → their answers → published (a call
+again) → unpinned. A block is unpinned on every path, as soon as no rank reads it any more. Everything but the calls
+happens in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from connectors.results import WriteGrant
+from connectors.reuse.sessions import WriteSessions
+from connectors.reuse.statistics import ReuseStatistics
+from connectors.traces import traced
+from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
+from connectors.vllm.messages import BlockToSave, SaveJob, SaveResult
+from connectors.vllm.pins import Pins
+from connectors.vllm.tracked import TrackedRequest
+from kvcm.model.keys import BlockKey
+
+__all__ = ["BlockRun", "SaveQueue"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive computed blocks of a request, all pinned.
+
+    Attributes:
+        tracked: the request.
+        first: position of the first block in it.
+        parent: key of the block before, None at the start of the prompt.
+        keys: of the blocks.
+        block_ids: of the engine, per block by id of the group.
+        part_groups: per block the name of the group of parts that there are.
+    """
+
+    tracked: TrackedRequest
+    first: int
+    parent: BlockKey | None
+    keys: Sequence[BlockKey]
+    block_ids: Sequence[Mapping[int, int]]
+    part_groups: Sequence[str]
+
+    def batches(self, size: int) -> list[BlockRun]:
+        """Return the run in pieces of up to `size` blocks."""
+        return [
+            BlockRun(
+                self.tracked,
+                self.first + start,
+                self.keys[start - 1] if start else self.parent,
+                self.keys[start : start + size],
+                self.block_ids[start : start + size],
+                self.part_groups[start : start + size],
+            )
+            for start in range(0, len(self.keys), size)
+        ]
+
+
+@dataclass(slots=True)
+class _Job:
+    run: BlockRun
+    session_id: str
+    numbers: Sequence[int]  # of the run's blocks, one per location
+    result: SaveResult | None = None
+
+
+class SaveQueue:
+    """Brings runs of blocks to storage.
+
+    Args:
+        sessions: write sessions with the manager.
+        pins: of the engine's blocks.
+        ranks: that answer every job.
+        batch_blocks: most blocks of a job.
+        save_seconds: for the bytes of a job.
+        statistics: where to count.
+        on_published: is told which blocks of a run were published, in a thread of this queue.
+    """
+
+    def __init__(
+        self,
+        sessions: WriteSessions,
+        pins: Pins,
+        ranks: int,
+        batch_blocks: int,
+        save_seconds: float,
+        statistics: ReuseStatistics,
+        on_published: Callable[[BlockRun, Sequence[int]], None],
+    ) -> None:
+        self._sessions = sessions
+        self._pins = pins
+        self._ranks = ranks
+        self._batch_blocks = batch_blocks
+        self._save_seconds = save_seconds
+        self._statistics = statistics
+        self._on_published = on_published
+        self._asked = 0
+        self._answers: deque[tuple[BlockRun, WriteGrant | None]] = deque()
+        self._jobs: dict[int, _Job] = {}
+        self._next_id = 0
+        # One thread each, so that blocks are begun in their order; ends wait for no begin.
+        self._begins = WorkerPool(1, "kvcm-begin")
+        self._ends = WorkerPool(1, "kvcm-end")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether blocks are on their way: the engine has to go on stepping, so that they arrive."""
+        return bool(self._asked or self._answers or self._jobs)
+
+    def add(self, run: BlockRun) -> None:
+        """Save a run; its blocks are unpinned when that has ended, in whatever way."""
+        for batch in run.batches(self._batch_blocks):
+            self._asked += 1
+            self._begins.submit(PRIORITY_SAVE, partial(self._begin, batch))
+
+    def take_jobs(self) -> list[SaveJob]:
+        """Return the jobs that there is leave for since the last call."""
+        jobs: list[SaveJob] = []
+        while self._answers:
+            run, grant = self._answers.popleft()
+            self._asked -= 1
+            jobs += self._job(run, grant)
+        return jobs
+
+    def answered(self, results: Mapping[int, SaveResult]) -> None:
+        """Hear what ranks did."""
+        for number, result in results.items():
+            job = self._jobs.get(number)
+            if job is None:
+                _log.error("ranks answered save job %d, which is not under way", number)
+                continue
+            job.result = job.result.plus(result) if job.result else result
+            if job.result.ranks >= self._ranks:
+                del self._jobs[number]
+                self._unpin(job.run, job.numbers)
+                self._ends.submit(PRIORITY_SAVE, partial(self._end, job, job.result))
+
+    def drop(self) -> None:
+        """Give up what has not begun yet; what the ranks are busy with ends by itself."""
+        for job in self.take_jobs():
+            self.answered({job.id: SaveResult(self._ranks, (False,) * len(job.blocks), ({},) * len(job.blocks))})
+
+    def close(self, timeout_seconds: float) -> None:
+        """Publish what has ended, give up the rest."""
+        self._begins.close(timeout_seconds / 2)
+        self._ends.close(timeout_seconds / 2)
+        self._sessions.close()
+
+    def _begin(self, run: BlockRun) -> None:
+        grant = None
+        try:
+            with traced(run.tracked.id):
+                grant = self._sessions.begin(run.keys, run.parent, run.part_groups)
+        finally:
+            self._answers.append((run, grant))
+
+    def _job(self, run: BlockRun, grant: WriteGrant | None) -> list[SaveJob]:
+        if grant is None:
+            self._statistics.add(dropped_save_blocks=len(run.keys))
+            self._unpin(run, range(len(run.keys)))
+            return []
+        numbers = [number for number, is_masked in enumerate(grant.mask) if not is_masked]
+        known = [number for number, is_masked in enumerate(grant.mask) if is_masked]
+        self._statistics.add(known_blocks=len(known))
+        self._unpin(run, known)
+        if not numbers:
+            return []
+        self._next_id += 1
+        self._jobs[self._next_id] = _Job(run, grant.session_id, numbers)
+        blocks = [
+            BlockToSave(location.uris, run.block_ids[number])
+            for number, location in zip(numbers, grant.locations, strict=True)
+        ]
+        return [SaveJob(self._next_id, blocks, self._save_seconds)]
+
+    def _unpin(self, run: BlockRun, numbers: Sequence[int]) -> None:
+        ids = [block_id for number in numbers for block_id in run.block_ids[number].values()]
+        if ids:
+            self._pins.release(ids)
+
+    def _end(self, job: _Job, result: SaveResult) -> None:
+        written = sum(result.written)
+        with traced(job.run.tracked.id):
+            is_published = self._sessions.finish(job.session_id, result.written, result.checksums)
+        saved = written if is_published else 0
+        self._statistics.add(
+            saved_blocks=saved,
+            failed_save_blocks=len(result.written) - saved,
+            sessions_finished=int(is_published),
+            sessions_aborted=int(not is_published),
+        )
+        if is_published:
+            numbers = [number for number, is_written in zip(job.numbers, result.written, strict=True) if is_written]
+            self._on_published(job.run, numbers)
+        if result.reason:
+            count = len(result.written)
+            _log.warning("%d of %d blocks were not saved: %s", count - saved, count, result.reason)

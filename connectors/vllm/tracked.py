@@ -1,0 +1,84 @@
+"""What the scheduler's side knows of one request of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from connectors.keys import HashKeys
+from connectors.reuse.lookups import Found
+from kvcm.model.keys import BlockKey
+
+__all__ = ["ReservedBlock", "TrackedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBlock:
+    """A block that is pinned until it is known to be computed, and then saved.
+
+    Attributes:
+        index: position in the request.
+        block_ids: of the engine, by id of the group.
+    """
+
+    index: int
+    block_ids: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """One request, from its arrival to its end.
+
+    Attributes:
+        request: vLLM's own object, which goes on changing.
+        hash_keys: makes block keys of vLLM's hashes.
+        found: what the manager knows of it, None before it has answered.
+        is_asked: whether a lookup is under way or its lease is held.
+        may_load: false after a load failed: a second one would most likely fail too, and then again.
+        may_save: false when the manager did not answer, or a block was dropped: what follows a gap cannot be found.
+        is_loading: whether its blocks are being loaded.
+        local_tokens: that vLLM's own cache had when it last asked for more.
+        promised_tokens: that were found beyond those.
+        next_block: first block that is neither stored nor reserved.
+        reserved: blocks that wait until they are known to be computed, in order.
+    """
+
+    request: Any
+    hash_keys: HashKeys
+    found: Found | None = None
+    is_asked: bool = False
+    may_load: bool = True
+    may_save: bool = False
+    is_loading: bool = False
+    local_tokens: int = 0
+    promised_tokens: int = 0
+    next_block: int = 0
+    reserved: list[ReservedBlock] = field(default_factory=list)
+    _keys: list[BlockKey] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return str(self.request.request_id)
+
+    def keys(self, end: int) -> Sequence[BlockKey]:
+        """Return the keys of the first `end` blocks, or of as many as have a hash."""
+        hashes = self.request.block_hashes
+        end = min(end, len(hashes))
+        if end > len(self._keys):
+            self._keys += self.hash_keys.keys(hashes[len(self._keys) : end])
+        return self._keys[:end]
+
+    def computed_blocks(self, block_tokens: int) -> int:
+        """Return how many of its first blocks are computed for certain: no step that is under way touches them."""
+        request = self.request
+        tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        return int(min(tokens // block_tokens, len(request.block_hashes)))
+
+    def take_computed(self, block_tokens: int) -> list[ReservedBlock]:
+        """Return the reserved blocks that are computed, which are not reserved any more."""
+        computed = self.computed_blocks(block_tokens)
+        count = sum(block.index < computed for block in self.reserved)
+        taken, self.reserved = self.reserved[:count], self.reserved[count:]
+        return taken

@@ -1,0 +1,223 @@
+"""What a rank does: loads its parts into blocks that the scheduler named, and saves its parts of others.
+
+Loads go through staging memory, so that nothing can reach a block after its load was answered. Saves read blocks where
+they lie: the scheduler keeps them from being freed until they are answered. Whatever fails is an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from connectors.answers import decode_locations
+from connectors.reuse.link import ManagerLink
+from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_of
+from connectors.reuse.staging import Bytes, StagingTrays
+from connectors.reuse.statistics import ReuseStatistics
+from connectors.transfer import CancelToken, TransferEngine, TransferItem
+from connectors.transfer.pool import PRIORITY_LOAD, WorkerPool
+from connectors.vllm.memory import GroupMemory
+from connectors.vllm.messages import GroupLoad, LoadJob, SaveJob, SaveResult, StepOrders, StepResults
+from connectors.vllm.options import VllmOptions
+from connectors.vllm.plan import KvPlan
+
+__all__ = ["KvcmWorker"]
+
+_log = logging.getLogger(__name__)
+
+_JOBS_AT_ONCE = 2
+_LEAST_TRAYS = 2
+
+
+class KvcmWorker:
+    """One rank of one engine.
+
+    Args:
+        plan: how KV is stored.
+        rank: of the tensor-parallel group.
+        options: what is configured.
+        link: to the manager, for the storages.
+        statistics: where to count.
+        clock: seconds of a clock that never runs backwards.
+    """
+
+    def __init__(
+        self,
+        plan: KvPlan,
+        rank: int,
+        options: VllmOptions,
+        link: ManagerLink,
+        statistics: ReuseStatistics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._options = options
+        self._link = link
+        self._statistics = statistics
+        self._clock = clock
+        self._memory: dict[int, GroupMemory] = {}
+        self._lock = threading.Lock()
+        self._loads: dict[str, CancelToken] = {}
+        self._ended_loads: set[str] = set()
+        self._failed_loads: set[str] = set()
+        self._failed_block_ids: set[int] = set()
+        self._results = StepResults()
+        # Loads wait for nobody's saves.
+        self._load_threads = WorkerPool(_JOBS_AT_ONCE, "kvcm-load")
+        self._save_threads = WorkerPool(_JOBS_AT_ONCE, "kvcm-save")
+        part_bytes = max(group.stored.shard_bytes(group.part_of(rank, plan.ranks).shard) for group in plan.groups)
+        tray_bytes = max(options.staging_bytes // (2 * _LEAST_TRAYS), part_bytes)
+        self._trays = StagingTrays(tray_bytes, max(_LEAST_TRAYS, options.staging_bytes // tray_bytes))
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the engine's KV memory.
+
+        Raises:
+            InvalidArgumentError: it is not as the plan says.
+        """
+        for group in self._plan.groups:
+            self._memory[group.id] = GroupMemory(group, group.part_of(self._rank, self._plan.ranks), caches)
+        self._link.is_ready()  # registers in the background, so that the first request finds it done
+
+    def begin_loads(self, orders: StepOrders) -> None:
+        """Begin the loads of a step, and end those that nobody waits for; wait for them when the step has to."""
+        with self._lock:
+            cancelled = [self._loads[request] for request in orders.cancelled if request in self._loads]
+        for token in cancelled:
+            token.cancel()
+        begun = []
+        for job in orders.loads:
+            token = CancelToken()
+            with self._lock:
+                self._loads[job.request_id] = token
+            begun.append(self._load_threads.submit(PRIORITY_LOAD, partial(self._load, job, token, orders.waits)))
+        if orders.waits:
+            for future in begun:
+                future.exception()
+
+    def begin_saves(self, orders: StepOrders) -> None:
+        """Begin the saves of a step, after its forward."""
+        for job in orders.saves:
+            self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job))
+
+    def take_ended_loads(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended since the last call, and those of them that have failed."""
+        with self._lock:
+            ended, self._ended_loads = self._ended_loads, set()
+            failed, self._failed_loads = self._failed_loads, set()
+            return ended, failed
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Return the blocks that were not loaded since the last call; asked after `take_ended_loads`."""
+        with self._lock:
+            failed, self._failed_block_ids = self._failed_block_ids, set()
+            return failed
+
+    def take_results(self) -> StepResults | None:
+        """Return what the scheduler has to hear, None for nothing."""
+        with self._lock:
+            results, self._results = self._results, StepResults()
+        return results if results else None
+
+    def close(self) -> None:
+        """Begin nothing more, and wait a little for what is under way."""
+        with self._lock:
+            tokens = list(self._loads.values())
+        for token in tokens:
+            token.cancel()
+        self._load_threads.close(self._options.shutdown_seconds / 2)
+        self._save_threads.close(self._options.shutdown_seconds)
+        self._link.close()
+
+    def _load(self, job: LoadJob, token: CancelToken, is_waited_for: bool) -> None:
+        begun = self._clock()
+        failed: set[int] = set()
+        reports: list[LoadReport] = []
+        loaded = 0
+        try:
+            deadline = begun + job.seconds
+            for group in job.groups:
+                bad, report = self._load_group(group, deadline, token)
+                failed |= bad
+                reports += [report] if report else []
+                loaded = max(loaded, len(group.block_ids) - len(bad))
+        except Exception:
+            _log.exception("a load failed; request %s is computed", job.request_id)
+            failed = {block_id for group in job.groups for block_id in group.block_ids}
+        self._statistics.observe("load_seconds", self._clock() - begun)
+        self._statistics.add(loaded_blocks=0 if failed and len(job.groups) > 1 else loaded)
+        with self._lock:
+            del self._loads[job.request_id]
+            if not is_waited_for:
+                self._ended_loads.add(job.request_id)
+            if failed:
+                self._failed_loads.add(job.request_id)
+                self._results.failed_loads.add(job.request_id)
+                self._failed_block_ids |= failed
+            self._results.reports += reports
+
+    def _load_group(self, group: GroupLoad, deadline: float, token: CancelToken) -> tuple[set[int], LoadReport | None]:
+        """Load one group's blocks; return the ids of those that are not there, and what the manager has to hear."""
+        memory = self._memory[group.group]
+        engine = self._link.engine(max(0.0, min(self._options.call_seconds, deadline - self._clock())))
+        if engine is None:
+            return set(group.block_ids), None
+        name = memory.part.name
+        found = decode_locations(group.locations, [name])
+        places = [index for index, location in enumerate(found) if location is not None]
+        parts: list[PartToLoad] = []
+        for index in places:
+            location = found[index]
+            assert location is not None
+            checksum = location.checksums.get(name, 0) if self._options.checksums else 0
+            parts.append(PartToLoad(group.keys[index], location.uris[name], checksum))
+
+        def deliver(rows: Bytes, positions: Sequence[int]) -> None:
+            memory.put([group.block_ids[places[position]] for position in positions], rows)
+
+        results = load_parts(
+            engine, self._trays, parts, memory.part_bytes, deliver, deadline - self._clock(), token, self._clock
+        )
+        good = {group.block_ids[places[position]] for position, result in enumerate(results) if result.ok}
+        return set(group.block_ids) - good, report_of(parts, results, self._statistics)
+
+    def _save(self, job: SaveJob) -> None:
+        result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not begun")
+        begun = self._clock()
+        try:
+            engine = self._link.engine(self._options.call_seconds)
+            result = self._saved(job, engine) if engine else result
+        except Exception as error:
+            _log.exception("a save failed; %d blocks are not stored", len(job.blocks))
+            result = SaveResult(1, result.written, result.checksums, repr(error))
+        self._statistics.observe("save_seconds", self._clock() - begun)
+        with self._lock:
+            self._results.saves[job.id] = result
+
+    def _saved(self, job: SaveJob, engine: TransferEngine) -> SaveResult:
+        items: list[TransferItem] = []
+        owners: list[tuple[int, str]] = []
+        for number, block in enumerate(job.blocks):
+            for group_id, block_id in block.block_ids.items():
+                memory = self._memory[group_id]
+                uri = block.uris.get(memory.part.name)
+                if uri is not None and memory.part.is_writer:
+                    items.append(TransferItem(uri, memory.memory_of(block_id)))
+                    owners.append((number, memory.part.name))
+        results = engine.save(items, job.seconds)
+        written = [True] * len(job.blocks)
+        checksums: list[dict[str, int]] = [{} for _ in job.blocks]
+        for (number, name), result in zip(owners, results, strict=True):
+            written[number] = written[number] and result.ok
+            if result.checksum:
+                checksums[number][name] = result.checksum
+        saved_bytes = sum(result.moved_bytes for result in results if result.ok)
+        self._statistics.add(saved_bytes=saved_bytes)
+        reason = next((result.reason for result in results if not result.ok), "")
+        return SaveResult(1, tuple(written), tuple(checksums), reason)

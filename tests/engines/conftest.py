@@ -1,0 +1,105 @@
+"""Real engines, the models that they run and a manager; every test of this room is marked `engines`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from engine_kinds import EngineKind
+from engine_process import EngineProcess, StartEngine, start_engine
+from manager_process import ManagerProcess, start_manager
+
+_ROOM = Path(__file__).parent
+_SECONDS = 400  # of a test with the start of its engines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this room, so that none of them runs with those that need no engine."""
+    for item in items:
+        if item.path.is_relative_to(_ROOM):
+            item.add_marker("engines")
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(_SECONDS))
+
+
+@pytest.fixture(scope="session")
+def model_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the directory of a model of `tiny_models`, which is written when it is first asked for."""
+    from tiny_models import WRITERS
+
+    directory = tmp_path_factory.mktemp("models")
+
+    def find(name: str) -> Path:
+        model = directory / name
+        if not model.exists():
+            WRITERS[name](model)
+        return model
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(model_named: Callable[[str], Path]) -> Path:
+    """Return the model on which all engines print the same tokens."""
+    return model_named("llama")
+
+
+def _starter(logs: Path, started: list[EngineProcess]) -> StartEngine:
+    def start(kind: EngineKind, model: Path, **options: Any) -> EngineProcess:
+        if kind.missing:
+            pytest.skip(kind.missing)
+        started.append(start_engine(kind, model, logs / f"{kind.name}-{len(started)}.log", **options))
+        return started[-1]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEngine]:
+    """Start engines for the tests of a file: a start takes most of the time. They end with the last of those tests."""
+    started: list[EngineProcess] = []
+    yield _starter(tmp_path_factory.mktemp("engines"), started)
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def new_engine(tmp_path: Path) -> Iterator[StartEngine]:
+    """Start engines for one test, which may kill them."""
+    started: list[EngineProcess] = []
+    yield _starter(tmp_path, started)
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
+    """One manager for all tests that leave it alive; each uses an instance of its own."""
+    running = start_manager(tmp_path_factory.mktemp("manager"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def new_manager(tmp_path: Path) -> Iterator[Callable[..., ManagerProcess]]:
+    """Start managers that the test may kill; whatever still runs is ended. Arguments as those of `start_manager`."""
+    started: list[ManagerProcess] = []
+
+    def start(ports: dict[str, int] | None = None, **arguments: Any) -> ManagerProcess:
+        started.append(start_manager(tmp_path / "manager", ports, **arguments))
+        return started[-1]
+
+    yield start
+    for running in started:
+        if running.process.poll() is None:
+            running.stop()
+
+
+@pytest.fixture
+def instance_id() -> str:
+    """Return a name that no other test uses."""
+    return f"test-{uuid4().hex[:12]}"

@@ -1,0 +1,80 @@
+"""SGLang as `engine_process` starts it: tokenizer manager here, scheduler and detokenizer in processes of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sglang
+from engine_loop import serve
+
+_OPTIONS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "mem_fraction_static": 0.05,
+    "max_total_tokens": 4096,
+    "max_running_requests": 4,
+    "page_size": 16,
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "host": "127.0.0.1",
+    "random_seed": 0,
+    "log_level": "info",
+}
+_STORAGE = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 2.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_write_policy": "write_through",
+    "hicache_storage_backend": "dynamic",
+    "hicache_storage_prefetch_policy": "wait_complete",  # else a test cannot know what was loaded
+}
+
+
+class SglangEngine:
+    """An engine; with `storage`, the extra config of a dynamic storage backend, with a hierarchical cache."""
+
+    def __init__(self, model: str, storage: dict[str, Any] | None = None, **options: Any) -> None:
+        wanted = _OPTIONS | ({} if storage is None else _with_storage(storage)) | options
+        self._engine = sglang.Engine(model_path=model, **wanted)
+        self.started = {"version": sglang.__version__}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
+        """Answer all prompts."""
+        greedy = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True} | sampling
+        return [_generated(output) for output in self._engine.generate(input_ids=prompts, sampling_params=greedy)]
+
+    def flush_cache(self) -> bool:
+        """Empty the memory of the device and of the host, so that only the storage can have a prefix."""
+        return bool(self._engine.flush_cache().success)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what the scheduler says about itself."""
+        return dict(self._engine.get_server_info()["internal_states"][0])
+
+    def close(self) -> None:
+        """Shut down."""
+        self._engine.shutdown()
+
+
+def _with_storage(extra: dict[str, Any]) -> dict[str, Any]:
+    return _STORAGE | {"hicache_storage_backend_extra_config": json.dumps(extra)}
+
+
+def _generated(output: dict[str, Any]) -> dict[str, Any]:
+    about = output["meta_info"]
+    return {
+        "tokens": output["output_ids"],
+        "finish_reason": (about.get("finish_reason") or {}).get("type"),
+        "cached_tokens": about["cached_tokens"],
+        "details": about.get("cached_tokens_details") or {},
+    }
+
+
+if __name__ == "__main__":  # the processes that SGLang starts import this file
+    serve(SglangEngine)
