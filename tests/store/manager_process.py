@@ -34,11 +34,20 @@ class ManagerProcess:
 
     def allow_pins(self, group: str, budget_bytes: int) -> None:
         """Set the pin budget of a group."""
+        self._change(group, pin_budget_bytes=budget_bytes)
+
+    def allow_instances(self, group: str, most: int) -> None:
+        """Let a group have more instances than usual: tests that share a manager have one each."""
+        self._change(group, max_instance_count=most)
+
+    def _change(self, group: str, **values: int) -> None:
         with grpc.insecure_channel(f"127.0.0.1:{self.ports['admin_rpc_port']}") as channel:
             stub = admin_service_pb2_grpc.AdminServiceStub(channel)
             found = stub.GetInstanceGroup(admin_service_pb2.GetInstanceGroupRequest(name=group)).instance_group
             version = found.version
-            found.version, found.pin_budget_bytes = version + 1, budget_bytes
+            found.version = version + 1
+            for name, value in values.items():
+                setattr(found, name, value)
             update = admin_service_pb2.UpdateInstanceGroupRequest(instance_group=found, current_version=version)
             status = stub.UpdateInstanceGroup(update).header.status
             assert status.code == admin_service_pb2.OK, status.message
