@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, LinearAttentionLayer
@@ -17,7 +17,10 @@ from connectors.transformers.cache import HybridLayer, KVMemory, PreallocatedLay
 from connectors.transformers.parts import KVPart, ModelParts
 from connectors.transformers.probing import ModelKV
 
-__all__ = ["BatchCache", "Row", "RowMemory"]
+__all__ = ["BatchCache", "BlockMemory", "CallCache", "Row", "RowMemory", "Tainted"]
+
+Tainted = tuple[int, int, int]
+"""Index of a row, and first block and end of those that a storage may still write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,46 @@ class Row:
     tokens: Sequence[int]
 
 
+class BlockMemory(Protocol):
+    """Where a row's KV is."""
+
+    def pieces(self, part: str, block: int) -> list[torch.Tensor]:
+        """Return K and V of each layer of a part for a block's tokens, without a copy."""
+
+
+class CallCache(Protocol):
+    """The cache of one call of generate.
+
+    Attributes:
+        rows: its sequences.
+        columns: of their prompts, with padding.
+        layers: as transformers uses them.
+    """
+
+    rows: Sequence[Row]
+    columns: int
+    layers: list[Any]
+
+    @property
+    def parts(self) -> ModelParts:
+        """Of a block."""
+
+    def memory(self, row: Row) -> BlockMemory:
+        """Return where a row's KV is now; what is filled of it does not change."""
+
+    def row_cache(self, row: Row, tokens: int) -> Cache:
+        """Return a cache of one row, without its padding, whose first tokens are filled.
+
+        It fills this cache's memory. A state is its own: it has none at first.
+        """
+
+    def joint_cache(self, columns: int) -> Cache:
+        """Return the cache of all rows, whose first columns are filled."""
+
+    def copy(self, tainted: Sequence[Tainted]) -> CallCache:
+        """Return the same KV of the prompts in memory that no late write of a storage can reach."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowMemory:
     """Where a row's KV is: views of memory in which positions that are filled never change.
@@ -49,7 +92,7 @@ class RowMemory:
     layers: Mapping[str, tuple[int, Sequence[KVMemory]]]
 
     def pieces(self, part: str, block: int) -> list[torch.Tensor]:
-        """Return K and V of each layer of a part for a block's tokens."""
+        """See `BlockMemory`."""
         first_token, layers = self.layers[part]
         start = block * self.block_tokens - first_token
         return [tensor.narrow(1, start, self.block_tokens) for pair in layers for tensor in pair]
@@ -83,14 +126,11 @@ class BatchCache:
         return self._kv.parts
 
     def memory(self, row: Row) -> RowMemory:
-        """Return where a row's KV is now."""
+        """See `CallCache`."""
         return RowMemory(self.parts.block_tokens, {part.name: self._part_memory(part, row) for part in self.parts.kv})
 
     def row_cache(self, row: Row, tokens: int) -> Cache:
-        """Return a cache of one row, without its padding, whose first tokens are filled.
-
-        It fills this cache's memory. A state is its own: it has none at first.
-        """
+        """See `CallCache`."""
         layers: list[Any] = []
         for layer in self.layers:
             if isinstance(layer, PreallocatedLayer):
@@ -111,8 +151,8 @@ class BatchCache:
                 layer.set_length(columns)
         return Cache(layers=self.layers)
 
-    def copy(self) -> BatchCache:
-        """Return the same KV of the prompts in memory that no late read can reach."""
+    def copy(self, tainted: Sequence[Tainted] = ()) -> BatchCache:
+        """See `CallCache`; nothing of this cache is used again."""
         fresh = BatchCache(self._kv, self.rows, self._spare_tokens)
         for new, old in zip(fresh.layers, self.layers, strict=True):
             if isinstance(new, PreallocatedLayer):

@@ -12,7 +12,8 @@ from connectors.layout.staging import Staging
 from connectors.layout.tensors import iovec
 from connectors.results import Location
 from connectors.transfer import Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transformers.batch import RowMemory
+from connectors.transfer.mover import moved
+from connectors.transformers.batch import BlockMemory
 from connectors.transformers.parts import STATE, ModelParts, PartOfBlock
 from connectors.transformers.states import empty_state
 
@@ -53,6 +54,7 @@ class PrefixLoad:
         parts: of a block.
         memory: of the row.
         locations: of the blocks, in order; None where nothing is known.
+        present_blocks: leading blocks whose KV is in memory already.
         checksums: whether parts must have the checksums that their locations tell.
         clock: seconds of a clock that never runs backwards.
     """
@@ -62,9 +64,10 @@ class PrefixLoad:
         engine: TransferEngine,
         staging: Mapping[str, Staging],
         parts: ModelParts,
-        memory: RowMemory,
+        memory: BlockMemory,
         locations: Sequence[Location | None],
         *,
+        present_blocks: int = 0,
         checksums: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +78,9 @@ class PrefixLoad:
         self._locations = locations
         self._checksums = checksums
         self._clock = clock
-        self._results: dict[PartOfBlock, TransferResult] = {}
+        self._results: dict[PartOfBlock, TransferResult] = {
+            (part.name, block): moved(0) for part in parts.kv for block in range(present_blocks)
+        }
         self._state: torch.Tensor | None = None
 
     def run(self, deadline_seconds: float) -> LoadedPrefix:
@@ -104,13 +109,13 @@ class PrefixLoad:
             hosts = staging.host_blocks(self._memory.pieces(name, block) for block in blocks[done:])
             batch = blocks[done : done + len(hosts)]
             items = [self._item(name, block, host.buffers) for block, host in zip(batch, hosts, strict=True)]
-            moved = self._move(name, batch, items, deadline)
-            for host, result in zip(hosts, moved, strict=True):
+            results = self._move(name, batch, items, deadline)
+            for host, result in zip(hosts, results, strict=True):
                 if result.ok:
                     host.scatter()
-            if any(result.failure is Failure.PENDING for result in moved):
+            if any(result.failure is Failure.PENDING for result in results):
                 staging.discard()
-            if not all(result.ok for result in moved):
+            if not all(result.ok for result in results):
                 return
             done += len(hosts)
 
@@ -130,9 +135,9 @@ class PrefixLoad:
     def _move(
         self, name: str, blocks: Sequence[int], items: Sequence[TransferItem], deadline: float
     ) -> list[TransferResult]:
-        moved = self._engine.load(items, deadline - self._clock())
-        self._results.update({(name, block): result for block, result in zip(blocks, moved, strict=True)})
-        return moved
+        results = self._engine.load(items, deadline - self._clock())
+        self._results.update({(name, block): result for block, result in zip(blocks, results, strict=True)})
+        return results
 
     def _summary(self, blocks: int) -> LoadedPrefix:
         failed = {part: result for part, result in self._results.items() if not result.ok}

@@ -20,7 +20,7 @@ from connectors.reuse.link import ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import TransferEngine
 from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.batch import BatchCache, Row
+from connectors.transformers.batch import CallCache, Row
 from connectors.transformers.loader import LoadedPrefix, PrefixLoad
 from connectors.transformers.parts import ModelParts
 from connectors.transformers.settings import ReuseSettings
@@ -39,6 +39,7 @@ class FoundPrefix:
 
     Attributes:
         keys: of the prompt's full blocks.
+        local_blocks: whose KV was in memory already.
         locations: of its first blocks; None where nothing is known.
         matched_blocks: that could be gone on from.
         known_blocks: whose KV is known from the first one on.
@@ -48,12 +49,28 @@ class FoundPrefix:
     """
 
     keys: Sequence[BlockKey]
+    local_blocks: int = 0
     locations: Sequence[Location | None] = ()
     matched_blocks: int = 0
     known_blocks: int = 0
     loaded: LoadedPrefix = field(default_factory=LoadedPrefix)
     lease_id: str = ""
     reason: str = ""
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that need not be computed."""
+        return max(self.local_blocks, self.loaded.blocks)
+
+    @property
+    def stored_blocks(self) -> int:
+        """Those of them that the manager knows."""
+        return min(self.blocks, self.matched_blocks)
+
+    @property
+    def tainted_blocks(self) -> tuple[int, int]:
+        """First block and end of those that a storage may still write to."""
+        return (self.blocks, self.matched_blocks) if self.loaded.is_tainted else (0, 0)
 
 
 class PrefixLookup:
@@ -89,18 +106,25 @@ class PrefixLookup:
         # The thread that saves has staging buffers of its own.
         self._staging = {part.name: Staging(part.layout, settings.staging_blocks) for part in parts.kv}
 
-    def run(self, rows: Sequence[Row], batch: BatchCache) -> tuple[list[FoundPrefix], TransferEngine | None]:
+    def run(
+        self, batch: CallCache, keys: Sequence[Sequence[BlockKey]], local: Sequence[int]
+    ) -> tuple[list[FoundPrefix], TransferEngine | None]:
         """Load the longest known prefixes, of each row all but the last token at most.
+
+        Args:
+            batch: where to load to.
+            keys: of the full blocks of each row.
+            local: leading blocks of each row that are in the batch already.
 
         Returns:
             What became of each row, and what its blocks may be published with: None when the manager cannot tell what
             is there, since it will hardly take more.
         """
-        keys = [self._chain.keys(row.tokens) for row in rows]
+        rows = batch.rows
         engine = self._link.engine(self._settings.call_seconds)
         if engine is None:
             reason = f"not registered: {self._link.registration.message}"
-            return [FoundPrefix(row_keys, reason=reason) for row_keys in keys], None
+            return [FoundPrefix(*row, reason=reason) for row in zip(keys, local, strict=True)], None
         # A lease begins in the manager, the load when all answers are here. Nothing is begun after the first lease: the
         # slots of blocks that were deleted since then hold zeros.
         lease_seconds = self._settings.load_seconds + len(rows) * self._settings.call_seconds
@@ -108,6 +132,7 @@ class PrefixLookup:
         lease_ends = self._clock() + lease_seconds
         found, publisher = self._match_all(rows, keys, engine, int(lease_seconds * 1000))
         deadline = min(self._clock() + self._settings.load_seconds, lease_ends)
+        found = [replace(prefix, local_blocks=blocks) for prefix, blocks in zip(found, local, strict=True)]
         found = [
             self._load(row, prefix, engine, batch, deadline - self._clock())
             for row, prefix in zip(rows, found, strict=True)
@@ -154,7 +179,7 @@ class PrefixLookup:
         has = partial(_has, locations)
         matched = self._parts.usable_blocks(has, len(locations))
         known = self._parts.without_state.usable_blocks(has, len(locations))
-        return FoundPrefix(keys, locations, matched, known, lease_id=match.lease_id)
+        return FoundPrefix(keys, 0, locations, matched, known, lease_id=match.lease_id)
 
     def _after_failed_match(self, match: MatchResult) -> TransferEngine | None:
         if match.code != ErrorCode.INSTANCE_NOT_EXIST:
@@ -163,7 +188,7 @@ class PrefixLookup:
         return self._link.engine(self._settings.call_seconds)
 
     def _load(
-        self, row: Row, prefix: FoundPrefix, engine: TransferEngine, batch: BatchCache, seconds: float
+        self, row: Row, prefix: FoundPrefix, engine: TransferEngine, batch: CallCache, seconds: float
     ) -> FoundPrefix:
         loaded = LoadedPrefix()
         if prefix.matched_blocks:
@@ -173,6 +198,7 @@ class PrefixLookup:
                 self._parts,
                 batch.memory(row),
                 prefix.locations,
+                present_blocks=prefix.local_blocks,
                 checksums=self._settings.checksums,
                 clock=self._clock,
             )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from connectors.transformers.batch import BatchCache, Row
+from connectors.transformers.batch import CallCache, Row
 from connectors.transformers.states import empty_state, join_states, pack_state, unpack_state
 
 __all__ = ["Prefill", "RowStart"]
@@ -55,7 +55,7 @@ class Prefill:
         states: per row, at the end of which block which state, as stored bytes.
     """
 
-    def __init__(self, model: Any, batch: BatchCache, starts: Sequence[RowStart], *, keeps_states: bool) -> None:
+    def __init__(self, model: Any, batch: CallCache, starts: Sequence[RowStart], *, keeps_states: bool) -> None:
         self.states: list[dict[int, torch.Tensor]] = [{} for _ in starts]
         self._model = model
         self._batch = batch

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria
 from transformers.cache_utils import Cache
 
 from connectors.keys import KeyChain
-from connectors.transformers.batch import BatchCache, Row, RowMemory
+from connectors.transformers.batch import BlockMemory, CallCache, Row
 from connectors.transformers.publisher import BlockRun, Publication
 from connectors.transformers.states import pack_state
 from kvcm.model.keys import BlockKey
@@ -26,7 +26,7 @@ __all__ = ["Progress", "RowProgress"]
 class _Held(NamedTuple):
     block: int
     state: torch.Tensor
-    memory: RowMemory
+    memory: BlockMemory
 
 
 class RowProgress:
@@ -59,7 +59,7 @@ class RowProgress:
         self._states = states
         self._held: _Held | None = None
 
-    def see(self, input_ids: torch.Tensor, batch: BatchCache, columns: int) -> None:
+    def see(self, input_ids: torch.Tensor, batch: CallCache, columns: int) -> None:
         """Publish the blocks that are full now that the KV of so many columns is computed."""
         row, size = self._row, self._chain.block_tokens
         full, over = divmod(columns - row.padding, size)
@@ -87,7 +87,7 @@ class RowProgress:
         if held is not None:
             self._publish(held.block + 1, held.memory)
 
-    def _publish(self, full: int, memory: RowMemory) -> None:
+    def _publish(self, full: int, memory: BlockMemory) -> None:
         first = self._publication.next_block
         if full > first:
             parent = self._keys[first - 1] if first else None
@@ -106,7 +106,7 @@ class Progress(StoppingCriteria):
 
     def __init__(
         self,
-        batch: BatchCache,
+        batch: CallCache,
         rows: Sequence[RowProgress | None],
         end_tokens: Collection[int],
         clock: Callable[[], float],
@@ -115,6 +115,7 @@ class Progress(StoppingCriteria):
         self.new_tokens = 0
         self._batch = batch
         self._cache = Cache(layers=batch.layers)
+        self._input_ids: torch.Tensor | None = None
         self._rows = rows
         self._going = list(range(len(rows)))
         self._end_tokens = end_tokens
@@ -126,6 +127,7 @@ class Progress(StoppingCriteria):
         if self.first_token_at is None:
             input_ids[0, -1].item()  # on an accelerator the token is chosen only when it can be read
             self.first_token_at = self._clock()
+        self._input_ids = input_ids
         columns = self._cache.get_seq_length()
         for index in self._going:
             row = self._rows[index]
@@ -135,6 +137,13 @@ class Progress(StoppingCriteria):
             tokens = input_ids[:, -1].tolist()
             self._going = [index for index in self._going if tokens[index] not in self._end_tokens]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def tokens(self) -> list[list[int]]:
+        """Return the tokens of each row whose KV is computed."""
+        if self._input_ids is None:
+            return [[] for _ in self._rows]
+        columns = self._cache.get_seq_length()
+        return [self._input_ids[row.index, row.padding : columns].tolist() for row in self._batch.rows]
 
     def finish(self) -> None:
         """Publish what was held to the end."""

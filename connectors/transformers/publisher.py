@@ -25,7 +25,7 @@ from connectors.reuse.sessions import WriteSessions
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import TransferEngine
 from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.batch import RowMemory
+from connectors.transformers.batch import BlockMemory
 from connectors.transformers.parts import STATE, ModelParts
 from connectors.transformers.settings import ReuseSettings
 from kvcm.model.keys import BlockKey
@@ -48,7 +48,7 @@ class BlockRun:
     first: int
     keys: Sequence[BlockKey]
     parent: BlockKey | None
-    memory: RowMemory
+    memory: BlockMemory
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def split(self, most: int) -> Iterator[BlockRun]:

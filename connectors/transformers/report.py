@@ -14,12 +14,14 @@ class RowReport:
     Attributes:
         prompt_tokens: of the prompt, padding not counted.
         matched_tokens: of the prefix that the manager knows, as far as one can go on from it.
-        loaded_tokens: whose KV was loaded and used; the others were computed.
+        loaded_tokens: whose KV was loaded and used.
+        local_tokens: whose KV was in the pool of this process already. All others were computed.
     """
 
     prompt_tokens: int
     matched_tokens: int
     loaded_tokens: int
+    local_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +67,8 @@ class GenerationReport:
     def loaded_tokens(self) -> int:
         """Tokens of all prompts whose KV was loaded and used."""
         return sum(row.loaded_tokens for row in self.rows)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of all prompts whose KV was in the pool of this process already."""
+        return sum(row.local_tokens for row in self.rows)

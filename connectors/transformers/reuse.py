@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -34,10 +35,12 @@ from connectors.reuse.link import InstanceSpecs, ManagerLink
 from connectors.reuse.sessions import SessionSettings, WriteSessions
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import TransferEngine
-from connectors.transfer.pool import WorkerPool
-from connectors.transformers.batch import BatchCache, Row
+from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
+from connectors.transformers.batch import BatchCache, CallCache, Row
+from connectors.transformers.block_pool import BlockPool
 from connectors.transformers.identity import model_identity
 from connectors.transformers.lookup import FoundPrefix, PrefixLookup
+from connectors.transformers.paged import PagedBatch
 from connectors.transformers.prefill import Prefill, RowStart
 from connectors.transformers.probing import inspect_model
 from connectors.transformers.progress import Progress, RowProgress
@@ -94,6 +97,7 @@ class KVReuse:
         self._lookup = PrefixLookup(
             self._link, self._chain, self.parts, settings, self._background, self.statistics, clock
         )
+        self._pool = BlockPool(self.parts, settings.pool_blocks) if settings.pool_blocks else None
         # The thread that saves has staging buffers of its own.
         self._save_staging = {part.name: Staging(part.layout, settings.staging_blocks) for part in self.parts.kv}
         self._publish = publish
@@ -187,19 +191,27 @@ class KVReuse:
         started = self._clock()
         config = effective_config(self._model, arguments)
         rows, mask = read_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
-        batch = BatchCache(self._kv, rows, min(_new_tokens(config, input_ids.shape[1]), _MAX_SPARE_TOKENS))
-        found, publisher = self._lookup.run(rows, batch)
-        loaded_at = self._clock()
-        if any(prefix.loaded.is_tainted for prefix in found):
-            batch = batch.copy()
-        publications = self._publications(found, publisher)
-        prefill = self._prefill(batch, found, keeps_states=bool(publications))
-        progress = Progress(
-            batch, _watched(rows, found, publications, prefill, self._chain), end_tokens(config), self._clock
-        )
-        output = self._generate(input_ids, prefill.run(), progress, {**arguments, "attention_mask": mask})
-        progress.finish()
-        published = self._published(publications)
+        keys = [self._chain.keys(row.tokens) for row in rows]
+        batch, local = self._open(rows, keys, config)
+        paged = batch if isinstance(batch, PagedBatch) else None
+        is_without_room = self._pool is not None and paged is None and not config.return_dict_in_generate
+        no_room = "the pool had no room for this call" if is_without_room else ""
+        try:
+            found, publisher = self._lookup.run(batch, keys, local)
+            loaded_at = self._clock()
+            if any(prefix.loaded.is_tainted for prefix in found):
+                batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
+            publications = self._publications(found, publisher)
+            prefill = self._prefill(batch, found, keeps_states=bool(publications))
+            watched = _watched(rows, found, publications, prefill, self._chain)
+            progress = Progress(batch, watched, end_tokens(config), self._clock)
+            output = self._generate(input_ids, prefill.run(), progress, {**arguments, "attention_mask": mask})
+            progress.finish()
+            if paged is not None and paged is batch:
+                self._keep(paged, progress)
+        finally:
+            closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
+        published = self._published(publications, closed)
         finished = self._clock()
         self.last_report = GenerationReport(
             rows=tuple(self._row_report(row, prefix) for row, prefix in zip(rows, found, strict=True)),
@@ -211,7 +223,7 @@ class KVReuse:
             bytes_saved=published.bytes,
             blocks_saved=published.blocks,
             blocks_corrupt=sum(len({block for _, block in prefix.loaded.corrupt}) for prefix in found),
-            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason,
+            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or no_room,
         )
         return output
 
@@ -229,13 +241,31 @@ class KVReuse:
     ) -> None:
         self.close()
 
+    def _open(
+        self, rows: Sequence[Row], keys: Sequence[Sequence[BlockKey]], config: Any
+    ) -> tuple[CallCache, Sequence[int]]:
+        """Return the cache of a call, and how many leading blocks of each row it has already."""
+        new_tokens = _new_tokens(config, rows[0].padding + len(rows[0].tokens))
+        if self._pool is not None and not config.return_dict_in_generate:  # a cache that is returned must stay
+            usable = [(len(row.tokens) - 1) // self._chain.block_tokens for row in rows]
+            local = [self._pool.find(row_keys[:most]) for row_keys, most in zip(keys, usable, strict=True)]
+            paged = PagedBatch.open(self._kv, self._pool, rows, local, new_tokens)
+            if paged is not None:
+                return paged, [len(blocks) for blocks in local]
+        return BatchCache(self._kv, rows, min(new_tokens, _MAX_SPARE_TOKENS)), [0] * len(rows)
+
+    def _keep(self, batch: PagedBatch, progress: Progress) -> None:
+        """Keep the blocks that were computed for the next calls."""
+        for row, tokens in zip(batch.rows, progress.tokens(), strict=True):
+            batch.keep(row, self._chain.keys(tokens))
+
     def _generate(self, input_ids: torch.Tensor, cache: Cache, progress: Progress, arguments: dict[str, Any]) -> Any:
         criteria = StoppingCriteriaList([progress, *(arguments.pop("stopping_criteria", None) or [])])
         return self._model.generate(input_ids, past_key_values=cache, stopping_criteria=criteria, **arguments)
 
-    def _prefill(self, batch: BatchCache, found: Sequence[FoundPrefix], *, keeps_states: bool) -> Prefill:
+    def _prefill(self, batch: CallCache, found: Sequence[FoundPrefix], *, keeps_states: bool) -> Prefill:
         starts = [
-            RowStart(row, prefix.loaded.blocks, prefix.known_blocks, prefix.loaded.state)
+            RowStart(row, prefix.blocks, prefix.known_blocks, prefix.loaded.state)
             for row, prefix in zip(batch.rows, found, strict=True)
         ]
         return Prefill(self._model, batch, starts, keeps_states=keeps_states)
@@ -247,16 +277,19 @@ class KVReuse:
         saver = Saver(
             self._sessions, engine, self._save_staging, self.parts, self._settings, self.statistics, self._clock
         )
-        return [Publication(saver, self._background, prefix.loaded.blocks) for prefix in found]
+        return [Publication(saver, self._background, prefix.stored_blocks) for prefix in found]
 
-    def _published(self, publications: Sequence[Publication]) -> Published:
+    def _published(self, publications: Sequence[Publication], closed: Future[None] | None) -> Published:
         deadline = self._clock() + self._settings.flush_seconds
         published = [publication.finish(max(0.0, deadline - self._clock())) for publication in publications]
+        if closed is not None:
+            wait([closed], max(0.0, deadline - self._clock()))  # so that the next call finds the blocks
         return sum(published, start=Published())
 
     def _row_report(self, row: Row, prefix: FoundPrefix) -> RowReport:
         size = self._chain.block_tokens
-        return RowReport(len(row.tokens), prefix.matched_blocks * size, prefix.loaded.blocks * size)
+        loaded = max(0, prefix.loaded.blocks - prefix.local_blocks)
+        return RowReport(len(row.tokens), prefix.matched_blocks * size, loaded * size, prefix.local_blocks * size)
 
 
 def _engine(settings: ReuseSettings, storages: Sequence[StorageConfig]) -> TransferEngine:
