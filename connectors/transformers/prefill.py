@@ -10,7 +10,6 @@ and where a longer prefix is known than could be gone on from: there prompts par
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from connectors.transformers.batch import CallCache, Row
+from connectors.transformers.forward import compute
 from connectors.transformers.states import empty_state, join_states, pack_state, unpack_state
 
 __all__ = ["Prefill", "RowStart"]
@@ -95,17 +95,8 @@ class Prefill:
         if self._state is not None and start.state is not None:
             unpack_state(self._state, start.state, cache.layers)
         for end in sorted({*(stop * self._block_tokens for stop in stops), target}):
-            self._compute(row, position, end, cache)
+            compute(self._model, row.tokens[position:end], position, cache)
             position = end
             if self._state is not None and end // self._block_tokens in stops and end % self._block_tokens == 0:
                 self.states[row.index][end // self._block_tokens - 1] = pack_state(self._state, cache.layers, 0)
         return None if self._state is None else pack_state(self._state, cache.layers, 0)
-
-    def _compute(self, row: Row, start: int, end: int, cache: Cache) -> None:
-        device = self._model.device
-        positions = torch.arange(start, end, device=device)[None]
-        tokens = torch.tensor([row.tokens[start:end]], dtype=torch.long, device=device)
-        possible = {"position_ids": positions, "logits_to_keep": 1}
-        taken = inspect.signature(self._model.forward).parameters
-        arguments = {name: value for name, value in possible.items() if name in taken}
-        self._model(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)

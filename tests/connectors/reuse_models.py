@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
@@ -94,17 +100,9 @@ def falcon_h1() -> Any:
     return filled(FalconH1ForCausalLM, FalconH1Config(**SIZES, num_hidden_layers=3, mamba_d_ssm=128, **MAMBA))
 
 
-def granite() -> Any:
-    """Layers of Mamba and of attention in turns."""
-    config = GraniteMoeHybridConfig(
-        **SIZES,
-        num_hidden_layers=4,
-        layer_types=["mamba", "attention"] * 2,
-        num_local_experts=0,
-        shared_intermediate_size=128,
-        **MAMBA,
-    )
-    return filled(GraniteMoeHybridForCausalLM, config)
+def bamba() -> Any:
+    """Layers of Mamba and of attention in turns; a model that counts positions from 0 unless it is told them."""
+    return filled(BambaForCausalLM, BambaConfig(**SIZES, num_hidden_layers=4, attn_layer_indices=[1, 3], **MAMBA))
 
 
 def lfm2() -> Any:
@@ -113,7 +111,7 @@ def lfm2() -> Any:
     return filled(Lfm2ForCausalLM, config)
 
 
-def jamba() -> Any:
+def jamba(std: float = 0.16) -> Any:
     """Mamba whose model computes a second chunk as if there were none before it."""
     config = JambaConfig(
         **SIZES,
@@ -124,13 +122,39 @@ def jamba() -> Any:
         num_experts=1,
         mamba_d_state=8,
     )
-    return filled(JambaForCausalLM, config)
+    return filled(JambaForCausalLM, config, std)
 
 
 WINDOWS: dict[str, Callable[[], Any]] = {"gemma3": gemma3, "qwen2": qwen2, "mistral": mistral}
 HYBRIDS: dict[str, Callable[[], Any]] = {
+    "bamba": bamba,
     "falcon_h1": falcon_h1,
-    "granite": granite,
     "lfm2": lfm2,
     "qwen3_next": qwen3_next,
 }
+
+
+def llama4() -> Any:
+    """Attention in chunks."""
+    config = Llama4TextConfig(
+        **SIZES,
+        num_hidden_layers=4,
+        head_dim=16,
+        attention_chunk_size=32,
+        num_local_experts=2,
+        intermediate_size_mlp=64,
+    )
+    return filled(Llama4ForCausalLM, config)
+
+
+def mamba2() -> Any:
+    """No attention at all."""
+    config = Mamba2Config(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16, n_groups=1
+    )
+    return filled(Mamba2ForCausalLM, config)
+
+
+def minimax() -> Any:
+    """A cache of its own."""
+    return filled(MiniMaxForCausalLM, MiniMaxConfig(**SIZES, num_hidden_layers=2, head_dim=16, num_local_experts=2))

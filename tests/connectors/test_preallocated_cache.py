@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from connectors.transformers.cache import PreallocatedLayer, WindowLayer
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 5))
 def test_it_behaves_like_the_layer_it_replaces(capacity: int, steps: list[int], cropped: int) -> None:
     layer, reference = PreallocatedLayer(capacity), DynamicLayer()
@@ -41,6 +42,7 @@ def test_memory_stays_until_it_must_grow_and_old_memory_keeps_its_contents() -> 
     assert layer.get_seq_length() == 0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(2, 12), st.integers(0, 20), st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_a_window_behaves_like_the_layer_it_replaces(capacity: int, window: int, kept: int, steps: list[int]) -> None:
     layer, reference = WindowLayer(capacity, window, kept), DynamicSlidingWindowLayer(window)

@@ -110,7 +110,7 @@ def test_padding_given_to_one_row(connect: Connect, kind: str) -> None:
 lengths = st.lists(st.integers(1, 70), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "granite"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(lengths=lengths, shared=st.integers(0, 60), seed=st.integers(0, 5), new=st.integers(1, 20))
 def test_any_batch_gives_the_tokens_of_transformers(
