@@ -127,6 +127,8 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/auth_cost.py --quick --json build/auth_cost.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
+	$(BIN)/python benchmarks/connector.py --quick --json build/connector.json
+	$(BIN)/python benchmarks/conversation.py --quick --json build/conversation.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -169,8 +171,14 @@ acceptance-service: setup
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 
 # Connectors in real engines.
-acceptance-connectors: setup engines
-	$(BIN)/python -m pytest -m engines --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile tests/engines
+acceptance-connectors: setup redis fuse engines
+	rm -rf build/features
+	$(BIN)/python -m pytest -m 'engines or feature' --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile tests/engines tests/connectors
+	$(BIN)/python benchmarks/compatibility.py --json benchmarks/results/compatibility.json
+	$(BIN)/python benchmarks/connector.py --json benchmarks/results/connector.json
+	$(BIN)/python benchmarks/conversation.py --json benchmarks/results/conversation.json
+	$(BIN)/python benchmarks/conversation_plot.py
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(DATA) build *.egg-info

@@ -107,6 +107,36 @@ def judged_table(rows: Rows) -> list[str]:
     ]
 
 
+def conversation_table(rows: Rows) -> list[str]:
+    """A row per turn, and one for all, of benchmarks/conversation.py."""
+    tokens = {row["case"]: row for row in rows if row["metric"] == "prompt tokens computed"}
+    seconds = {row["case"]: row for row in rows if row["metric"] == "median time to first token"}
+    header = [
+        "| turn | computed alone | with KVCM | ratio | first token alone | with KVCM | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return header + [
+        f"| {case.removeprefix('turn ')} | {row['baseline']:,.0f} | {row['value']:,.0f} | {row['ratio']:.2f} | "
+        f"{seconds[case]['baseline']:.2f} s | {seconds[case]['value']:.2f} s | {seconds[case]['ratio']:.2f} |"
+        for case, row in tokens.items()
+    ]
+
+
+def compatibility_table(rows: Rows) -> list[str]:
+    """A row per feature, a column per engine: how many tests have shown it, of benchmarks/compatibility.py."""
+    engines = list(dict.fromkeys(row["metric"] for row in rows))
+    shown = {(row["case"], row["metric"]): row["value"] for row in rows if row["ok"]}
+    features = dict.fromkeys(row["case"] for row in rows)
+    return [f"| feature | {' | '.join(engines)} |", "|---|" + "---|" * len(engines)] + [
+        f"| {feature} | {' | '.join(_tests(shown.get((feature, engine))) for engine in engines)} |"
+        for feature in features
+    ]
+
+
+def _tests(count: float | None) -> str:
+    return "–" if count is None else "1 test" if count == 1 else f"{count:,.0f} tests"
+
+
 def overload_table(rows: Rows) -> list[str]:
     """What was offered and served, and the times of what was served meanwhile."""
     return costs_table([row for row in rows if not row["case"].partition(": ")[2].startswith("afterwards, ")])
@@ -137,6 +167,9 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/performance.md", "restarts", "restarts.json", judged_table),
     ("docs/metadata.md", "index", "index.json", costs_table),
     ("docs/metadata.md", "scale", "scale.json", costs_table),
+    ("docs/engines.md", "compatibility", "compatibility.json", compatibility_table),
+    ("docs/vllm.md", "conversation", "conversation.json", conversation_table),
+    ("docs/vllm.md", "connector", "connector.json", judged_table),
     ("docs/demo.md", "turns", "reuse.json", turns_table),
     ("docs/demo.md", "checks", "reuse.json", checks_table),
 ]

@@ -93,7 +93,8 @@ class Requests:
             location_spec_names=spec_names,
             read_lease_ms=_number("read_lease_ms", read_lease_ms),
             node_id=self.node_id,
-            require_location_specs=bool(spec_names),
+            # With states the mode itself says which block needs what: the last one alone needs them.
+            require_location_specs=bool(spec_names) and mode is not MatchMode.PREFIX_WITH_STATE,
         )
         if mask is not None:
             request.block_mask.CopyFrom(block_mask("mask", mask, len(keys)))
@@ -286,6 +287,8 @@ def _checksum(checksum: int, least: int = 0) -> int:
 
 
 def _keys(keys: Sequence[int], field: str = "keys") -> Sequence[int]:
+    if keys and _INT64.start <= min(keys) and max(keys) < _INT64.stop:
+        return keys
     for index, key in enumerate(keys):
         if key not in _INT64:
             raise InvalidArgumentError(f"{field}[{index}] is {key}, must be a signed 64-bit number")

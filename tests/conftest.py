@@ -8,4 +8,4 @@ from pathlib import Path
 for folder in ("store", "contract"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-pytest_plugins = ["redis_servers"]
+pytest_plugins = ["redis_servers", "feature_records"]

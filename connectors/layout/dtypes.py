@@ -14,6 +14,7 @@ _ITEM_BYTES = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
     "uint8": 1,
+    "int8": 1,
 }
 
 
@@ -21,7 +22,7 @@ def item_bytes(dtype: str) -> int:
     """Return the bytes of one element.
 
     Args:
-        dtype: as torch names it: `float32`, `bfloat16`, ...; `uint8` is for KV that an engine has quantised itself.
+        dtype: as torch names it: `float32`, `bfloat16`, ...; `uint8` and `int8` are for what an engine has packed.
 
     Raises:
         InvalidArgumentError: the dtype is unknown.

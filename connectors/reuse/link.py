@@ -26,6 +26,7 @@ __all__ = ["InstanceSpecs", "ManagerLink"]
 _log = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 1.0
+_TRIES = 30  # in the background; then it is tried again when somebody asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class ManagerLink:
         self._not_before = clock()
         self._background = WorkerPool(1, "kvcm-register")
         self._is_queued = threading.Lock()
+        self._is_closed = threading.Event()
         self._pool_teller = PoolTeller(PoolReports(client), call_seconds)
 
     def register(self, timeout_seconds: float | None = None) -> bool:
@@ -119,6 +121,7 @@ class ManagerLink:
 
     def close(self) -> None:
         """Close client and storages."""
+        self._is_closed.set()
         self._background.close(self._call_seconds)
         self._pool_teller.close()
         self.client.close()
@@ -126,8 +129,12 @@ class ManagerLink:
             self._engine.close()
 
     def _register_in_background(self) -> None:
+        """Try for a while: an engine that starts beside its manager should be registered at its first request."""
         try:
-            self.register()
+            for _ in range(_TRIES):
+                self.register()
+                if self.registration.state is not RegistrationState.UNREACHABLE or self._is_closed.wait(_AGAIN_SECONDS):
+                    break
         finally:
             self._not_before = self._clock() + _AGAIN_SECONDS
             self._is_queued.release()

@@ -77,6 +77,8 @@ def load_parts(
     results: list[TransferResult] = []
     while len(results) < len(parts):
         left = parts[len(results) :]
+        if trays.lost and not engine.hung_accesses:
+            trays.recover()
         tray = None if cancel is not None and cancel.is_cancelled else trays.take(deadline - clock())
         if tray is None or part_bytes > trays.tray_bytes:
             why = "no staging memory in time" if part_bytes <= trays.tray_bytes else "the part is larger than a tray"
@@ -92,7 +94,7 @@ def load_parts(
         if good:
             deliver(rows if len(good) == len(rows) else rows[good], [len(results) + row for row in good])
         if any(result.failure is Failure.PENDING for result in moved):
-            trays.lose()
+            trays.lose(tray)
         else:
             trays.give_back(tray)
         results += moved

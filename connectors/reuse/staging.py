@@ -2,7 +2,8 @@
 
 Why not load straight into the engine's blocks: a storage that hangs may write to the memory that it was given at any
 later time. The engine cannot wait for that, and gives its blocks to the next request. Here a tray that a storage may
-still write to is left to it, and the next load gets another one, as long as not too many are lost that way.
+still write to is left to it, and the next load gets another one, as long as not too many are lost that way. Once no
+storage hangs any more, all are there again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class StagingTrays:
     Args:
         tray_bytes: of each.
         trays: most that are lent at once.
-        most_lost: trays that may be left to storages that hang; afterwards none is lent until one comes back.
+        most_lost: trays that are replaced while storages hang on to them; more than these are missing until then.
         allocate: makes memory, page-locked for an accelerator.
     """
 
@@ -56,13 +57,14 @@ class StagingTrays:
         self._changed = threading.Condition()
         self._free: list[Tray] = []
         self._left_to_make = trays
-        self._left_to_lose = most_lost
-        self._lost = 0
+        self._left_to_replace = most_lost
+        self._replaced = 0
+        self._lost: list[Tray] = []
 
     @property
     def lost(self) -> int:
-        """Trays that were left to storages that hang."""
-        return self._lost
+        """Trays that storages hang on to."""
+        return len(self._lost)
 
     def take(self, timeout_seconds: float) -> Tray | None:
         """Lend a tray; None when there is none in time."""
@@ -80,11 +82,20 @@ class StagingTrays:
             self._free.append(tray)
             self._changed.notify()
 
-    def lose(self) -> None:
+    def lose(self, tray: Tray) -> None:
         """Leave a tray to a storage that may still write to it; another one is made while that is allowed."""
         with self._changed:
-            self._lost += 1
-            if self._left_to_lose > 0:
-                self._left_to_lose -= 1
+            self._lost.append(tray)
+            if self._left_to_replace > 0:
+                self._left_to_replace -= 1
+                self._replaced += 1
                 self._left_to_make += 1
                 self._changed.notify()
+
+    def recover(self) -> None:
+        """Hear that no storage hangs: nothing is written to lost trays any more."""
+        with self._changed:
+            self._free += self._lost[self._replaced :]  # those that were replaced are not needed
+            self._left_to_replace += self._replaced
+            self._lost, self._replaced = [], 0
+            self._changed.notify_all()

@@ -167,6 +167,11 @@ class TransferEngine:
             return EngineStatistics(storages, self._misaddressed_items)
 
     @property
+    def hung_accesses(self) -> int:
+        """Storage calls whose callers have left; as long as there are any, memory of pending items may change."""
+        return sum(storage.hung_accesses for storage in self.statistics().storages.values())
+
+    @property
     def has_pools(self) -> bool:
         """Whether a memory pool of this node is among the storages, be its memory there or not."""
         return bool(self._pools)

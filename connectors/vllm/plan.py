@@ -1,8 +1,8 @@
 """What vLLM's KV cache looks like to us: groups of layers, how a block of each is stored, and who may share.
 
 vLLM keeps layers in groups, each with block tables of its own. A stored block covers the same tokens in every group,
-and has one part per group and tensor-parallel rank. A hit needs the parts of full-attention groups for every block, and
-those of sliding-window groups for the last blocks alone.
+and has one part per group and tensor-parallel rank. A hit needs the parts of full-attention groups for every block,
+those of sliding-window groups for the last blocks alone, and of linear attention the state behind the last block.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -35,13 +36,16 @@ from connectors.reuse.lookups import LookupPlan
 from connectors.vllm.options import VllmOptions
 from connectors.vllm.weights import weights_digest
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
 
 __all__ = ["ALL_PARTS", "FULL_PARTS", "KvGroup", "KvPlan", "RankPart"]
 
 _LAYOUT_VERSION = "vllm/1"
 ALL_PARTS = "all"
-FULL_PARTS = "full"  # of blocks whose sliding-window parts the engine has dropped already
+FULL_PARTS = "full"  # of blocks whose sliding-window parts, or states, the engine has dropped already
+
+_LINEAR = LocationSpecKind.LSK_LINEAR_ATTENTION
+_FULL = LocationSpecKind.LSK_FULL_ATTENTION
 
 
 class RankPart(NamedTuple):
@@ -65,21 +69,30 @@ class KvGroup:
     Attributes:
         id: position among vLLM's groups.
         layer_names: in the order in which they are stored.
-        stored: how a block of the group lies in storage.
-        window_tokens: that a layer looks back at most, 0 for all.
+        stored: how a block of the group lies in storage; a state counts as one token.
+        block_tokens: tokens per block.
         prefix: of the names of its parts.
+        window_tokens: that a layer looks back at most, 0 for all.
+        is_state: whether its layers keep a state, not KV: what is behind the last token of a block.
     """
 
     id: int
     layer_names: tuple[str, ...]
     stored: StoredFormat
-    window_tokens: int
+    block_tokens: int
     prefix: str
+    window_tokens: int = 0
+    is_state: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every block of a prefix is needed."""
+        return not self.window_tokens and not self.is_state
 
     @property
     def window_blocks(self) -> int:
         """Blocks before a position that its next token needs; 0 when it needs all."""
-        return -(-(self.window_tokens - 1) // self.stored.block_tokens) if self.window_tokens else 0
+        return -(-(self.window_tokens - 1) // self.block_tokens) if self.window_tokens else 0
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -124,14 +137,16 @@ class KvPlan:
                 "the model has KV that vLLM does not find by block hashes; that is not supported"
             )
         groups = tuple(_group(cache, group_id, config, ranks) for group_id in ids)
-        sizes = {group.stored.block_tokens for group in groups}
+        sizes = {group.block_tokens for group in groups}
         if len(sizes) != 1 or (cache.hash_block_size or min(sizes)) != min(sizes):
             raise InvalidArgumentError(
                 f"groups of layers have blocks of {sorted(sizes)} tokens, hashed by {cache.hash_block_size}:"
                 " must all be the same"
             )
-        if all(group.window_tokens for group in groups):
-            raise InvalidArgumentError("all layers have a sliding window; at least one group must keep all tokens")
+        if not any(group.is_whole for group in groups):
+            raise InvalidArgumentError("no layer keeps the KV of all tokens: at least one must")
+        if any(group.is_state for group in groups) and any(group.window_tokens for group in groups):
+            raise InvalidArgumentError("the model has both sliding windows and linear attention: not supported")
         return cls(groups, min(sizes), _identity(config, groups, options, ranks), ranks)
 
     @property
@@ -142,20 +157,26 @@ class KvPlan:
     @property
     def lookup(self) -> LookupPlan:
         """What a block must have, to be of use."""
-        full = [name for group in self.groups if not group.window_tokens for name in group.part_names]
-        window = [name for group in self.groups if group.window_tokens for name in group.part_names]
-        return LookupPlan(tuple(full), tuple(window), max(group.window_blocks for group in self.groups))
+        whole, window, state = (
+            tuple(name for group in groups for name in group.part_names)
+            for groups in (
+                [group for group in self.groups if group.is_whole],
+                [group for group in self.groups if group.window_tokens],
+                [group for group in self.groups if group.is_state],
+            )
+        )
+        return LookupPlan(whole, window, max(group.window_blocks for group in self.groups), state)
 
     def specs(self, instance_group: str) -> InstanceSpecs:
         """Return what is registered with the manager."""
         parts = [
-            LocationSpecInfo(group.prefix + spec.name, spec.size_bytes)
+            LocationSpecInfo(group.prefix + spec.name, spec.size_bytes, _LINEAR if group.is_state else _FULL)
             for group in self.groups
             for spec in group.stored.specs
         ]
         plan = self.lookup
         part_groups = [LocationSpecGroup(ALL_PARTS, tuple(sorted(part.name for part in parts)))]
-        if plan.window_parts:
+        if plan.window_parts or plan.state_parts:
             part_groups.append(LocationSpecGroup(FULL_PARTS, tuple(sorted(plan.parts))))
         return InstanceSpecs(instance_group, self.block_tokens, parts, self.identity.deployment(), part_groups)
 
@@ -169,6 +190,9 @@ def _check_parallel(config: VllmConfig) -> None:
 
 def _group(cache: KVCacheConfig, group_id: int, config: VllmConfig, ranks: int) -> KvGroup:
     group = cache.kv_cache_groups[group_id]
+    prefix = f"g{group_id}." if len(cache.kv_cache_groups) > 1 else ""
+    if isinstance(group.kv_cache_spec, MambaSpec):
+        return _state_group(group_id, group.layer_names, group.kv_cache_spec, ranks, prefix)
     spec = _attention(group.kv_cache_spec, group.layer_names)
     is_latent = isinstance(spec, MLAAttentionSpec)
     heads = 1 if is_latent else config.model_config.get_total_num_kv_heads()
@@ -192,8 +216,27 @@ def _group(cache: KVCacheConfig, group_id: int, config: VllmConfig, ranks: int) 
         order=KV_PACKED,
     )
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
-    prefix = f"g{group_id}." if len(cache.kv_cache_groups) > 1 else ""
-    return KvGroup(group_id, tuple(group.layer_names), stored, window, prefix)
+    return KvGroup(group_id, tuple(group.layer_names), stored, spec.block_size, prefix, window_tokens=window)
+
+
+def _state_group(group_id: int, layers: Sequence[str], spec: MambaSpec, ranks: int, prefix: str) -> KvGroup:
+    """Describe states as blocks of one token: vLLM gives them out as bytes, whatever they consist of."""
+    if spec.mamba_cache_mode != "align":
+        raise InvalidArgumentError(
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}, must be 'align': otherwise vLLM keeps no state per block"
+        )
+    shards = 1 if spec.tp_replicated else ranks
+    stored = StoredFormat(
+        layer_ends=(len(layers),),
+        heads=shards,
+        head_shards=shards,
+        kv_parts=1,
+        head_dim=spec.state_content_size_bytes,
+        block_tokens=1,
+        dtype="int8",
+        order=KV_PACKED,
+    )
+    return KvGroup(group_id, tuple(layers), stored, spec.block_size, prefix, is_state=True)
 
 
 def _attention(spec: KVCacheSpec, layers: Sequence[str]) -> AttentionSpec:
@@ -205,8 +248,8 @@ def _attention(spec: KVCacheSpec, layers: Sequence[str]) -> AttentionSpec:
         (spec,) = kinds
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
         raise InvalidArgumentError(
-            f"layer {layers[0]} keeps its KV as {type(spec).__name__}; supported are full attention, MLA and"
-            " sliding windows"
+            f"layer {layers[0]} keeps its KV as {type(spec).__name__}; supported are full attention, MLA, sliding"
+            " windows and linear attention"
         )
     assert isinstance(spec, AttentionSpec)
     if spec.head_size_v != spec.head_size and not isinstance(spec, MLAAttentionSpec):
@@ -216,18 +259,22 @@ def _attention(spec: KVCacheSpec, layers: Sequence[str]) -> AttentionSpec:
 
 def _identity(config: VllmConfig, groups: Sequence[KvGroup], options: VllmOptions, ranks: int) -> KvIdentity:
     model = config.model_config
-    formats = {group.prefix or "all": f"{format_text(group.stored)} window={group.window_tokens}" for group in groups}
+    formats = {group.prefix or "all": f"{format_text(group.stored)} {_reach(group)}" for group in groups}
     return KvIdentity(
         model=options.model_name or _model_name(model.model),
         weights=options.weights or _weights(config),
         engine=_LAYOUT_VERSION,
-        dtype=groups[0].stored.dtype,
+        dtype=next(group.stored.dtype for group in groups if group.is_whole),
         hashing=_hashing(config),
         formats=formats,
         tp_size=ranks,
         use_mla=bool(getattr(model, "use_mla", False)),
         extra=_extra(config),
     )
+
+
+def _reach(group: KvGroup) -> str:
+    return f"state/{group.block_tokens}" if group.is_state else f"window={group.window_tokens}"
 
 
 def _extra(config: VllmConfig) -> Mapping[str, str]:

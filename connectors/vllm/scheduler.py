@@ -249,6 +249,8 @@ class KvcmScheduler:
         locations, offset = found.locations, 0
         if group.window_tokens:
             locations, offset = found.window_locations, found.blocks - len(found.window_locations)
+        elif group.is_state:
+            locations, offset = found.locations[-1:], found.blocks - 1
         places = [index for index in range(first, end) if block_ids[index] != _NULL_BLOCK]
         return GroupLoad(
             group.id,
@@ -265,7 +267,11 @@ class KvcmScheduler:
         table = state.get_block_ids(tracked.id)
         if table is None:
             return
-        wanted = [self._reserved(index, table) for index in range(tracked.next_block, end)]
+        is_at_end = end * self._plan.block_tokens == tracked.request.num_computed_tokens + tokens
+        wanted = [
+            self._reserved(index, table, has_state=is_at_end and index == end - 1)
+            for index in range(tracked.next_block, end)
+        ]
         ids = [block_id for block in wanted for block_id in block.block_ids.values()]
         if not self._pins.take(ids):
             tracked.may_save = False
@@ -275,8 +281,13 @@ class KvcmScheduler:
         tracked.reserved += wanted
         tracked.next_block = end
 
-    def _reserved(self, index: int, table: Sequence[Sequence[int]]) -> ReservedBlock:
-        ids = {group.id: table[group.id][index] for group in self._plan.groups if index < len(table[group.id])}
+    def _reserved(self, index: int, table: Sequence[Sequence[int]], *, has_state: bool) -> ReservedBlock:
+        """Return what there is of a block; a state belongs to it only when the step ends with it."""
+        ids = {
+            group.id: table[group.id][index]
+            for group in self._plan.groups
+            if index < len(table[group.id]) and (has_state or not group.is_state)
+        }
         return ReservedBlock(index, {group: block for group, block in ids.items() if block != _NULL_BLOCK})
 
     def _save_computed(self, tracked: TrackedRequest) -> None:

@@ -56,6 +56,7 @@ class TrackedRequest:
     next_block: int = 0
     reserved: list[ReservedBlock] = field(default_factory=list)
     _keys: list[BlockKey] = field(default_factory=list)
+    _last_hash: bytes = b""
 
     @property
     def id(self) -> str:
@@ -65,9 +66,12 @@ class TrackedRequest:
     def keys(self, end: int) -> Sequence[BlockKey]:
         """Return the keys of the first `end` blocks, or of as many as have a hash."""
         hashes = self.request.block_hashes
-        end = min(end, len(hashes))
-        if end > len(self._keys):
-            self._keys += self.hash_keys.keys(hashes[len(self._keys) : end])
+        end, known = min(end, len(hashes)), len(self._keys)
+        if known and (known > len(hashes) or hashes[known - 1] != self._last_hash):
+            self._keys, known = [], 0  # vLLM takes hashes back when a streamed prompt goes on otherwise
+        if end > known:
+            self._keys += self.hash_keys.keys(hashes[known:end])
+            self._last_hash = hashes[end - 1]
         return self._keys[:end]
 
     def computed_blocks(self, block_tokens: int) -> int:

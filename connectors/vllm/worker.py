@@ -19,7 +19,7 @@ from connectors.reuse.link import ManagerLink
 from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_of
 from connectors.reuse.staging import Bytes, StagingTrays
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer import CancelToken, TransferEngine, TransferItem
+from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
 from connectors.transfer.pool import PRIORITY_LOAD, WorkerPool
 from connectors.vllm.memory import GroupMemory
 from connectors.vllm.messages import GroupLoad, LoadJob, SaveJob, SaveResult, StepOrders, StepResults
@@ -96,7 +96,9 @@ class KvcmWorker:
             token = CancelToken()
             with self._lock:
                 self._loads[job.request_id] = token
-            begun.append(self._load_threads.submit(PRIORITY_LOAD, partial(self._load, job, token, orders.waits)))
+            deadline = self._clock() + job.seconds  # which goes on while the job waits for its turn
+            task = partial(self._load, job, token, deadline, is_waited_for=orders.waits)
+            begun.append(self._load_threads.submit(PRIORITY_LOAD, task))
         if orders.waits:
             for future in begun:
                 future.exception()
@@ -104,7 +106,7 @@ class KvcmWorker:
     def begin_saves(self, orders: StepOrders) -> None:
         """Begin the saves of a step, after its forward."""
         for job in orders.saves:
-            self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job))
+            self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job, self._clock() + job.seconds))
 
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that have failed."""
@@ -135,13 +137,12 @@ class KvcmWorker:
         self._save_threads.close(self._options.shutdown_seconds)
         self._link.close()
 
-    def _load(self, job: LoadJob, token: CancelToken, is_waited_for: bool) -> None:
+    def _load(self, job: LoadJob, token: CancelToken, deadline: float, *, is_waited_for: bool) -> None:
         begun = self._clock()
         failed: set[int] = set()
         reports: list[LoadReport] = []
         loaded = 0
         try:
-            deadline = begun + job.seconds
             for group in job.groups:
                 bad, report = self._load_group(group, deadline, token)
                 failed |= bad
@@ -184,15 +185,16 @@ class KvcmWorker:
         results = load_parts(
             engine, self._trays, parts, memory.part_bytes, deliver, deadline - self._clock(), token, self._clock
         )
+        self._look_at_refusals(results)
         good = {group.block_ids[places[position]] for position, result in enumerate(results) if result.ok}
         return set(group.block_ids) - good, report_of(parts, results, self._statistics)
 
-    def _save(self, job: SaveJob) -> None:
+    def _save(self, job: SaveJob, deadline: float) -> None:
         result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not begun")
         begun = self._clock()
         try:
             engine = self._link.engine(self._options.call_seconds)
-            result = self._saved(job, engine) if engine else result
+            result = self._saved(job, engine, deadline) if engine else result
         except Exception as error:
             _log.exception("a save failed; %d blocks are not stored", len(job.blocks))
             result = SaveResult(1, result.written, result.checksums, repr(error))
@@ -200,18 +202,22 @@ class KvcmWorker:
         with self._lock:
             self._results.saves[job.id] = result
 
-    def _saved(self, job: SaveJob, engine: TransferEngine) -> SaveResult:
+    def _saved(self, job: SaveJob, engine: TransferEngine, deadline: float) -> SaveResult:
         items: list[TransferItem] = []
         owners: list[tuple[int, str]] = []
-        for number, block in enumerate(job.blocks):
-            for group_id, block_id in block.block_ids.items():
-                memory = self._memory[group_id]
-                uri = block.uris.get(memory.part.name)
-                if uri is not None and memory.part.is_writer:
-                    items.append(TransferItem(uri, memory.memory_of(block_id)))
-                    owners.append((number, memory.part.name))
-        results = engine.save(items, job.seconds)
         written = [True] * len(job.blocks)
+        for number, block in enumerate(job.blocks):
+            for group_id, memory in self._memory.items():
+                uri = block.uris.get(memory.part.name)
+                if uri is None or not memory.part.is_writer:
+                    continue
+                if group_id not in block.block_ids:  # never promise what nobody writes
+                    written[number] = False
+                    continue
+                items.append(TransferItem(uri, memory.memory_of(block.block_ids[group_id])))
+                owners.append((number, memory.part.name))
+        results = engine.save(items, deadline - self._clock())
+        self._look_at_refusals(results)
         checksums: list[dict[str, int]] = [{} for _ in job.blocks]
         for (number, name), result in zip(owners, results, strict=True):
             written[number] = written[number] and result.ok
@@ -221,3 +227,7 @@ class KvcmWorker:
         self._statistics.add(saved_bytes=saved_bytes)
         reason = next((result.reason for result in results if not result.ok), "")
         return SaveResult(1, tuple(written), tuple(checksums), reason)
+
+    def _look_at_refusals(self, results: Sequence[TransferResult]) -> None:
+        if any(result.failure is Failure.REFUSED for result in results):
+            self._link.forget()  # perhaps a storage was added since

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,12 @@ NEEDS_TORCH = {
     for name in ("tensors", "staging", "sequence", "engine_kv", "gather", "rows", "rows_triton")
 }
 
-ENGINES = ("connectors.transformers", "connectors.vllm", "connectors.sglang")
+ENGINE_PACKAGES = ("transformers", "vllm", "sglang")
+ENGINES = {
+    "connectors.transformers": "KVReuse",
+    "connectors.vllm": "KVCMConnector",
+    "connectors.sglang": "KVCMStorage",
+}
 
 
 def module_name(path: Path) -> str:
@@ -52,13 +58,35 @@ def test_only_protocol_and_model_of_ours_are_imported(path: Path) -> None:
 
 def test_the_base_install_is_enough_outside_of_engines() -> None:
     modules = [module_name(path) for path in FILES]
-    plain = [name for name in modules if not name.startswith(ENGINES) and name not in NEEDS_TORCH]
+    plain = [name for name in modules if not name.startswith(tuple(ENGINES)) and name not in NEEDS_TORCH]
+    blocked = ("torch", *ENGINE_PACKAGES, "uvloop", "structlog", "typer", "rich")
+    done = imported(plain, without=blocked)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_engine_is_needed_outside_of_engines() -> None:
+    modules = [module_name(path) for path in FILES]
+    done = imported([name for name in modules if not name.startswith(tuple(ENGINES))], without=ENGINE_PACKAGES)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", [name for name in ENGINES if (ROOT.parent / name.replace(".", "/")).is_dir()])
+def test_a_connector_without_its_engine_says_which_it_needs(package: str) -> None:
+    done = imported([package], without=ENGINE_PACKAGES, and_then=f"from {package} import {ENGINES[package]}")
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith(f"ImportError: {package}"), done.stderr
+    assert re.search(rf"{package.rpartition('.')[2]} .*\d\.\d+", said, re.IGNORECASE), said
+
+
+def imported(modules: list[str], without: tuple[str, ...], and_then: str = "") -> subprocess.CompletedProcess[str]:
+    """Import modules in a process where packages cannot be found."""
     program = f"""
 import importlib, sys
-for name in ("torch", "transformers", "uvloop", "structlog", "typer", "rich"):
+for name in {without!r}:
     sys.modules[name] = None
-for name in {plain!r}:
+for name in {modules!r}:
     importlib.import_module(name)
+{and_then}
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, check=False, text=True)
-    assert done.returncode == 0, done.stderr
+    return subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, check=False, text=True)

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from engine_kinds import EngineKind
+from engine_kinds import VLLM, EngineKind
 from engine_process import EngineProcess, StartEngine, start_engine
 from manager_process import ManagerProcess, start_manager
 
@@ -74,6 +74,15 @@ def new_engine(tmp_path: Path) -> Iterator[StartEngine]:
     yield _starter(tmp_path, started)
     for engine in started:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """VLLM without us on the small Llama, one for all files: what it answers is right."""
+    if VLLM.missing:
+        pytest.skip(VLLM.missing)
+    with start_engine(VLLM, tiny_llama, tmp_path_factory.mktemp("plain") / "vllm.log") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["FOLDER", "ROOT", "SGLANG", "TRANSFORMERS", "VLLM", "EngineKind"]
+__all__ = ["CONNECTED", "FOLDER", "ROOT", "SGLANG", "TRANSFORMERS", "TWO_RANKS", "VLLM", "EngineKind"]
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -48,7 +48,6 @@ VLLM = EngineKind(
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else a connector's threads inherit one core
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # "1": scheduler and workers in processes of their own, as in production
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
     },
 )
@@ -60,3 +59,12 @@ SGLANG = EngineKind(
     environment=_QUIET | {"SGLANG_USE_CPU_ENGINE": "1"},
 )
 TRANSFORMERS = EngineKind("transformers", Path(sys.executable), "transformers_engine.py", environment=_QUIET)
+# Options and variables of an engine on two ranks. Each has a core: on a shared one they wait for each other spinning.
+TWO_RANKS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    "vllm": (
+        {"tensor_parallel_size": 2},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
+    "sglang": ({"tp_size": 2}, {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+}
+CONNECTED = tuple(kind for kind in (VLLM, SGLANG, TRANSFORMERS) if (ROOT / "connectors" / kind.name).is_dir())

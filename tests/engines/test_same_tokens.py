@@ -11,6 +11,7 @@ from tiny_models import prompt_tokens
 
 _PROMPTS = [prompt_tokens(count, seed) for seed, count in enumerate((200, 33, 512, 7))]
 _NEW = 24
+_FEATURE = "without the connector: the same tokens as the other engines"
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,11 @@ def test_answers_depend_on_every_part_of_the_prompt(shared_engines: StartEngine,
     assert all(len(set(answer)) > _NEW // 2 for answer in answers)
 
 
-@pytest.mark.engines_smoke
-@pytest.mark.parametrize("kind", [VLLM, SGLANG], ids=lambda kind: kind.name)
+@pytest.mark.feature("transformers", _FEATURE)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.feature(kind.name, _FEATURE), id=kind.name) for kind in (VLLM, SGLANG)],
+)
 def test_engines_print_the_same_tokens(
     kind: EngineKind, shared_engines: StartEngine, tiny_llama: Path, truth: list[list[int]]
 ) -> None:

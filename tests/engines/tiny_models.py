@@ -8,6 +8,7 @@ compares tokens would not tell the right KV from any other.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,31 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
-__all__ = ["VOCABULARY", "WRITERS", "prompt_tokens", "write_large_llama", "write_llama"]
+__all__ = [
+    "VOCABULARY",
+    "WINDOW_TOKENS",
+    "WRITERS",
+    "prompt_tokens",
+    "write_large_llama",
+    "write_linear",
+    "write_llama",
+    "write_window",
+]
 
 VOCABULARY = 1024
+WINDOW_TOKENS = 64  # two blocks of the smallest size that vLLM takes on CPUs
 _STD = 0.08
+_SLOW_DECAY = -8.0  # else a state has forgotten a token after a few others
 
 
 def prompt_tokens(count: int, seed: int) -> list[int]:
@@ -39,22 +59,63 @@ def write_large_llama(directory: Path, *, hidden: int = 1024, layers: int = 8) -
     _write_llama(directory, hidden=hidden, layers=layers, heads=hidden // 64, kv_heads=hidden // 256, std=0.03)
 
 
-def _write_llama(directory: Path, *, hidden: int, layers: int, heads: int, kv_heads: int, std: float = _STD) -> None:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=16_384,
-        bos_token_id=1,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-        dtype="float32",
+def write_window(directory: Path, window_tokens: int = WINDOW_TOKENS) -> None:
+    """Write a model in which two of three layers see a sliding window: vLLM makes three groups of its six layers."""
+    config = MinistralConfig(
+        **_shape(hidden=256, layers=6, heads=8, kv_heads=4),
+        sliding_window=window_tokens,
+        layer_types=["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(6)],
     )
+    _write(MinistralForCausalLM(config), directory, _STD)
+    _call(directory, "MistralForCausalLM")
+
+
+def write_linear(directory: Path) -> None:
+    """Write a model in which three of four layers keep a state instead of KV: Qwen3-Next.
+
+    On CPUs vLLM computes such layers in bfloat16 only, with states of this size only, and makes the blocks of the other
+    layers as large as a state: the last layer's KV is wide, so that these are not too many tokens.
+    """
+    config = Qwen3NextConfig(
+        **_shape(hidden=128, layers=4, heads=4, kv_heads=4) | {"head_dim": 128, "pad_token_id": 0},
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 1, 2],  # vLLM wants a layer of experts
+    )
+    model = Qwen3NextForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            torch.nn.init.constant_(parameter, _SLOW_DECAY)
+    _write(model, directory, _STD)
+
+
+def _write_llama(directory: Path, *, hidden: int, layers: int, heads: int, kv_heads: int, std: float = _STD) -> None:
+    config = LlamaConfig(**_shape(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads))
     _write(LlamaForCausalLM(config), directory, std)
+
+
+def _shape(*, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """No token ends an answer, so that engines need not be told to go on."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 16_384,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
 
 
 def _write(model: Any, directory: Path, std: float) -> None:
@@ -66,6 +127,12 @@ def _write(model: Any, directory: Path, std: float) -> None:
     _tokenizer().save_pretrained(directory)
 
 
+def _call(directory: Path, architecture: str) -> None:
+    """Name an architecture for engines that have no name for this one; transformers goes by the type of the model."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [architecture]}))
+
+
 def _tokenizer() -> PreTrainedTokenizerFast:
     """One word per token: `t7` is token 7."""
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token="t0"))
@@ -73,7 +140,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", bos_token="t1")
 
 
-WRITERS: dict[str, Callable[[Path], None]] = {"llama": write_llama, "large_llama": write_large_llama}
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "llama": write_llama,
+    "large_llama": write_large_llama,
+    "window": write_window,
+    "linear": write_linear,
+}
 
 if __name__ == "__main__":
     WRITERS[sys.argv[1]](Path(sys.argv[2]))

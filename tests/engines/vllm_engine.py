@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
+import kvcm_looks
+import vllm_blocks
 from engine_loop import serve
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
 
@@ -29,10 +32,13 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self.started = {"version": __version__}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
-        """Answer all prompts."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, cache_salt: str | None = None, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        """Answer all prompts; with a salt, KV is shared only with requests of the same salt."""
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         outputs = self._llm.generate(
-            [_prompt(tokens) for tokens in prompts], _greedy(max_tokens, sampling), use_tqdm=False
+            [_prompt(tokens) | salt for tokens in prompts], _greedy(max_tokens, sampling), use_tqdm=False
         )
         return [_generated(output) for output in outputs]
 
@@ -52,15 +58,35 @@ class VllmEngine:
                 found[output.request_id] = _generated(output) | {"finished": output.finished}
         return found
 
-    def step_until(self, request_ids: list[str], tokens: int = 0, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+    def step_until(self, request_ids: list[str], tokens: int = 0, within_seconds: float = 60.0) -> dict[str, Any]:
         """Make steps until each of the requests is finished, or has so many tokens where that is not 0."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + within_seconds
         found: dict[str, dict[str, Any]] = {}
         while not all(_has(found.get(name), tokens) for name in request_ids):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {seconds} s there is only {found}")
+                raise TimeoutError(f"after {within_seconds} s there is only {found}")
             found |= self.step()
         return found
+
+    def timed(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Answer prompts that arrive together; each answer tells its `first_token_seconds`."""
+        begun = time.monotonic()
+        for number, prompt in enumerate(prompts):
+            self.add_request(f"timed-{number}", prompt, max_tokens)
+        first: dict[str, float] = {}
+        last: dict[str, dict[str, Any]] = {}
+        while len(last) < len(prompts):
+            for request_id, output in self.step().items():
+                if output["tokens"]:
+                    first.setdefault(request_id, time.monotonic() - begun)
+                if output["finished"]:
+                    last[request_id] = output
+        names = [f"timed-{number}" for number in range(len(prompts))]
+        return [last[name] | {"first_token_seconds": first[name]} for name in names]
+
+    def first_tokens(self, prompts: list[list[int]]) -> list[float]:
+        """Answer prompts one by one; returns the seconds to the first token of each."""
+        return [self.timed([prompt], 1)[0]["first_token_seconds"] for prompt in prompts]
 
     def unfinished(self) -> int:
         """Return how many requests are unfinished."""
@@ -70,6 +96,36 @@ class VllmEngine:
         """Forget the engine's own cache, so that only an external one can have a prefix."""
         return bool(self._llm.reset_prefix_cache())
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of layers that have blocks of their own; only of an engine in this process."""
+        return vllm_blocks.groups(self._core())
+
+    def cached_blocks(self, prompt: list[int], directory: str | None = None) -> list[list[dict[str, Any] | None]]:
+        """Return what the engine's own cache holds of a prompt, as `vllm_blocks` does; only of one in this process."""
+        return vllm_blocks.cached_blocks(self._core(), prompt, None if directory is None else Path(directory))
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Make steps until the connector has nothing on its way; only of an engine in this process."""
+        deadline = time.monotonic() + seconds
+        connector = self._core().scheduler.connector
+        while connector is not None and connector.has_pending_push_work():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {seconds} s blocks are still on their way")
+            self._engine.step()
+
+    def free_blocks(self) -> int:
+        """Return how many blocks nobody holds; only of an engine in this process."""
+        return int(self._core().scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def block_keys(self, tokens: list[int], **prompt: Any) -> list[int]:
+        """Return our keys of the full blocks of a prompt; needs our connector."""
+        (namespace,) = set(self._llm.collective_rpc(kvcm_looks.namespace))
+        return kvcm_looks.block_keys(self._llm.llm_engine.vllm_config, bytes.fromhex(namespace), tokens, **prompt)
+
+    def kvcm_counts(self) -> dict[str, Any]:
+        """Return what our connector has counted since the start; only of one in this process."""
+        return kvcm_looks.counts(self._core())
+
     def metrics(self) -> dict[str, Any]:
         """Return its metrics: `name` or `name{label="value",…}` to the value, of histograms the sum and count."""
         return {_named(metric): _value(metric) for metric in self._llm.get_metrics()}
@@ -77,6 +133,9 @@ class VllmEngine:
     def close(self) -> None:
         """Shut down, the connector too."""
         self._engine.engine_core.shutdown()
+
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
 
 
 def _prompt(tokens: list[int]) -> TokensPrompt:

@@ -1,0 +1,187 @@
+"""Claim: with nothing to reuse the connector costs an engine next to nothing, and its scheduler little per lookup.
+
+Two vLLM engines with the same model answer the same prompts in turn, which nobody has seen: one with the connector,
+which looks all of them up and saves all of them, and one without. What counts is the time of a step: that of the whole
+run, by its steps. Which of two equal processes is the faster one is a matter of luck, so there are several pairs of
+engines.
+
+Requests to an engine whose manager has been killed, and to one without the connector, are timed one by one, in turn.
+
+Lookups of 1,024 blocks are made beside, against the same manager, as the scheduler makes them: how long its thread is
+held, and what all threads of its process compute, is what the engine's other work loses.
+
+    python benchmarks/connector.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+from engine_site import EngineSite, engine_site, other_manager
+from report import Row, arguments, publish
+
+from connectors.client import ManagerClient
+from connectors.keys import HashKeys
+from connectors.reuse.link import InstanceSpecs, ManagerLink
+from connectors.reuse.lookups import LookupPlan, Lookups, LookupSettings
+from connectors.reuse.statistics import ReuseStatistics
+from kvcm.model.instances import LocationSpecInfo, ModelDeployment
+
+MOST_OVERHEAD = 0.03
+MOST_LOOKUP_MS = 1.5
+MOST_OUTAGE_MS = 5.0
+_BLOCKS = 1024
+_PROMPT_TOKENS = 384
+_NEW_TOKENS = 48
+_REQUESTS = 4
+_UNTIL_OPEN = 8  # requests, of which three open the breaker
+
+
+def overhead(site: EngineSite, engines: int, rounds: int) -> list[float]:
+    """Return for each pair of runs the time with the connector by that without it."""
+    ratios: list[float] = []
+    for pair in range(engines):
+        sides = [site.engine(f"overhead-{pair}"), site.engine(None)]
+        try:
+            for number in range(rounds + 1):
+                prompts = _prompts(pair * 1000 + number)
+                order = (0, 1) if number % 2 else (1, 0)
+                seconds = {side: _timed(sides[side], prompts) for side in order}
+                if number:  # the first round warms both up
+                    ratios.append(seconds[0] / seconds[1])
+        finally:
+            for side in sides:
+                side.close()
+    return ratios
+
+
+def outage(site: EngineSite, count: int) -> list[float]:
+    """Return for each pair of requests how many ms the one to the engine with a dead manager took longer."""
+    with other_manager(site) as manager:
+        sides = [site.engine("outage", manager=manager), site.engine(None)]
+        try:
+            for side in sides:
+                side.generate(_prompts(1)[:1], 2)
+            manager.kill()
+            more = []
+            for number in range(count + _UNTIL_OPEN):
+                prompt = _prompts(10_000 + number)[:1]
+                order = (0, 1) if number % 2 else (1, 0)
+                seconds = {side: sum(sides[side].ask("first_tokens", prompts=prompt)) for side in order}
+                if number >= _UNTIL_OPEN:
+                    more.append(1000 * (seconds[0] - seconds[1]))
+            return more
+        finally:
+            for side in sides:
+                side.close()
+
+
+def _prompts(seed: int) -> list[list[int]]:
+    random = Random(seed)
+    return [random.choices(range(3, 1000), k=_PROMPT_TOKENS) for _ in range(_REQUESTS)]
+
+
+def _timed(engine: object, prompts: list[list[int]]) -> float:
+    """Return how long the engine takes; what it goes on saving afterwards ends before anybody else is timed."""
+    begun = time.perf_counter()
+    engine.generate(prompts, _NEW_TOKENS, seconds=300)  # type: ignore[attr-defined]
+    seconds = time.perf_counter() - begun
+    engine.ask("settle")  # type: ignore[attr-defined]
+    return seconds
+
+
+def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """Return the bounds of the median with 95 % confidence, by drawing from the values again and again."""
+    random = Random(0)
+    medians = sorted(statistics.median(random.choices(values, k=len(values))) for _ in range(draws))
+    return medians[draws // 40], medians[-draws // 40]
+
+
+def lookups(site: EngineSite, count: int) -> tuple[list[float], list[float]]:
+    """Return for each lookup how long the scheduler's thread was held and what the process computed, in ms."""
+    client = ManagerClient(site.manager.address, "lookups")
+    specs = InstanceSpecs(
+        "default", 32, [LocationSpecInfo("tp0", 4096)], ModelDeployment("bench", "float32", tp_size=1)
+    )
+    link = ManagerLink(client, specs, 5.0)
+    link.register()
+    hashes = [hashlib.sha256(str(number).encode()).digest() for number in range(_BLOCKS)]
+    make_keys = HashKeys(b"bench")
+    keys = make_keys.keys(hashes)
+    grant = client.start_write(keys, timeout_seconds=10)
+    assert grant is not None
+    client.finish_write(grant.session_id, [True] * _BLOCKS, timeout_seconds=10)
+    asked = Lookups(link, LookupPlan(("tp0",)), LookupSettings(lookup_seconds=10, share_seconds=0), ReuseStatistics())
+    try:
+        samples = [_lookup(asked, partial(make_keys.keys, hashes), str(number)) for number in range(count + 20)]
+    finally:
+        asked.close(1)
+        link.close()
+    held, computed = zip(*samples[20:], strict=True)
+    return list(held), list(computed)
+
+
+def _lookup(asked: Lookups, make_keys: Callable[[], list], request_id: str) -> tuple[float, float]:  # type: ignore[type-arg]
+    """Make one lookup; the lease's release counts, too."""
+    computing, begun = time.process_time(), time.perf_counter()
+    asked.answered.clear()
+    asked.begin(request_id, make_keys())
+    held = time.perf_counter() - begun
+    asked.answered.wait(10)
+    begun = time.perf_counter()
+    found = asked.poll(request_id)
+    assert found is not None
+    assert found.blocks == _BLOCKS
+    asked.forget(request_id)
+    held += time.perf_counter() - begun
+    time.sleep(0.005)  # the release is under way
+    return 1000 * held, 1000 * (time.process_time() - computing)
+
+
+def rows_of(
+    ratios: Sequence[float], held: Sequence[float], computed: Sequence[float], later: Sequence[float]
+) -> list[Row]:
+    """Return the figures."""
+    late = statistics.median(later)
+    most = f"<= {MOST_OUTAGE_MS:g} ms"
+    down = f"manager killed, {len(later)} pairs of requests"
+    over = statistics.median(ratios) - 1
+    low, high = interval(ratios)
+    target = f"<= {100 * MOST_OVERHEAD:g} %"
+    case = f"0 % hits, {len(ratios)} pairs of runs"
+    cpu = statistics.median(computed)
+    lookup = f"lookup of {_BLOCKS:,} blocks"
+    return [
+        Row(case, "more time per step with the connector", 100 * over, "%", target=target, ok=over <= MOST_OVERHEAD),
+        Row(case, "the same, lower bound (95 %)", 100 * (low - 1), "%"),
+        Row(case, "the same, upper bound (95 %)", 100 * (high - 1), "%"),
+        Row(lookup, "scheduler's thread held", statistics.median(held), "ms"),
+        Row(lookup, "CPU of its process", cpu, "ms", target=f"<= {MOST_LOOKUP_MS} ms", ok=cpu <= MOST_LOOKUP_MS),
+        Row(down, "first token later, median", late, "ms", target=most, ok=late <= MOST_OUTAGE_MS),
+        Row(down, "first token later, 9 of 10", sorted(later)[int(0.9 * len(later))], "ms"),
+    ]
+
+
+def main() -> int:
+    from tiny_models import write_large_llama
+
+    options = arguments((__doc__ or "").partition("\n")[0]).parse_args()
+    engines, rounds, count, requests = (1, 2, 50, 10) if options.quick else (3, 6, 400, 60)
+    with engine_site(partial(write_large_llama, hidden=512)) as site:
+        held, computed = lookups(site, count)
+        ratios = overhead(site, engines, rounds)
+        later = outage(site, requests)
+    for ratio in ratios:
+        print(f"with / without: {ratio:.4f}", file=sys.stderr)
+    is_sound = publish("connector: what it costs an engine", rows_of(ratios, held, computed, later), options.json)
+    return 0 if is_sound or options.quick else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

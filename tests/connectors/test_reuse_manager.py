@@ -1,0 +1,369 @@
+"""The core of connectors with a real manager: sessions, saves, loads and lookups, and what is left when things fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from manager_process import ManagerProcess
+
+from connectors.client import ManagerClient
+from connectors.exchanges import ClientSettings
+from connectors.policy import RetrySettings
+from connectors.results import MatchMode
+from connectors.reuse.link import InstanceSpecs, ManagerLink
+from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_of
+from connectors.reuse.lookups import Found, LookupPlan, Lookups, LookupSettings
+from connectors.reuse.saving import SavedBlocks, save_blocks
+from connectors.reuse.sessions import SessionSettings, WriteSessions
+from connectors.reuse.staging import Bytes, StagingTrays
+from connectors.reuse.statistics import ReuseStatistics
+from connectors.transfer import TransferEngine
+from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.keys import BlockKey
+
+PART_BYTES = 64
+PARTS = ("full", "window")
+SECONDS = 10.0
+Link = Callable[..., ManagerLink]
+
+
+def keys_of(*numbers: int) -> list[BlockKey]:
+    return [BlockKey(number) for number in numbers]
+
+
+def bytes_of(key: int, part: str) -> bytes:
+    return bytes([key % 251, len(part)]) * (PART_BYTES // 2)
+
+
+@pytest.fixture
+def new_link(instance_id: str) -> Iterator[Link]:
+    links: list[ManagerLink] = []
+
+    def make(address: str, model: str = "m") -> ManagerLink:
+        client = ManagerClient(address, instance_id, ClientSettings(retry=RetrySettings(max_rounds=1)))
+        specs = InstanceSpecs(
+            "default",
+            16,
+            [LocationSpecInfo(name, PART_BYTES) for name in PARTS],
+            ModelDeployment(model, "float32", tp_size=1),
+            [LocationSpecGroup("all", PARTS), LocationSpecGroup("full", ("full",))],
+        )
+        links.append(
+            ManagerLink(client, specs, 2.0, lambda storages: TransferEngine.for_storages(storages, checksums=True))
+        )
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.close()
+
+
+def engine_of(link: ManagerLink) -> TransferEngine:
+    engine = link.engine()
+    assert engine is not None
+    return engine
+
+
+def save(
+    link: ManagerLink, keys: Sequence[BlockKey], groups: Sequence[str] = (), parent: int | None = None
+) -> SavedBlocks:
+    sessions = WriteSessions(link.client, SessionSettings())
+    above = None if parent is None else BlockKey(parent)
+    try:
+        return save_blocks(
+            sessions,
+            engine_of(link),
+            keys,
+            above,
+            lambda index, part: [memoryview(bytes_of(keys[index], part))],
+            SECONDS,
+            part_groups=groups,
+        )
+    finally:
+        assert sessions.count == 0
+        sessions.close()
+
+
+def load(link: ManagerLink, keys: Sequence[BlockKey]) -> tuple[dict[int, bytes], LoadReport, ReuseStatistics]:
+    found = link.client.match(keys, MatchMode.PREFIX, spec_names=["full"])
+    parts = [
+        PartToLoad(key, location.uris["full"], location.checksums["full"])
+        for key, location in zip(keys, found.locations, strict=False)
+        if location is not None
+    ]
+    got: dict[int, bytes] = {}
+
+    def deliver(rows: Bytes, positions: Sequence[int]) -> None:
+        got.update({parts[position].key: row.tobytes() for row, position in zip(rows, positions, strict=True)})
+
+    trays, statistics = StagingTrays(3 * PART_BYTES, 1), ReuseStatistics()
+    results = load_parts(engine_of(link), trays, parts, PART_BYTES, deliver, SECONDS)
+    assert trays.lost == 0
+    return got, report_of(parts, results, statistics), statistics
+
+
+def test_what_is_saved_is_loaded_in_trays(manager: ManagerProcess, new_link: Link) -> None:
+    link, keys = new_link(manager.address), keys_of(*range(8))
+    saved = save(link, keys)
+    assert (saved.stored, saved.saved, saved.saved_bytes, saved.reason) == ((True,) * 8, 8, 8 * 2 * PART_BYTES, "")
+    got, report, _ = load(link, keys)
+    assert got == {key: bytes_of(key, "full") for key in keys}
+    assert not report
+
+
+def test_what_is_there_is_not_saved_again(manager: ManagerProcess, new_link: Link) -> None:
+    link = new_link(manager.address)
+    save(link, keys_of(1, 2))
+    files = len(manager.files)
+    again = save(link, keys_of(1, 2))
+    assert (again.stored, again.saved) == ((True, True), 0)
+    more = save(link, keys_of(1, 2, 3))
+    assert (more.stored, more.saved) == ((True, True, True), 1)
+    assert len(manager.files) >= files
+
+
+def test_a_block_with_a_missing_part_is_not_found_and_can_be_completed(manager: ManagerProcess, new_link: Link) -> None:
+    link, keys = new_link(manager.address), keys_of(1, 2, 3)
+    assert save(link, keys, ["all", "full", "all"]).saved == 3
+    every = link.client.match(keys, spec_names=PARTS)
+    assert len(every.locations) == 1
+    assert len(link.client.match(keys, spec_names=["full"]).locations) == 3
+    assert save(link, keys).saved == 1
+    assert len(link.client.match(keys, spec_names=PARTS).locations) == 3
+
+
+def test_lost_and_corrupt_parts_are_told_apart_and_the_others_arrive(manager: ManagerProcess, new_link: Link) -> None:
+    link, keys = new_link(manager.address), keys_of(*range(100, 103))
+    before = set(manager.files)
+    save(link, keys)
+    for path in set(manager.files) - before:
+        content = path.read_bytes()
+        at = content.find(bytes_of(keys[1], "full"))
+        if at >= 0:
+            path.write_bytes(content[:at] + bytes(PART_BYTES) + content[at + PART_BYTES :])
+    got, report, statistics = load(link, keys)
+    assert got == {key: bytes_of(key, "full") for key in (keys[0], keys[2])}
+    assert [key for key, _, _ in report.corrupt] == [keys[1]]
+    assert statistics.total()["corrupt_parts"] == 1
+    told = link.client.report_missing(report.lost, corrupt=report.corrupt)
+    assert told is not None
+    assert told.removed_locations >= 1
+    assert len(link.client.match(keys, spec_names=["full"]).locations) == 1
+
+
+def test_a_save_that_raises_leaves_no_session(manager: ManagerProcess, new_link: Link) -> None:
+    """Invariant 3: the blocks can be written at once by the next one."""
+    link, keys = new_link(manager.address), keys_of(1, 2)
+    sessions = WriteSessions(link.client, SessionSettings())
+
+    def raise_it(index: int, part: str) -> Sequence[memoryview]:
+        raise RuntimeError("no such block")
+
+    with pytest.raises(RuntimeError, match="no such block"):
+        save_blocks(sessions, engine_of(link), keys, None, raise_it, SECONDS)
+    assert sessions.count == 0
+    assert save(link, keys).saved == 2
+
+
+def test_a_closed_table_aborts_what_is_open(manager: ManagerProcess, new_link: Link) -> None:
+    link, keys = new_link(manager.address), keys_of(1, 2)
+    assert link.register()
+    sessions = WriteSessions(link.client, SessionSettings())
+    grant = sessions.begin(keys, None)
+    assert grant is not None
+    assert sessions.count == 1
+    sessions.close()
+    assert not sessions.finish(grant.session_id, [True, True])
+    assert sessions.begin(keys, None) is None
+    assert save(link, keys).saved == 2
+
+
+def test_an_open_session_is_renewed(manager: ManagerProcess, new_link: Link) -> None:
+    """A session of one second is still open after three: the keeper of the table renews it."""
+    link, keys = new_link(manager.address), keys_of(1, 2)
+    assert link.register()
+    sessions = WriteSessions(link.client, SessionSettings(session_seconds=1))
+    grant = sessions.begin(keys, None)
+    assert grant is not None
+    deadline = time.monotonic() + SECONDS
+    while link.client.counters().get("renew_write") is None or link.client.counters()["renew_write"].ok < 5:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+    assert sessions.finish(grant.session_id, [True, True])
+    sessions.close()
+    assert len(link.client.match(keys).locations) == 2
+
+
+def answered(lookups: Lookups, request_id: str) -> Found:
+    deadline = time.monotonic() + SECONDS
+    while (found := lookups.poll(request_id)) is None:
+        assert time.monotonic() < deadline
+        lookups.answered.clear()
+        lookups.answered.wait(0.02)
+    return found
+
+
+@pytest.fixture
+def new_lookups() -> Iterator[Callable[..., Lookups]]:
+    made: list[Lookups] = []
+
+    def make(link: ManagerLink, plan: LookupPlan | None = None, **settings: float) -> Lookups:
+        plan = plan or LookupPlan(("full", "window"))
+        patient = LookupSettings(**({"lookup_seconds": 5.0, "share_seconds": 0.0} | settings))  # type: ignore[arg-type]
+        made.append(Lookups(link, plan, patient, ReuseStatistics()))
+        return made[-1]
+
+    yield make
+    for lookups in made:
+        lookups.close(1.0)
+
+
+def test_a_lookup_finds_the_prefix_and_releases_its_lease(
+    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link, keys = new_link(manager.address), keys_of(1, 2, 3, 4)
+    save(link, keys[:3])
+    lookups = new_lookups(link)
+    lookups.begin("r", keys)
+    lookups.begin("r", keys)  # asked again before it is answered: one lookup, one lease
+    found = answered(lookups, "r")
+    assert (found.blocks, len(found.locations), found.is_known) == (3, 3, True)
+    assert len(found.lease_ids) == 1
+    lookups.forget("r")
+    lookups.forget("r")
+    lookups.close(5.0)
+    counters = link.client.counters()
+    assert (counters["match"].ok, counters["release_lease"].ok) == (1, 1)
+
+
+def test_requests_that_ask_for_the_same_share_one_call(
+    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link, keys = new_link(manager.address), keys_of(1, 2)
+    save(link, keys)
+    lookups = new_lookups(link, share_seconds=60.0)
+    for number in range(5):
+        lookups.begin(f"r{number}", keys)
+    assert [answered(lookups, f"r{number}").blocks for number in range(5)] == [2] * 5
+    for number in range(5):
+        lookups.forget(f"r{number}")
+    assert link.client.counters()["match"].ok == 1
+    assert "release_lease" not in link.client.counters()
+    lookups.clear()  # what others publish makes shared answers stale
+    lookups.begin("later", keys)
+    assert answered(lookups, "later").blocks == 2
+    assert link.client.counters()["match"].ok == 2
+
+
+def test_of_a_sliding_window_only_the_last_blocks_are_needed(
+    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link, keys = new_link(manager.address), keys_of(*range(1, 9))
+    #            1       2      3      4       5      6       7      8
+    groups = ["full", "full", "all", "all", "full", "all", "full", "full"]
+    save(link, keys, groups)
+    lookups = new_lookups(link, LookupPlan(("full",), ("window",), 2))
+    lookups.begin("r", keys)
+    found = answered(lookups, "r")
+    assert found.blocks == 4  # 3 and 4 are the right-most two in a row with their window
+    assert (len(found.locations), len(found.window_locations)) == (4, 2)
+    lookups.begin("short", keys[:2])
+    assert answered(lookups, "short").blocks == 0
+
+
+def test_a_prefix_shorter_than_the_window_needs_all_of_its_blocks(
+    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link, keys = new_link(manager.address), keys_of(1, 2)
+    save(link, keys, ["all", "all"])
+    lookups = new_lookups(link, LookupPlan(("full",), ("window",), 5))
+    lookups.begin("r", keys)
+    found = answered(lookups, "r")
+    assert (found.blocks, len(found.window_locations)) == (2, 2)
+
+
+def test_without_a_manager_every_lookup_is_a_miss_at_once(
+    closed_port: int, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link = new_link(f"127.0.0.1:{closed_port}")
+    lookups = new_lookups(link)
+    for number in range(50):
+        lookups.begin(f"r{number}", keys_of(number))
+        found = lookups.poll(f"r{number}")
+        assert found is not None
+        assert (found.blocks, found.is_known) == (0, False)
+
+
+def test_a_manager_that_dies_and_comes_back(
+    new_manager: Callable[..., ManagerProcess], new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    running = new_manager()
+    link, keys = new_link(running.address), keys_of(1, 2)
+    save(link, keys)
+    lookups = new_lookups(link)
+    lookups.begin("before", keys)
+    assert answered(lookups, "before").blocks == 2
+    running.kill()
+    for number in range(4):  # the breaker opens
+        lookups.begin(f"dead{number}", keys_of(number))
+        assert not answered(lookups, f"dead{number}").is_known
+    assert link.client.is_suspended
+    lookups.begin("at-once", keys)
+    assert lookups.poll("at-once") is not None
+    new_manager(running.ports)
+    deadline = time.monotonic() + 3 * SECONDS
+    number = 0
+    while True:
+        assert time.monotonic() < deadline
+        lookups.begin(f"back{number}", keys)
+        if answered(lookups, f"back{number}").blocks == 2:
+            break
+        number += 1
+        threading.Event().wait(0.05)
+
+
+def test_a_late_answer_is_a_miss_and_its_lease_is_released(
+    manager: ManagerProcess, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link, keys = new_link(manager.address), keys_of(1, 2)
+    save(link, keys)
+    lookups = new_lookups(link, lookup_seconds=0.0)
+    lookups.begin("r", keys)
+    found = lookups.poll("r")
+    assert found is not None
+    assert (found.blocks, found.is_known) == (0, False)
+    assert lookups.poll("r") is found
+
+
+def test_a_refused_registration_is_final_and_loud(
+    manager: ManagerProcess, new_link: Link, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert new_link(manager.address).register()
+    other = new_link(manager.address, model="another")
+    assert not other.register()
+    assert not other.is_ready()
+    assert other.engine_now() is None
+    assert "refuses to register" in caplog.text
+    assert other.client.counters()["register_instance"].miss_on_error == 1
+
+
+def test_an_absent_manager_is_registered_with_when_it_comes(
+    new_manager: Callable[..., ManagerProcess], new_link: Link, tmp_path: Path
+) -> None:
+    running = new_manager()
+    running.stop()
+    link = new_link(running.address)
+    assert not link.is_ready()
+    with suppress(Exception):
+        link.register(0.1)
+    new_manager(running.ports)
+    deadline = time.monotonic() + 3 * SECONDS
+    while not link.is_ready():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)
+    assert link.engine_now() is not None

@@ -1,0 +1,36 @@
+"""What tests want to know of our connector inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from connectors.keys import HashKeys
+from connectors.reuse.statistics import merged
+
+__all__ = ["block_keys", "counts", "namespace"]
+
+
+def namespace(worker: Any) -> str:
+    """Return what all block keys depend on, in hex; runs in a worker."""
+    return str(get_kv_transfer_group()._worker._plan.identity.namespace.hex())
+
+
+def block_keys(config: Any, namespace: bytes, tokens: list[int], **prompt: Any) -> list[int]:
+    """Return the keys of the full blocks of a prompt, as the scheduler's side of the connector makes them."""
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    hasher = get_request_block_hasher(config.cache_config.block_size, hash_fn)
+    request = Request("look", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher, **prompt)
+    return list(HashKeys(namespace).keys(request.block_hashes))
+
+
+def counts(core: Any) -> dict[str, Any]:
+    """Return what both sides of the connector have counted."""
+    sides = (core.scheduler.connector, get_kv_transfer_group())
+    return merged(*(side._statistics.total() for side in sides))

@@ -1,0 +1,114 @@
+"""The engines that are installed have the interfaces that the connectors were written for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kinds import CONNECTED, FOLDER, ROOT, SGLANG, TRANSFORMERS, VLLM, EngineKind
+from interfaces import ATTRIBUTES, CALLS, OVERRIDES
+
+_KINDS = {kind.name: kind for kind in (VLLM, SGLANG, TRANSFORMERS)}
+_SECONDS = 120
+_FEATURE = "has the interface that the connector was written for"
+
+
+def by_engine(named: list[tuple[str, Any]]) -> list[Any]:
+    """Return the cases of a test, each as a sign that its engine has its interface."""
+    return [pytest.param(engine, name, marks=pytest.mark.feature(engine, _FEATURE)) for engine, name in named]
+
+
+def calls_of(engine: str) -> dict[str, str]:
+    """Return the parameters that are expected, by name."""
+    found = {}
+    for owner, lines in CALLS[engine].items():
+        for name, parameters in re.findall(r"(\w+)(\([^)]*\))", " ".join(lines.split())):
+            found[f"{owner}{'.' if ':' in owner else ':'}{name}"] = parameters
+    return found
+
+
+def asked(kind: EngineKind, request: dict[str, Any], directory: Path) -> dict[str, Any]:
+    if kind.missing:
+        pytest.skip(kind.missing)
+    question, answer = directory / "request.json", directory / "answer.json"
+    question.write_text(json.dumps(request))
+    paths = os.pathsep.join(map(str, [*kind.paths, ROOT]))
+    command = [kind.python, FOLDER / "interface_report.py", question, answer]
+    done = subprocess.run(
+        command, env=os.environ | kind.environment | {"PYTHONPATH": paths}, capture_output=True, text=True,
+        timeout=_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(answer.read_text()))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what an engine is; each is asked once."""
+
+    @cache
+    def ask(engine: str) -> dict[str, Any]:
+        request = {
+            "callables": list(calls_of(engine)),
+            "classes": list(ATTRIBUTES[engine]),
+            "overrides": OVERRIDES[engine],
+        }
+        return asked(_KINDS[engine], request, tmp_path_factory.mktemp(engine))
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), by_engine([(engine, name) for engine in CALLS for name in calls_of(engine)])
+)
+def test_calls_take_what_they_did(engine: str, name: str, installed: Any) -> None:
+    found = installed(engine)["callables"][name]
+    wanted = calls_of(engine)[name]
+    assert found == wanted, f"{engine}: {name} is now {found}; the connector was written for {wanted}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), by_engine([(engine, name) for engine in ATTRIBUTES for name in ATTRIBUTES[engine]])
+)
+def test_classes_have_what_they_had(engine: str, name: str, installed: Any) -> None:
+    found = installed(engine)["classes"][name]
+    assert found is not None, f"{engine}: there is no {name} any more"
+    gone = set(ATTRIBUTES[engine][name].split()) - set(found)
+    assert not gone, f"{engine}: {name} has no {sorted(gone)} any more"
+
+
+@pytest.mark.parametrize(
+    ("engine", "pair"),
+    by_engine([(engine, pair) for engine, pairs in OVERRIDES.items() for pair in pairs if _KINDS[engine] in CONNECTED]),
+)
+def test_methods_of_ours_take_what_the_engine_gives_them(engine: str, pair: tuple[str, str], installed: Any) -> None:
+    methods = installed(engine)["overrides"][" ".join(pair)]
+    assert methods, f"{engine}: {pair[0]} or {pair[1]} cannot be imported, or they have no method in common"
+    different = {name: both for name, both in methods.items() if both[0] != both[1]}
+    assert not different, f"{engine}: {pair[0]} takes other parameters than {pair[1]}: {different}"
+
+
+def test_a_change_is_seen(tmp_path: Path) -> None:
+    name = "transformers.cache_utils:DynamicLayer"
+    request = {
+        "callables": ["json:loads", "json:no_such_function", "no_such_module:function"],
+        "classes": [name],
+        "overrides": [
+            ("collections:UserDict", "_collections_abc:MutableMapping"),
+            ("collections:Gone", "builtins:dict"),
+        ],
+    }
+    found = asked(TRANSFORMERS, request, tmp_path)
+    assert found["callables"]["json:loads"].startswith("(s, *, cls=…")
+    assert found["callables"]["json:no_such_function"] is None
+    assert found["callables"]["no_such_module:function"] is None
+    assert "no_such_attribute" not in found["classes"][name]
+    ours = found["overrides"]["collections:UserDict _collections_abc:MutableMapping"]
+    assert ours["__contains__"] == ["(self, key)"] * 2
+    assert found["overrides"]["collections:Gone builtins:dict"] is None

@@ -1,0 +1,120 @@
+"""Each engine with its connector: what a process computed, the next one loads, and the answers are those without us."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_kinds import CONNECTED, TRANSFORMERS, EngineKind
+from engine_process import EngineProcess, StartEngine
+from manager_process import ManagerProcess
+from tiny_models import prompt_tokens
+
+_PROMPTS = [prompt_tokens(count, seed) for seed, count in enumerate((200, 330))]
+_NEW = 16
+_FEATURE = "saves, and another process loads"
+_SAVED_SECONDS = 30.0
+
+
+def vllm_options(manager: str, instance_id: str) -> dict[str, Any]:
+    transfer = {
+        "kv_connector": "KVCMConnector",
+        "kv_connector_module_path": "connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "manager": manager,
+            "instance_group": "default",
+            "instance_id": instance_id,
+            "lookup_seconds": 10.0,  # a busy machine is no miss
+        },
+    }
+    return {"kv_transfer_config": transfer}
+
+
+def sglang_options(manager: str, instance_id: str) -> dict[str, Any]:
+    storage = {
+        "backend_name": "kvcm",
+        "module_path": "connectors.sglang",
+        "class_name": "KVCMStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": 16,
+        "manager": manager,
+        "instance_group": "default",
+        "instance_id": instance_id,
+        "call_seconds": 10.0,
+    }
+    return {"storage": storage}
+
+
+def transformers_options(manager: str, instance_id: str) -> dict[str, Any]:
+    settings = {"call_seconds": 10.0, "register_seconds": 20.0}
+    return {
+        "reuse": {
+            "manager": manager,
+            "instance_group": "default",
+            "instance_id": instance_id,
+            "block_tokens": 32,
+            "settings": settings,
+        }
+    }
+
+
+_OPTIONS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "vllm": vllm_options,
+    "sglang": sglang_options,
+    "transformers": transformers_options,
+}
+_BLOCK_TOKENS = {"vllm": 32, "sglang": 16, "transformers": 32}
+
+
+def wait_until_saved(engine: EngineProcess, loadable: list[int]) -> None:
+    """Wait until SGLang finds all in the storage again: when it ends, it does not wait for what it saves."""
+    deadline = time.monotonic() + _SAVED_SECONDS
+    while True:
+        engine.ask("flush_cache")
+        if answered(engine)[1] == loadable:
+            return
+        assert time.monotonic() < deadline, "not all was saved"
+
+
+def loadable_tokens(kind: EngineKind) -> list[int]:
+    """Return how many tokens of each prompt can be loaded: whole blocks, and one token at least is computed."""
+    block = _BLOCK_TOKENS[kind.name]
+    return [(len(prompt) - 1) // block * block for prompt in _PROMPTS]
+
+
+def answered(engine: EngineProcess) -> tuple[list[list[int]], list[int]]:
+    answers = engine.generate(_PROMPTS, _NEW)
+    return [answer.tokens for answer in answers], [answer.cached_tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def truth(shared_engines: StartEngine, tiny_llama: Path) -> list[list[int]]:
+    """Return what transformers answers without us."""
+    return answered(shared_engines(TRANSFORMERS, tiny_llama))[0]
+
+
+@pytest.mark.engines_smoke
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.feature(kind.name, _FEATURE), id=kind.name) for kind in CONNECTED]
+)
+def test_the_next_process_loads_and_answers_the_same(
+    kind: EngineKind,
+    new_engine: StartEngine,
+    manager: ManagerProcess,
+    instance_id: str,
+    tiny_llama: Path,
+    truth: list[list[int]],
+) -> None:
+    options = _OPTIONS[kind.name](manager.address, instance_id)
+    loadable = loadable_tokens(kind)
+    with new_engine(kind, tiny_llama, **options) as engine:
+        assert answered(engine) == (truth, [0, 0])
+        if kind.name == "sglang":
+            wait_until_saved(engine, loadable)
+    with new_engine(kind, tiny_llama, **options) as engine:
+        assert answered(engine) == (truth, loadable)

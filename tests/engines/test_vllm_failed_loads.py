@@ -1,0 +1,118 @@
+"""Blocks that the manager knows and that cannot be loaded: the request is computed, or fails as it is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from engine_kinds import VLLM
+from engine_process import EngineProcess, Generated, StartEngine
+from manager_process import ManagerProcess
+from tiny_models import prompt_tokens
+from vllm_rig import Rig, connected, overwrite, sessions_open, swapped_halves, until
+
+_WAYS = [
+    pytest.param((policy, load_async), id=f"{policy}-{'async' if load_async else 'sync'}")
+    for policy in ("recompute", "fail")
+    for load_async in (True, False)
+]
+_SEEDS = iter(range(400, 500))
+
+
+@pytest.fixture(scope="module", params=_WAYS)
+def rig(
+    request: pytest.FixtureRequest, shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess
+) -> Iterator[Rig]:
+    policy, load_async = request.param
+    instance_id = f"failed-{uuid4().hex[:8]}"
+    options = connected(manager.address, instance_id, policy=policy, load_async=load_async)
+    engine = shared_engines(VLLM, tiny_llama, **options)
+    yield Rig(engine, manager, instance_id)
+    engine.close()
+
+
+@pytest.fixture
+def recomputes(request: pytest.FixtureRequest) -> bool:
+    """Whether the engine computes what it cannot load."""
+    return bool(request.getfixturevalue("rig") and request.node.callspec.params["rig"][0] == "recompute")
+
+
+def _loads(rig: Rig) -> int:
+    return int(sum(rig.counts().get("load_seconds", [0])[:-1]))
+
+
+def _is_as_configured(answer: Generated, recomputes: bool, truth: list[int]) -> bool:
+    expected = (truth, "length") if recomputes else ([], "error")
+    return (answer.tokens, answer.finish_reason) == expected
+
+
+@pytest.mark.parametrize("bad", [(0,), (3,), (5,), (1, 4), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_blocks_with_other_bytes(rig: Rig, recomputes: bool, bad: tuple[int, ...], plain_vllm: EngineProcess) -> None:
+    prompt = prompt_tokens(200, seed=next(_SEEDS))
+    truth = plain_vllm.generate([prompt], 16)[0].tokens
+    rig.store(prompt)
+    keys = rig.keys(prompt)
+    before, loads, corrupt = rig.stored_digests(keys), _loads(rig), rig.count("corrupt_parts")
+    for uri in [rig.uris(keys)[number] for number in bad]:
+        overwrite(uri, swapped_halves)
+    assert _is_as_configured(rig.fresh(prompt), recomputes, truth)
+    assert _loads(rig) == loads + 1  # it does not try again
+    assert rig.count("corrupt_parts") == corrupt + len(bad)
+    _heals(rig, prompt, truth, before)
+
+
+def test_blocks_whose_files_are_gone(rig: Rig, recomputes: bool, plain_vllm: EngineProcess) -> None:
+    prompt = prompt_tokens(300, seed=next(_SEEDS))
+    truth = plain_vllm.generate([prompt], 16)[0].tokens
+    rig.store(prompt[:130])
+    rig.store(prompt)
+    keys = rig.keys(prompt)
+    before, loads = rig.stored_digests(keys), _loads(rig)
+    gone = rig.uris(keys)[6].path
+    Path(gone).unlink()
+    assert _is_as_configured(rig.fresh(prompt), recomputes, truth)
+    assert _loads(rig) == loads + 1
+    assert rig.count("lost_parts") > 0
+    _heals(rig, prompt, truth, before)
+
+
+def _heals(rig: Rig, prompt: list[int], truth: list[int], digests: list[str]) -> None:
+    """The manager is told and forgets the blocks; they are stored anew by who computes them."""
+    keys = rig.keys(prompt)
+    if rig.stored_blocks(keys) < len(keys):  # the request failed: the next one computes
+        until(lambda: rig.fresh(prompt).tokens == truth)
+    rig.until_stored(prompt)
+    assert rig.stored_digests(keys) == digests
+    bad = sum(rig.count(name) for name in ("lost_parts", "corrupt_parts", "failed_parts"))
+    again = rig.fresh(prompt)
+    assert (again.tokens, again.finish_reason) == (truth, "length")
+    assert again.cached_tokens == len(keys) * 32
+    assert sum(rig.count(name) for name in ("lost_parts", "corrupt_parts", "failed_parts")) == bad
+
+
+def test_requests_at_the_same_time(rig: Rig, recomputes: bool, plain_vllm: EngineProcess) -> None:
+    """Those that share the bad blocks, or only their prefix, or nothing."""
+    base = prompt_tokens(160, seed=next(_SEEDS))
+    prompts = [base + prompt_tokens(40, seed=500 + number) for number in range(3)]
+    prompts += [base[:64] + prompt_tokens(100, seed=510), prompt_tokens(200, seed=next(_SEEDS))]
+    truth = [answer.tokens for answer in plain_vllm.generate(prompts, 16)]
+    for prompt in prompts:
+        rig.store(prompt)
+    overwrite(rig.uris(rig.keys(base))[2], swapped_halves)
+    rig.fresh([3], 1)
+    answers = rig.engine.generate(prompts, 16)
+    assert [answer.tokens for answer in answers[3:]] == truth[3:]
+    for answer, right in zip(answers[:3], truth, strict=False):
+        assert (answer.tokens, answer.finish_reason) in (
+            [(right, "length")] if recomputes else [(right, "length"), ([], "error")]
+        )
+    until(lambda: [answer.tokens for answer in rig.engine.generate(prompts, 16)] == truth)
+    for prompt in prompts:
+        rig.fresh(prompt)
+        rig.until_stored(prompt)
+    for prompt, right in zip(prompts, truth, strict=True):
+        assert rig.fresh(prompt).tokens == right
+    rig.engine.ask("settle")
+    until(lambda: sessions_open(rig.manager) == 0)

@@ -1,0 +1,175 @@
+"""vLLM with our connector, a manager, and what tests want to know of the blocks in between."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from engine_process import EngineProcess, Generated
+from manager_process import ManagerProcess
+
+from connectors.client import ManagerClient
+from connectors.results import Location, MatchMode
+from kvcm.model.uri import LocationUri
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "Rig",
+    "connected",
+    "forget",
+    "manager_metric",
+    "overwrite",
+    "read",
+    "sessions_open",
+    "swapped_halves",
+    "until",
+]
+
+BLOCK_TOKENS = 32
+PART = "layers0-4.heads0-4"  # of the small Llama, on one rank
+_SECONDS = 30.0
+
+
+def until(condition: Callable[[], Any], seconds: float = _SECONDS) -> Any:
+    """Wait until something is so, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not so after {seconds} s: {condition}")
+        time.sleep(0.02)
+    return found
+
+
+def connected(address: str, instance_id: str, *, policy: str = "recompute", **options: Any) -> dict[str, Any]:
+    """Return the options of an engine that make it use our connector."""
+    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id} | options
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KVCMConnector",
+            "kv_connector_module_path": "connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra,
+        }
+    }
+
+
+def manager_metric(manager: ManagerProcess, name: str) -> float:
+    """Return a metric of a manager, summed over its labels."""
+    url = f"http://127.0.0.1:{manager.ports['admin_http_port']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as page:  # our own manager
+        text = page.read().decode()
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def sessions_open(manager: ManagerProcess) -> int:
+    """Return how many write sessions are open."""
+    return int(manager_metric(manager, "kvcm_write_sessions_open"))
+
+
+def forget(engine: EngineProcess) -> None:
+    """Empty an engine's own cache: what it has from now on, it computed or loaded."""
+    engine.ask("settle")
+    assert engine.ask("reset_prefix_cache")
+
+
+@dataclass
+class Rig:
+    """One engine, all in one process.
+
+    Attributes:
+        engine: it.
+        manager: where it stores.
+        instance_id: under which.
+    """
+
+    engine: EngineProcess
+    manager: ManagerProcess
+    instance_id: str
+
+    def generate(self, prompt: list[int], tokens: int = 16, **sampling: Any) -> Generated:
+        """Answer a prompt."""
+        return self.engine.generate([prompt], tokens, **sampling)[0]
+
+    def fresh(self, prompt: list[int], tokens: int = 16, **sampling: Any) -> Generated:
+        """Answer a prompt of which the engine itself knows nothing any more."""
+        forget(self.engine)
+        return self.generate(prompt, tokens, **sampling)
+
+    def store(self, prompt: list[int], tokens: int = 16) -> Generated:
+        """Answer a prompt, and wait until all its full blocks are stored, those of the answer too."""
+        answer = self.fresh(prompt, tokens)
+        self.until_stored([*prompt, *answer.tokens[:-1]])  # the last token's KV is never computed
+        return answer
+
+    def until_stored(self, tokens: list[int]) -> None:
+        """Wait until all full blocks are stored."""
+        self.engine.ask("settle")
+        keys = self.keys(tokens)
+        until(lambda: self.stored_blocks(keys) == len(keys))
+
+    def keys(self, tokens: list[int]) -> list[int]:
+        """Return the keys of the full blocks of a prompt."""
+        return list(self.engine.ask("block_keys", tokens=tokens))
+
+    def stored_blocks(self, keys: Sequence[int]) -> int:
+        """Return how many blocks of a prefix can be read."""
+        with ManagerClient(self.manager.address, self.instance_id) as client:
+            return client.match_length(keys, timeout_seconds=20)
+
+    def locations(self, keys: Sequence[int]) -> list[Location | None]:
+        """Return where blocks are, whatever parts they have."""
+        with ManagerClient(self.manager.address, self.instance_id) as client:
+            return list(client.match(keys, MatchMode.BATCH, timeout_seconds=20).locations)
+
+    def uris(self, keys: Sequence[int], part: str = PART) -> list[LocationUri]:
+        """Return where a part of each block is."""
+        locations = self.locations(keys)
+        assert all(locations)
+        return [location.uris[part] for location in locations if location]
+
+    def stored_digests(self, keys: Sequence[int], part: str = PART) -> list[str]:
+        """Return the digest of what is stored of a part of each block."""
+        return [sha256(read(uri)).hexdigest() for uri in self.uris(keys, part)]
+
+    def engine_digests(self, tokens: list[int], folder: Path, group: int = 0) -> list[str]:
+        """Return the digest of what the engine has of each full block of a group of layers."""
+        folder.mkdir(exist_ok=True)
+        blocks = self.engine.ask("cached_blocks", prompt=tokens, directory=str(folder))[group]
+        return [
+            sha256((folder / f"{group}-{index}").read_bytes()).hexdigest() if block else ""
+            for index, block in enumerate(blocks)
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """Return what the connector has counted since the start."""
+        return dict(self.engine.ask("kvcm_counts"))
+
+    def count(self, name: str) -> int:
+        """Return one of them."""
+        return self.counts().get(name, 0)
+
+
+def read(uri: LocationUri) -> bytes:
+    """Return the bytes of a part."""
+    return Path(uri.path).read_bytes()[uri.offset : uri.offset + uri.size]
+
+
+def overwrite(uri: LocationUri, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of a part where they lie."""
+    changed = change(read(uri))
+    assert len(changed) == uri.size
+    with Path(uri.path).open("r+b") as file:
+        file.seek(uri.offset)
+        file.write(changed)
+
+
+def swapped_halves(stored: bytes) -> bytes:
+    """Return a block whose later layers have the KV of the earlier ones."""
+    return stored[len(stored) // 2 :] + stored[: len(stored) // 2]
