@@ -29,7 +29,10 @@ class GenerationReport:
     """Figures of one call of `KVReuse.generate`.
 
     Attributes:
-        rows: figures of each prompt.
+        prompt_tokens: tokens of all prompts, padding not counted.
+        matched_tokens: tokens of the prefixes that the manager knows, as far as one can go on from them.
+        loaded_tokens: tokens whose KV was loaded and used.
+        local_tokens: tokens whose KV was in the pool of this process already. All others were computed.
         new_tokens: tokens generated, of all rows until each of them ended.
         first_token_seconds: from the call to the choice of the first new token: match, load and prefill. Saving begins
             after it.
@@ -40,9 +43,13 @@ class GenerationReport:
         blocks_saved: blocks that were published.
         blocks_corrupt: blocks that were loaded with other bytes than were saved; they were computed.
         reason: why less was loaded or saved than possible, "" when nothing went wrong.
+        rows: figures of each prompt.
     """
 
-    rows: tuple[RowReport, ...]
+    prompt_tokens: int
+    matched_tokens: int
+    loaded_tokens: int
+    local_tokens: int
     new_tokens: int
     first_token_seconds: float
     load_seconds: float
@@ -52,23 +59,4 @@ class GenerationReport:
     blocks_saved: int
     blocks_corrupt: int = 0
     reason: str = ""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(row.prompt_tokens for row in self.rows)
-
-    @property
-    def matched_tokens(self) -> int:
-        """Tokens of all prefixes that the manager knows."""
-        return sum(row.matched_tokens for row in self.rows)
-
-    @property
-    def loaded_tokens(self) -> int:
-        """Tokens of all prompts whose KV was loaded and used."""
-        return sum(row.loaded_tokens for row in self.rows)
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of all prompts whose KV was in the pool of this process already."""
-        return sum(row.local_tokens for row in self.rows)
+    rows: tuple[RowReport, ...] = ()

@@ -14,11 +14,11 @@ computed. Blocks behind one that failed to load are computed too, from a cache w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
@@ -55,6 +55,18 @@ __all__ = ["KVReuse"]
 
 # Room for new tokens that is allocated at once; longer answers make the cache grow.
 _MAX_SPARE_TOKENS = 1024
+_NO_ROOM = "the pool had no room for this call"
+
+
+class _Call(NamedTuple):
+    """What became of one call of generate."""
+
+    batch: CallCache
+    found: Sequence[FoundPrefix]
+    publications: Sequence[Publication]
+    progress: Progress
+    loaded_at: float
+    output: Any
 
 
 class KVReuse:
@@ -194,38 +206,16 @@ class KVReuse:
         keys = [self._chain.keys(row.tokens) for row in rows]
         batch, local = self._open(rows, keys, config)
         paged = batch if isinstance(batch, PagedBatch) else None
-        is_without_room = self._pool is not None and paged is None and not config.return_dict_in_generate
-        no_room = "the pool had no room for this call" if is_without_room else ""
         try:
-            found, publisher = self._lookup.run(batch, keys, local)
-            loaded_at = self._clock()
-            if any(prefix.loaded.is_tainted for prefix in found):
-                batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
-            publications = self._publications(found, publisher)
-            prefill = self._prefill(batch, found, keeps_states=bool(publications))
-            watched = _watched(rows, found, publications, prefill, self._chain)
-            progress = Progress(batch, watched, end_tokens(config), self._clock)
-            output = self._generate(input_ids, prefill.run(), progress, {**arguments, "attention_mask": mask})
-            progress.finish()
-            if paged is not None and paged is batch:
-                self._keep(paged, progress)
+            call = self._run(batch, keys, local, input_ids, {**arguments, "attention_mask": mask}, end_tokens(config))
+            if paged is not None and paged is call.batch:
+                self._keep(paged, call.progress)
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
-        published = self._published(publications, closed)
-        finished = self._clock()
-        self.last_report = GenerationReport(
-            rows=tuple(self._row_report(row, prefix) for row, prefix in zip(rows, found, strict=True)),
-            new_tokens=progress.new_tokens,
-            first_token_seconds=(progress.first_token_at or finished) - started,
-            load_seconds=loaded_at - started,
-            total_seconds=finished - started,
-            bytes_loaded=sum(prefix.loaded.bytes_loaded for prefix in found),
-            bytes_saved=published.bytes,
-            blocks_saved=published.blocks,
-            blocks_corrupt=sum(len({block for _, block in prefix.loaded.corrupt}) for prefix in found),
-            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or no_room,
-        )
-        return output
+        published = self._published(call.publications, closed)
+        has_no_room = self._pool is not None and paged is None and not config.return_dict_in_generate
+        self.last_report = self._report(call, published, started, _NO_ROOM if has_no_room else "")
+        return call.output
 
     def close(self) -> None:
         """Finish what is being saved, within its deadlines, and close all connections."""
@@ -259,6 +249,28 @@ class KVReuse:
         for row, tokens in zip(batch.rows, progress.tokens(), strict=True):
             batch.keep(row, self._chain.keys(tokens))
 
+    def _run(
+        self,
+        batch: CallCache,
+        keys: Sequence[Sequence[BlockKey]],
+        local: Sequence[int],
+        input_ids: torch.Tensor,
+        arguments: dict[str, Any],
+        ends: Collection[int],
+    ) -> _Call:
+        """Load, compute, and begin to publish."""
+        found, publisher = self._lookup.run(batch, keys, local)
+        loaded_at = self._clock()
+        if any(prefix.loaded.is_tainted for prefix in found):
+            batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
+        publications = self._publications(found, publisher)
+        prefill = self._prefill(batch, found, keeps_states=bool(publications))
+        watched = _watched(batch.rows, found, publications, prefill, self._chain)
+        progress = Progress(batch, watched, ends, self._clock)
+        output = self._generate(input_ids, prefill.run(), progress, arguments)
+        progress.finish()
+        return _Call(batch, found, publications, progress, loaded_at, output)
+
     def _generate(self, input_ids: torch.Tensor, cache: Cache, progress: Progress, arguments: dict[str, Any]) -> Any:
         criteria = StoppingCriteriaList([progress, *(arguments.pop("stopping_criteria", None) or [])])
         return self._model.generate(input_ids, past_key_values=cache, stopping_criteria=criteria, **arguments)
@@ -285,6 +297,26 @@ class KVReuse:
         if closed is not None:
             wait([closed], max(0.0, deadline - self._clock()))  # so that the next call finds the blocks
         return sum(published, start=Published())
+
+    def _report(self, call: _Call, published: Published, started: float, no_room: str) -> GenerationReport:
+        finished, found = self._clock(), call.found
+        rows = tuple(self._row_report(row, prefix) for row, prefix in zip(call.batch.rows, found, strict=True))
+        return GenerationReport(
+            prompt_tokens=sum(row.prompt_tokens for row in rows),
+            matched_tokens=sum(row.matched_tokens for row in rows),
+            loaded_tokens=sum(row.loaded_tokens for row in rows),
+            local_tokens=sum(row.local_tokens for row in rows),
+            new_tokens=call.progress.new_tokens,
+            first_token_seconds=(call.progress.first_token_at or finished) - started,
+            load_seconds=call.loaded_at - started,
+            total_seconds=finished - started,
+            bytes_loaded=sum(prefix.loaded.bytes_loaded for prefix in found),
+            bytes_saved=published.bytes,
+            blocks_saved=published.blocks,
+            blocks_corrupt=sum(len({block for _, block in prefix.loaded.corrupt}) for prefix in found),
+            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or no_room,
+            rows=rows,
+        )
 
     def _row_report(self, row: Row, prefix: FoundPrefix) -> RowReport:
         size = self._chain.block_tokens

@@ -33,6 +33,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from connectors.client import ManagerClient
+from connectors.layout import staging
 from connectors.results import Location, MatchMode
 from connectors.transformers import KVReuse
 from connectors.transformers.parts import STATE
@@ -372,3 +373,23 @@ def test_half_precision(connect: Connect, make: Callable[[], Any]) -> None:
     output, report = run(reuse, ids)
     assert report.loaded_tokens == 96
     assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral", "bamba"])
+def test_memory_that_must_be_staged(connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As on an accelerator: blocks go through a buffer that holds fewer of them than there are."""
+    ids, model = prompt(180), model_of(kind)
+    expected = plain(ids, model)
+    patience = replace(PATIENT, staging_blocks=3)
+    monkeypatch.setattr(staging, "_MAX_PIECES", 1)
+    output, report = run(connect(model, settings=patience), ids)
+    assert torch.equal(output, expected)
+    assert report.blocks_saved == 203 // BLOCK
+    monkeypatch.undo()
+    output, report = run(connect(model), ids)  # what was staged is stored like everything else
+    assert torch.equal(output, expected)
+    assert report.loaded_tokens == 176
+    monkeypatch.setattr(staging, "_MAX_PIECES", 1)
+    output, report = run(connect(model, settings=patience), ids)
+    assert torch.equal(output, expected)
+    assert report.loaded_tokens == 176
