@@ -1,7 +1,7 @@
 """The cache of one call of generate in blocks of a pool: a table of blocks per row, freed and used again.
 
-Attention of transformers wants the KV of a sequence in one piece, so every step gathers the rows' blocks. What that
-copies is what `DynamicLayer` copies too, when it appends; what stays is the pool's memory and no more.
+Attention of transformers wants the KV of a sequence in one piece, so every step gathers the rows' blocks, which copies
+twice what `DynamicLayer` copies when it appends. What stays is the pool's memory and no more.
 """
 
 from __future__ import annotations
@@ -118,15 +118,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _gathered(self, pool: torch.Tensor) -> torch.Tensor:
         _, heads, size, head_dim = pool.shape
-        gathered = torch.zeros(
-            (len(self._tables), heads, self._columns, head_dim), dtype=pool.dtype, device=pool.device
-        )
-        for row, table in enumerate(self._tables):
-            tokens = self._columns - table.padding
-            if tokens > 0:
-                blocks = pool.index_select(0, self._blocks[row][: -(-tokens // size)])
-                gathered[row, :, table.padding :] = blocks.transpose(0, 1).flatten(1, 2)[:, :tokens]
-        return gathered
+        counts = [max(0, -(-(self._columns - table.padding) // size)) for table in self._tables]
+        room = max(table.padding + count * size for table, count in zip(self._tables, counts, strict=True))
+        gathered = pool.new_empty((len(self._tables), heads, room, head_dim))
+        for row, (table, count) in enumerate(zip(self._tables, counts, strict=True)):
+            gathered[row, :, : table.padding].zero_()
+            tokens = gathered[row, :, table.padding : table.padding + count * size]
+            tokens.view(heads, count, size, head_dim).copy_(
+                pool.index_select(0, self._blocks[row][:count]).transpose(0, 1)
+            )
+        return gathered[:, :, : self._columns]
 
 
 class PagedBatch:
