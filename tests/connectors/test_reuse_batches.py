@@ -64,6 +64,7 @@ def loaded(report: GenerationReport) -> list[int]:
     return [row.loaded_tokens for row in report.rows]
 
 
+@pytest.mark.feature("transformers", "several requests at once")
 def test_each_row_loads_its_own_prefix(connect: Connect, kind: str) -> None:
     model, prompts = model_of(kind), [prompt(100), prompt(37, 2), prompt(80, 3), prompt(5, 4)]
     batch = padded(prompts)
@@ -110,6 +111,7 @@ def test_padding_given_to_one_row(connect: Connect, kind: str) -> None:
 lengths = st.lists(st.integers(1, 70), min_size=1, max_size=4)
 
 
+@pytest.mark.feature("transformers", "several requests at once")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(lengths=lengths, shared=st.integers(0, 60), seed=st.integers(0, 5), new=st.integers(1, 20))
@@ -147,6 +149,7 @@ def test_stored_bytes_of_a_padded_row_are_those_of_the_prompt_alone(connect: Con
         assert torch.allclose(torch.frombuffer(bytearray(data), dtype=torch.float32), alone, atol=1e-5)
 
 
+@pytest.mark.feature("transformers", "several requests at once", "the same bytes per block")
 def test_each_block_of_each_row_is_loaded_to_its_place(connect: Connect, stored: Stored) -> None:
     reuse, prompts = connect(), [prompt(100), prompt(37, 2), prompt(80, 3)]
     batch = padded(prompts)
@@ -175,6 +178,7 @@ def test_loaded_rows_are_used(connect: Connect, manager: ManagerProcess, instanc
     assert not torch.equal(output[1], expected[1])
 
 
+@pytest.mark.feature("transformers", "blocks that fail to load: computed again")
 def test_a_row_that_fails_costs_only_that_row(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     prompts = [prompt(100), prompt(80, 2)]
     batch, reuse = padded(prompts), connect()

@@ -51,6 +51,7 @@ def test_saved_blocks_have_the_checksums_of_their_bytes(
     ]
 
 
+@pytest.mark.feature("transformers", "changed bytes are found")
 @pytest.mark.usefixtures("any_memory")
 def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
     connect: Connect, manager: ManagerProcess, instance_id: str

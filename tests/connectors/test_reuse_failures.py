@@ -32,6 +32,7 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 
 
+@pytest.mark.feature("transformers", "blocks that fail to load: computed again")
 @pytest.mark.parametrize("damage", ["remove", "truncate"])
 def test_blocks_that_are_gone_are_computed_and_stored_again(
     connect: Connect, manager: ManagerProcess, instance_id: str, damage: str
@@ -102,6 +103,7 @@ def test_a_storage_that_is_not_mounted_is_not_blamed(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "storage fails")
 def test_a_storage_that_takes_nothing_costs_only_the_saving(
     connect: Connect, manager: ManagerProcess, instance_id: str
 ) -> None:
@@ -193,6 +195,7 @@ def test_settings_that_leave_kv_alone_may_differ(connect: Connect) -> None:
     assert connect(make_model(eos_token_id=7, use_cache=False)).registration.ok
 
 
+@pytest.mark.feature("transformers", "manager killed and restarted")
 def test_the_manager_may_die_between_turns_and_come_back(
     new_manager: Callable[..., ManagerProcess], connect: Connect
 ) -> None:
@@ -217,6 +220,7 @@ def test_the_manager_may_die_between_turns_and_come_back(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "manager absent at start")
 def test_the_manager_may_be_absent_at_the_start(
     new_manager: Callable[..., ManagerProcess], connect: Connect, closed_port: int, black_hole: int
 ) -> None:
@@ -241,6 +245,7 @@ def test_the_manager_may_be_absent_at_the_start(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "refuses what it does not support")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

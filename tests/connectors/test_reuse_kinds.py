@@ -51,7 +51,12 @@ def model_of(kind: str) -> Any:
     return KINDS[kind]()
 
 
-@pytest.fixture(params=sorted(KINDS))
+def _kinds() -> list[Any]:
+    features = {**dict.fromkeys(WINDOWS, "sliding-window layers"), **dict.fromkeys(HYBRIDS, "linear-attention layers")}
+    return [pytest.param(kind, marks=pytest.mark.feature("transformers", features[kind])) for kind in sorted(KINDS)]
+
+
+@pytest.fixture(params=_kinds())
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -117,6 +122,7 @@ def test_only_what_is_needed_is_loaded(connect: Connect, kind: str) -> None:
     assert report.bytes_loaded == needed + (parts.state.size_bytes if parts.state else 0)
 
 
+@pytest.mark.feature("transformers", "the same bytes per block")
 def test_each_part_of_each_block_is_loaded_to_its_place(connect: Connect, find: Find, kind: str) -> None:
     reuse, ids, model = connect(model_of(kind)), prompt(100), model_of(kind)
     run(reuse, ids, max_new_tokens=1)
@@ -151,6 +157,7 @@ def test_each_part_of_each_block_is_loaded_to_its_place(connect: Connect, find: 
         assert seen[0] == read_block(blocks[5].uris[STATE])
 
 
+@pytest.mark.feature("transformers", "the same bytes per block")
 def test_what_was_saved_is_what_the_model_computed(connect: Connect, find: Find, kind: str) -> None:
     """Bit by bit against a cache of transformers that went the same way: up to the last full block, then the rest."""
     reuse, ids, model = connect(model_of(kind)), prompt(100), model_of(kind)
@@ -192,6 +199,7 @@ def _recording(update: Callable[..., Any], pieces: list[torch.Tensor]) -> Callab
     return recorded
 
 
+@pytest.mark.feature("transformers", "changed bytes, when not looked for, change the tokens")
 def test_loaded_parts_are_used(connect: Connect, find: Find, kind: str) -> None:
     """Control of all other tests: wrong bytes of any part change the tokens."""
     ids = prompt(97)  # the first token that is computed sees the state at once
@@ -217,6 +225,7 @@ def test_loaded_parts_are_used(connect: Connect, find: Find, kind: str) -> None:
         assert not torch.equal(output, expected)
 
 
+@pytest.mark.feature("transformers", "conversation of several turns")
 def test_answers_are_reused_by_the_next_turn(connect: Connect, kind: str) -> None:
     model, ids = model_of(kind), prompt(50)
     reuse = connect(model)
@@ -240,6 +249,7 @@ def test_one_token_is_always_computed(connect: Connect, kind: str, tokens: int) 
     assert report.loaded_tokens == (tokens - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.feature("transformers", "partial hit")
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2"])
 def test_partial_hits_with_windows(connect: Connect, kind: str) -> None:
     reuse, ids = connect(model_of(kind)), prompt(100)
@@ -284,6 +294,7 @@ def test_fewer_blocks_than_a_window_are_found_too(connect: Connect) -> None:
     assert report.loaded_tokens == 32
 
 
+@pytest.mark.feature("transformers", "changed bytes are found", "blocks that fail to load: computed again")
 def test_lost_parts_make_the_prefix_shorter_and_come_back(connect: Connect, find: Find, kind: str) -> None:
     model, ids = model_of(kind), prompt(180)
     reuse = connect(model)
@@ -343,6 +354,7 @@ def test_an_answer_leaves_one_state(connect: Connect, find: Find, kind: str) -> 
     assert [STATE in location.uris for location in find(reuse, output)] == [True] + [False] * 4 + [True]
 
 
+@pytest.mark.feature("transformers", "refuses what it does not support")
 @pytest.mark.parametrize("std", [0.05, 0.16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_that_does_not_go_on_is_refused(dtype: torch.dtype, std: float) -> None:
@@ -350,6 +362,7 @@ def test_a_state_that_does_not_go_on_is_refused(dtype: torch.dtype, std: float) 
         inspect_model(jamba(std).to(dtype), BLOCK)
 
 
+@pytest.mark.feature("transformers", "refuses what it does not support")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -36,6 +36,7 @@ def in_pool(reuse: KVReuse, ids: torch.Tensor) -> list[bytes]:
     ]
 
 
+@pytest.mark.feature("transformers", "paged KV", "the same bytes per block")
 def test_blocks_are_loaded_into_other_blocks_and_saved_from_them(connect: Connect, stored: Stored) -> None:
     """Byte by byte: what the first process computed, what is stored, and what the second loaded into other blocks."""
     ids = prompt(100)
@@ -90,6 +91,7 @@ def test_the_next_call_reads_memory(connect: Connect) -> None:
         ids = torch.cat([output, prompt(10, seed=100 + turn)], dim=1)
 
 
+@pytest.mark.feature("transformers", "paged KV", "partial hit")
 def test_what_is_missing_of_the_pool_is_loaded(connect: Connect) -> None:
     ids = prompt(160)
     run(connect(), ids)
@@ -101,6 +103,7 @@ def test_what_is_missing_of_the_pool_is_loaded(connect: Connect) -> None:
     assert torch.equal(output, plain(ids))
 
 
+@pytest.mark.feature("transformers", "paged KV")
 def test_many_prompts_use_the_same_memory(connect: Connect) -> None:
     reuse = connect(settings=replace(POOL, pool_blocks=12))
     before = {id(tensor) for pair in pool_of(reuse).memory.values() for tensor in pair}
@@ -134,6 +137,7 @@ def test_a_cache_that_is_returned_stays(connect: Connect) -> None:
     assert report.reason == ""
 
 
+@pytest.mark.feature("transformers", "paged KV", "several requests at once")
 def test_batches(connect: Connect) -> None:
     lengths = [100, 37, 80, 5]
     ids, mask = torch.zeros(4, 100, dtype=torch.long), torch.zeros(4, 100, dtype=torch.long)
@@ -194,6 +198,7 @@ class Late:
         self._mover.close()
 
 
+@pytest.mark.feature("transformers", "paged KV")
 def test_blocks_that_a_late_load_may_change_never_come_back(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(100)
     expected, _ = run(connect(), ids)

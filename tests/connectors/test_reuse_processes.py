@@ -30,6 +30,7 @@ def generate(manager: ManagerProcess, instance_id: str, kind: str, pool_blocks: 
     return answer
 
 
+@pytest.mark.feature("transformers", "saves, and another process loads")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
 def test_another_process_goes_on(manager: ManagerProcess, instance_id: str, kind: str) -> None:
     ids, mask = batch()

@@ -54,6 +54,7 @@ def test_another_process_of_the_same_model_shares(connect: Connect) -> None:
     assert report.loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "conversation of several turns")
 def test_answers_are_reused_by_the_next_turn(connect: Connect) -> None:
     reuse, ids = connect(), prompt(50)
     for turn in range(4):
@@ -66,6 +67,7 @@ def test_answers_are_reused_by_the_next_turn(connect: Connect) -> None:
         ids = torch.cat([output, prompt(10, seed=100 + turn)], dim=1)
 
 
+@pytest.mark.feature("transformers", "the same bytes per block")
 def test_stored_bytes_are_the_computed_bytes_block_by_block(connect: Connect, stored: Stored) -> None:
     reuse, ids = connect(), prompt(100)
     output, _ = run(reuse, ids)
@@ -115,6 +117,7 @@ def test_generation_inside_inference_mode(connect: Connect) -> None:
     assert torch.equal(second, expected)
 
 
+@pytest.mark.feature("transformers", "changed bytes, when not looked for, change the tokens")
 def test_loaded_kv_is_used(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     """Control of all other tests: wrong bytes change the tokens, so right tokens mean something."""
     reuse, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
@@ -143,6 +146,7 @@ def test_permuted_blocks_would_go_unnoticed_by_tokens(
     assert torch.equal(output, expected)
 
 
+@pytest.mark.feature("transformers", "partial hit")
 def test_partial_hits(connect: Connect) -> None:
     reuse, ids = connect(), prompt(100)
     run(reuse, ids)
