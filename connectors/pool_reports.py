@@ -79,7 +79,7 @@ class PoolTeller:
     def look_after(self, engine: TransferEngine) -> None:
         """Look after the pools of an engine once, unless that is under way; never blocks. Called before every use.
 
-        Another engine than before comes with another registration: then everything is told again.
+        Another engine than before, or none since `forget`: then everything is told again.
         """
         if not engine.has_pools or (engine is self._engine and self._last is not None and not self._last.done()):
             return
@@ -91,6 +91,10 @@ class PoolTeller:
             self._reports.tell(self._reports.due(engine.pools()), self._timeout_seconds)
 
         self._last = self._thread.submit(PRIORITY_SAVE, look)
+
+    def forget(self) -> None:
+        """Hear that the manager may know nothing any more: everything is told again."""
+        self._engine = None
 
     def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Begin nothing more, and wait a little for what is under way."""

@@ -161,4 +161,6 @@ class ManagerLink:
                 self._storages = answer.storages
                 if before is not None:
                     before.close()
+        if answer.ok:
+            self._pool_teller.forget()  # a manager that asks for another registration lost what it was told
         self.registration = answer

@@ -9,8 +9,8 @@ except ImportError as error:
         " with `pip install 'kvcm[engine]'`"
     ) from error
 
-from connectors.transformers.report import GenerationReport
+from connectors.transformers.report import GenerationReport, RowReport
 from connectors.transformers.reuse import KVReuse
 from connectors.transformers.settings import ReuseSettings
 
-__all__ = ["GenerationReport", "KVReuse", "ReuseSettings"]
+__all__ = ["GenerationReport", "KVReuse", "ReuseSettings", "RowReport"]

@@ -3,9 +3,9 @@
     reuse = KVReuse.connect(model, manager="127.0.0.1:6381", instance_group="default", instance_id="demo")
     output = reuse.generate(input_ids, max_new_tokens=16)
 
-One call of generate: keys of the prompt's full blocks → match → load the longest prefix into the cache → prefill of the
-rest → first token → publish the new blocks while further tokens are generated, and the blocks that those fill. At most
-all but one token of a prompt are loaded, since the model needs one to compute.
+One call of generate: keys of the prompts' full blocks → match → load the longest prefixes into the cache → prefill of
+the rest → first token → publish the new blocks while further tokens are generated, and the blocks that those fill. At
+most all but one token of a prompt are loaded, since the model needs one to compute.
 
 Tokens are right in every case: whatever fails (manager, storage, a single block) is a miss, and what was not loaded is
 computed. Blocks behind one that failed to load are computed too, from a cache without gaps, and may be published.
@@ -14,55 +14,59 @@ computed. Blocks behind one that failed to load are computed too, from a cache w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
 
 from connectors.client import ManagerClient
 from connectors.credentials import ClientCredentials
 from connectors.exchanges import ClientSettings
 from connectors.keys import KeyChain
-from connectors.layout import BlockLayout
 from connectors.layout.staging import Staging
 from connectors.node import NodeSettings
-from connectors.pool_reports import PoolReports, PoolTeller
-from connectors.results import CallCounters, Location, MatchResult, Outcome, Registration
+from connectors.results import CallCounters, Registration
+from connectors.reuse.link import InstanceSpecs, ManagerLink
+from connectors.reuse.sessions import SessionSettings, WriteSessions
+from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import TransferEngine
 from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
-from connectors.transformers.cache import PreallocatedLayer, cache_layers, filled_cache
-from connectors.transformers.connection import SPEC, Connection
-from connectors.transformers.identity import inspect_model, model_deployment
-from connectors.transformers.loader import LoadedPrefix, load_prefix
-from connectors.transformers.progress import Progress
+from connectors.transformers.batch import BatchCache, CallCache, Row
+from connectors.transformers.block_pool import BlockPool
+from connectors.transformers.identity import model_identity
+from connectors.transformers.lookup import FoundPrefix, PrefixLookup
+from connectors.transformers.paged import PagedBatch
+from connectors.transformers.prefill import Prefill, RowStart
+from connectors.transformers.probing import inspect_model
+from connectors.transformers.progress import Progress, RowProgress
 from connectors.transformers.publisher import Publication, Published, Saver
-from connectors.transformers.report import GenerationReport
-from connectors.transformers.request import check_prompt, effective_config
+from connectors.transformers.report import GenerationReport, RowReport
+from connectors.transformers.request import effective_config, end_tokens, read_rows
 from connectors.transformers.settings import ReuseSettings
-from kvcm.model.errors import ErrorCode
 from kvcm.model.keys import BlockKey
+from kvcm.model.storages import StorageConfig
 
 __all__ = ["KVReuse"]
 
 # Room for new tokens that is allocated at once; longer answers make the cache grow.
 _MAX_SPARE_TOKENS = 1024
-# The manager refuses longer read leases.
-_MAX_LEASE_SECONDS = 600.0
+_NO_ROOM = "the pool had no room for this call"
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """What is known and loaded of a prompt when the prefill begins."""
+class _Call(NamedTuple):
+    """What became of one call of generate."""
 
-    keys: Sequence[BlockKey]
-    matched_blocks: int = 0
-    loaded: LoadedPrefix = field(default_factory=LoadedPrefix)
-    engine: TransferEngine | None = None  # None: publish nothing either
-    reason: str = ""
+    batch: CallCache
+    found: Sequence[FoundPrefix]
+    publications: Sequence[Publication]
+    progress: Progress
+    loaded_at: float
+    output: Any
 
 
 class KVReuse:
@@ -72,6 +76,8 @@ class KVReuse:
 
     Attributes:
         last_report: figures of the last call of `generate`.
+        parts: what a stored block of this model consists of.
+        statistics: counts over all calls.
     """
 
     def __init__(
@@ -87,17 +93,25 @@ class KVReuse:
         clock: Callable[[], float],
     ) -> None:
         self.last_report: GenerationReport | None = None
+        self.statistics = ReuseStatistics()
         self._model: Any = model  # generate is a mixin that type checkers do not see
         self._kv = inspect_model(model, block_tokens)
-        deployment = model_deployment(model, self._kv.layout, model_name)
-        self._chain = KeyChain(f"{deployment.model_name}\n{deployment.extra}".encode(), block_tokens)
-        self._connection = Connection(client, instance_group, self._kv.layout, deployment, settings)
-        # The thread that saves has a staging buffer of its own.
-        self._load_staging = Staging(self._kv.layout, settings.staging_blocks)
-        self._save_staging = Staging(self._kv.layout, settings.staging_blocks)
+        self.parts = self._kv.parts
+        identity = model_identity(model, self.parts, model_name)
+        self._chain = KeyChain(identity.namespace, block_tokens)
+        specs = InstanceSpecs(
+            instance_group, block_tokens, self.parts.spec_infos, identity.deployment(), self.parts.spec_groups
+        )
+        self._link = ManagerLink(client, specs, settings.call_seconds, partial(_engine, settings), clock)
+        session = SessionSettings(call_seconds=settings.call_seconds)
+        self._sessions = WriteSessions(client, session, clock)
         self._background = WorkerPool(1, "kvcm-publish")
-        # Making a pool takes long: what is published to other storages does not wait for it.
-        self._pool_teller = PoolTeller(PoolReports(client), settings.call_seconds)
+        self._lookup = PrefixLookup(
+            self._link, self._chain, self.parts, settings, self._background, self.statistics, clock
+        )
+        self._pool = BlockPool(self.parts, settings.pool_blocks) if settings.pool_blocks else None
+        # The thread that saves has staging buffers of its own.
+        self._save_staging = {part.name: Staging(part.layout, settings.staging_blocks) for part in self.parts.kv}
         self._publish = publish
         self._settings = settings
         self._clock = clock
@@ -119,7 +133,8 @@ class KVReuse:
         """Register the model's KV with the manager and return the model with reuse.
 
         Args:
-            model: decoder-only, full attention in all layers.
+            model: decoder-only, with attention in some layer: full or with a sliding window, and with or without
+                linear attention in others.
             manager: `host:port` of each manager, a list or separated by commas. It need not be there yet.
             instance_group: existing group whose quota and storages are used.
             instance_id: shared by all engines that run this model with this block size.
@@ -154,23 +169,18 @@ class KVReuse:
             settings=settings,
             clock=clock,
         )
-        reuse._engine(settings.register_seconds)
+        reuse._link.register(settings.register_seconds)
         return reuse
 
     @property
     def registration(self) -> Registration:
         """What the manager last said to the registration."""
-        return self._connection.registration
+        return self._link.registration
 
     @property
     def counters(self) -> dict[str, CallCounters]:
         """Snapshot of how the calls to the manager ended."""
-        return self._connection.client.counters()
-
-    @property
-    def layout(self) -> BlockLayout:
-        """The stored format of this model's blocks."""
-        return self._kv.layout
+        return self._link.client.counters()
 
     def block_keys(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Return the keys under which the full blocks of these tokens are stored."""
@@ -181,48 +191,37 @@ class KVReuse:
         """Generate as `model.generate` does, with the same result.
 
         Args:
-            input_ids: prompt of shape (1, tokens).
-            **arguments: of `model.generate`: greedy search and sampling.
+            input_ids: prompts of shape (rows, tokens), the shorter ones padded at their left.
+            **arguments: of `model.generate`: greedy search and sampling. `attention_mask` tells what is padding.
 
         Returns:
             What `model.generate` returns; `last_report` holds the figures.
 
         Raises:
-            InvalidArgumentError: more than one sequence, padding, beams, or another cache.
+            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, or another cache.
         """
         started = self._clock()
-        check_prompt(input_ids, arguments.get("attention_mask"))
-        new_tokens = _new_tokens(effective_config(self._model, arguments), input_ids.shape[1])
-        layers = self._layers(input_ids.shape[1] + min(new_tokens, _MAX_SPARE_TOKENS))
-        prefix = self._load(input_ids[0].tolist(), layers)
-        loaded_at = self._clock()
-        if prefix.loaded.is_tainted:
-            layers = self._untainted(layers, prefix.loaded.blocks)
-        publication = self._publication(prefix)
-        progress = Progress(layers, self._chain, prefix.keys, publication, self._clock)
-        output = self._generate(input_ids, layers, prefix, progress, arguments)
-        published = publication.finish(self._settings.flush_seconds) if publication else Published()
-        self.last_report = GenerationReport(
-            prompt_tokens=input_ids.shape[1],
-            matched_tokens=prefix.matched_blocks * self._chain.block_tokens,
-            loaded_tokens=prefix.loaded.blocks * self._chain.block_tokens,
-            new_tokens=progress.new_tokens,
-            first_token_seconds=(progress.first_token_at or self._clock()) - started,
-            load_seconds=loaded_at - started,
-            total_seconds=self._clock() - started,
-            bytes_loaded=prefix.loaded.bytes_loaded,
-            bytes_saved=published.bytes,
-            blocks_saved=published.blocks,
-            blocks_corrupt=len(prefix.loaded.corrupt),
-            reason=prefix.reason or published.reason,
-        )
-        return output
+        config = effective_config(self._model, arguments)
+        rows, mask = read_rows(input_ids, arguments.get("attention_mask"), config.pad_token_id)
+        keys = [self._chain.keys(row.tokens) for row in rows]
+        batch, local = self._open(rows, keys, config)
+        paged = batch if isinstance(batch, PagedBatch) else None
+        try:
+            call = self._run(batch, keys, local, input_ids, {**arguments, "attention_mask": mask}, end_tokens(config))
+            if paged is not None and paged is call.batch:
+                self._keep(paged, call.progress)
+        finally:
+            closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
+        published = self._published(call.publications, closed)
+        has_no_room = self._pool is not None and paged is None and not config.return_dict_in_generate
+        self.last_report = self._report(call, published, started, _NO_ROOM if has_no_room else "")
+        return call.output
 
     def close(self) -> None:
         """Finish what is being saved, within its deadlines, and close all connections."""
         self._background.close(self._settings.save_seconds)
-        self._pool_teller.close()
-        self._connection.close()
+        self._sessions.close(self._settings.call_seconds)
+        self._link.close()
 
     def __enter__(self) -> KVReuse:
         return self
@@ -232,115 +231,116 @@ class KVReuse:
     ) -> None:
         self.close()
 
-    def _generate(
+    def _open(
+        self, rows: Sequence[Row], keys: Sequence[Sequence[BlockKey]], config: Any
+    ) -> tuple[CallCache, Sequence[int]]:
+        """Return the cache of a call, and how many leading blocks of each row it has already."""
+        new_tokens = _new_tokens(config, rows[0].padding + len(rows[0].tokens))
+        if self._pool is not None and not config.return_dict_in_generate:  # a cache that is returned must stay
+            usable = [(len(row.tokens) - 1) // self._chain.block_tokens for row in rows]
+            local = [self._pool.find(row_keys[:most]) for row_keys, most in zip(keys, usable, strict=True)]
+            paged = PagedBatch.open(self._kv, self._pool, rows, local, new_tokens)
+            if paged is not None:
+                return paged, [len(blocks) for blocks in local]
+        return BatchCache(self._kv, rows, min(new_tokens, _MAX_SPARE_TOKENS)), [0] * len(rows)
+
+    def _keep(self, batch: PagedBatch, progress: Progress) -> None:
+        """Keep the blocks that were computed for the next calls."""
+        for row, tokens in zip(batch.rows, progress.tokens(), strict=True):
+            batch.keep(row, self._chain.keys(tokens))
+
+    def _run(
         self,
+        batch: CallCache,
+        keys: Sequence[Sequence[BlockKey]],
+        local: Sequence[int],
         input_ids: torch.Tensor,
-        layers: Sequence[PreallocatedLayer],
-        prefix: _Prefix,
-        progress: Progress,
         arguments: dict[str, Any],
-    ) -> Any:
+        ends: Collection[int],
+    ) -> _Call:
+        """Load, compute, and begin to publish."""
+        found, publisher = self._lookup.run(batch, keys, local)
+        loaded_at = self._clock()
+        if any(prefix.loaded.is_tainted for prefix in found):
+            batch = batch.copy([(row, *prefix.tainted_blocks) for row, prefix in enumerate(found)])
+        publications = self._publications(found, publisher)
+        prefill = self._prefill(batch, found, keeps_states=bool(publications))
+        watched = _watched(batch.rows, found, publications, prefill, self._chain)
+        progress = Progress(batch, watched, ends, self._clock)
+        output = self._generate(input_ids, prefill.run(), progress, arguments)
+        progress.finish()
+        return _Call(batch, found, publications, progress, loaded_at, output)
+
+    def _generate(self, input_ids: torch.Tensor, cache: Cache, progress: Progress, arguments: dict[str, Any]) -> Any:
         criteria = StoppingCriteriaList([progress, *(arguments.pop("stopping_criteria", None) or [])])
-        # Given explicitly: otherwise a pad token inside the prompt would be guessed to be padding.
-        arguments["attention_mask"] = torch.ones_like(input_ids)
-        cache = filled_cache(layers, prefix.loaded.blocks * self._chain.block_tokens)
         return self._model.generate(input_ids, past_key_values=cache, stopping_criteria=criteria, **arguments)
 
-    def _load(self, tokens: list[int], layers: Sequence[PreallocatedLayer]) -> _Prefix:
-        """Load the longest known prefix, all but the last token at most."""
-        keys = self._chain.keys(tokens)
-        engine = self._engine(self._settings.call_seconds)
-        if engine is None:
-            return _Prefix(keys, reason=f"not registered: {self.registration.message}")
-        usable = keys[: (len(tokens) - 1) // self._chain.block_tokens]
-        if not usable:
-            return _Prefix(keys, engine=engine)
-        timeout = self._settings.call_seconds
-        # The lease begins in the manager, the load when the answer is here. Nothing is begun after the lease: the slots
-        # of blocks that were deleted since then hold zeros.
-        lease_seconds = min(self._settings.load_seconds + timeout, _MAX_LEASE_SECONDS)
-        lease_ends = self._clock() + lease_seconds
-        match = self._connection.client.match(
-            usable, spec_names=[SPEC], read_lease_ms=int(lease_seconds * 1000), timeout_seconds=timeout
+    def _prefill(self, batch: CallCache, found: Sequence[FoundPrefix], *, keeps_states: bool) -> Prefill:
+        starts = [
+            RowStart(row, prefix.blocks, prefix.known_blocks, prefix.loaded.state)
+            for row, prefix in zip(batch.rows, found, strict=True)
+        ]
+        return Prefill(self._model, batch, starts, keeps_states=keeps_states)
+
+    def _publications(self, found: Sequence[FoundPrefix], engine: TransferEngine | None) -> list[Publication]:
+        """Return what publishes each row; empty when nothing is published."""
+        if not self._publish or engine is None:
+            return []
+        saver = Saver(
+            self._sessions, engine, self._save_staging, self.parts, self._settings, self.statistics, self._clock
         )
-        if match.outcome is not Outcome.OK:
-            # A manager that cannot tell what is there will hardly take more: this prompt is not published either.
-            return _Prefix(keys, reason=match.reason, engine=self._after_failed_match(match))
-        locations = [location for location in match.locations if location is not None]
-        load_seconds = min(self._settings.load_seconds, lease_ends - self._clock())
-        loaded = self._load_blocks(engine, layers, locations, load_seconds)
-        self._after_load(match, loaded, keys, locations)
-        return _Prefix(keys, len(locations), loaded, engine, loaded.reason)
+        return [Publication(saver, self._background, prefix.stored_blocks) for prefix in found]
 
-    def _load_blocks(
-        self,
-        engine: TransferEngine,
-        layers: Sequence[PreallocatedLayer],
-        locations: Sequence[Location],
-        load_seconds: float,
-    ) -> LoadedPrefix:
-        buffers = [layer.buffers() for layer in layers]
-        checksums = self._settings.checksums
-        return load_prefix(
-            engine, self._load_staging, buffers, locations, SPEC, load_seconds, self._clock, checksums=checksums
+    def _published(self, publications: Sequence[Publication], closed: Future[None] | None) -> Published:
+        deadline = self._clock() + self._settings.flush_seconds
+        published = [publication.finish(max(0.0, deadline - self._clock())) for publication in publications]
+        if closed is not None:
+            wait([closed], max(0.0, deadline - self._clock()))  # so that the next call finds the blocks
+        return sum(published, start=Published())
+
+    def _report(self, call: _Call, published: Published, started: float, no_room: str) -> GenerationReport:
+        finished, found = self._clock(), call.found
+        rows = tuple(self._row_report(row, prefix) for row, prefix in zip(call.batch.rows, found, strict=True))
+        return GenerationReport(
+            prompt_tokens=sum(row.prompt_tokens for row in rows),
+            matched_tokens=sum(row.matched_tokens for row in rows),
+            loaded_tokens=sum(row.loaded_tokens for row in rows),
+            local_tokens=sum(row.local_tokens for row in rows),
+            new_tokens=call.progress.new_tokens,
+            first_token_seconds=(call.progress.first_token_at or finished) - started,
+            load_seconds=call.loaded_at - started,
+            total_seconds=finished - started,
+            bytes_loaded=sum(prefix.loaded.bytes_loaded for prefix in found),
+            bytes_saved=published.bytes,
+            blocks_saved=published.blocks,
+            blocks_corrupt=sum(len({block for _, block in prefix.loaded.corrupt}) for prefix in found),
+            reason=next((prefix.reason for prefix in found if prefix.reason), "") or published.reason or no_room,
+            rows=rows,
         )
 
-    def _after_failed_match(self, match: MatchResult) -> TransferEngine | None:
-        if match.code != ErrorCode.INSTANCE_NOT_EXIST:
-            return None
-        self._connection.forget()  # the manager lost its state: begin anew, and this prompt can be the first
-        return self._engine(self._settings.call_seconds)
-
-    def _engine(self, timeout_seconds: float) -> TransferEngine | None:
-        """Return what moves bytes, None while there is no registration; the manager hears of its pools meanwhile."""
-        engine = self._connection.engine(timeout_seconds)
-        if engine is not None:
-            self._pool_teller.look_after(engine)
-        return engine
-
-    def _after_load(
-        self,
-        match: MatchResult,
-        loaded: LoadedPrefix,
-        keys: Sequence[BlockKey],
-        locations: Sequence[Location],
-    ) -> None:
-        """Tell the manager what was found out, in the background: the first token does not wait for it."""
-        client = self._connection.client
-        if match.lease_id:
-            self._background.submit(PRIORITY_SAVE, partial(_call, client.release_lease, match.lease_id))
-        if loaded.lost or loaded.corrupt:
-            # Otherwise the manager would promise these blocks forever. They are computed now and published again.
-            lost = [(keys[index], locations[index].uris[SPEC]) for index in loaded.lost]
-            corrupt = [
-                (keys[index], locations[index].uris[SPEC], locations[index].checksums[SPEC]) for index in loaded.corrupt
-            ]
-            self._background.submit(PRIORITY_SAVE, partial(_call, client.report_missing, lost, corrupt=corrupt))
-        if loaded.refused:
-            self._connection.forget()  # perhaps a storage was added since
-
-    def _publication(self, prefix: _Prefix) -> Publication | None:
-        if not self._publish or prefix.engine is None:
-            return None
-        saver = Saver(self._connection.client, prefix.engine, self._save_staging, self._settings, SPEC, self._clock)
-        return Publication(saver, self._background, prefix.loaded.blocks)
-
-    def _layers(self, capacity_tokens: int) -> list[PreallocatedLayer]:
-        layout = self._kv.layout
-        return cache_layers((layout.kv_heads, layout.head_dim), self._kv.dtype, self._kv.devices, capacity_tokens)
-
-    def _untainted(self, layers: Sequence[PreallocatedLayer], blocks: int) -> list[PreallocatedLayer]:
-        """Return layers with the good blocks in memory that no late read can reach."""
-        tokens = blocks * self._chain.block_tokens
-        fresh = self._layers(layers[0].buffers()[0].shape[1])
-        for new, old in zip(fresh, layers, strict=True):
-            for target, source in zip(new.buffers(), old.buffers(), strict=True):
-                target[:, :tokens].copy_(source[:, :tokens])
-        return fresh
+    def _row_report(self, row: Row, prefix: FoundPrefix) -> RowReport:
+        size = self._chain.block_tokens
+        loaded = max(0, prefix.loaded.blocks - prefix.local_blocks)
+        return RowReport(len(row.tokens), prefix.matched_blocks * size, loaded * size, prefix.local_blocks * size)
 
 
-def _call(method: Callable[..., object], *arguments: object, **options: object) -> None:
-    method(*arguments, **options)
+def _engine(settings: ReuseSettings, storages: Sequence[StorageConfig]) -> TransferEngine:
+    return TransferEngine.for_storages(storages, settings.transfer_threads, checksums=settings.checksums)
+
+
+def _watched(
+    rows: Sequence[Row],
+    found: Sequence[FoundPrefix],
+    publications: Sequence[Publication],
+    prefill: Prefill,
+    chain: KeyChain,
+) -> list[RowProgress | None]:
+    if not publications:
+        return [None] * len(rows)
+    return [
+        RowProgress(row, chain, prefix.keys, publication, states)
+        for row, prefix, publication, states in zip(rows, found, publications, prefill.states, strict=True)
+    ]
 
 
 def _new_tokens(config: Any, prompt_tokens: int) -> int:

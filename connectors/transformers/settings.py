@@ -20,6 +20,9 @@ class ReuseSettings:
             thread of their own while tokens are generated; those that are late are saved after the return.
         save_batch_bytes: most bytes of one write session.
         staging_blocks: blocks in the buffer for models that are not on the CPU.
+        pool_blocks: blocks of a pool that the KV of all calls lies in, each for `block_tokens` tokens in all layers.
+            What a call leaves there, the next ones need not load. 0: each call has memory of its own; so has one that
+            finds no room for its prompts and `max_new_tokens` in the pool, and one that returns its cache.
         transfer_threads: most accesses to a storage at once; None = number of cores, at most 4.
         checksums: tell the checksum of every block that is saved, and compute anew what was loaded with another one.
     """
@@ -31,5 +34,6 @@ class ReuseSettings:
     flush_seconds: float = 30.0
     save_batch_bytes: int = 64 << 20
     staging_blocks: int = 8
+    pool_blocks: int = 0
     transfer_threads: int | None = None
     checksums: bool = True

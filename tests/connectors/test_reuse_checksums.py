@@ -51,6 +51,7 @@ def test_saved_blocks_have_the_checksums_of_their_bytes(
     ]
 
 
+@pytest.mark.feature("transformers", "changed bytes are found")
 @pytest.mark.usefixtures("any_memory")
 def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
     connect: Connect, manager: ManagerProcess, instance_id: str
@@ -60,7 +61,7 @@ def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
     assert torch.equal(expected, plain(ids))
     assert report.blocks_saved == 20
     before = locations_of(reuse, manager, instance_id, ids)
-    flip(before[9].uris["tp0"], reuse.layout.block_bytes - 1)
+    flip(before[9].uris["tp0"], reuse.parts.block_bytes - 1)
     output, report = run(reuse, ids)
     assert torch.equal(output, expected)
     assert (report.matched_tokens, report.loaded_tokens, report.blocks_corrupt) == (288, 9 * BLOCK, 1)

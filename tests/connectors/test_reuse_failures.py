@@ -20,18 +20,19 @@ from reuse_cases import (
     prompt,
     run,
 )
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 from connectors.client import ManagerClient
 from connectors.results import RegistrationState
 from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
 from connectors.transfer.mover import Failure, not_moved
 from connectors.transformers import KVReuse, ReuseSettings
-from connectors.transformers import reuse as reuse_module
+from connectors.transformers.loader import PrefixLoad
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 
 
+@pytest.mark.feature("transformers", "blocks that fail to load: computed again")
 @pytest.mark.parametrize("damage", ["remove", "truncate"])
 def test_blocks_that_are_gone_are_computed_and_stored_again(
     connect: Connect, manager: ManagerProcess, instance_id: str, damage: str
@@ -102,6 +103,7 @@ def test_a_storage_that_is_not_mounted_is_not_blamed(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "storage fails")
 def test_a_storage_that_takes_nothing_costs_only_the_saving(
     connect: Connect, manager: ManagerProcess, instance_id: str
 ) -> None:
@@ -193,6 +195,7 @@ def test_settings_that_leave_kv_alone_may_differ(connect: Connect) -> None:
     assert connect(make_model(eos_token_id=7, use_cache=False)).registration.ok
 
 
+@pytest.mark.feature("transformers", "manager killed and restarted")
 def test_the_manager_may_die_between_turns_and_come_back(
     new_manager: Callable[..., ManagerProcess], connect: Connect
 ) -> None:
@@ -217,6 +220,7 @@ def test_the_manager_may_die_between_turns_and_come_back(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "manager absent at start")
 def test_the_manager_may_be_absent_at_the_start(
     new_manager: Callable[..., ManagerProcess], connect: Connect, closed_port: int, black_hole: int
 ) -> None:
@@ -241,12 +245,16 @@ def test_the_manager_may_be_absent_at_the_start(
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "refuses what it does not support")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": prompt(20).repeat(2, 1)}, r"input_ids has shape \(2, 20\)"),
         ({"input_ids": prompt(20)[0]}, r"input_ids has shape \(20,\)"),
-        ({"attention_mask": torch.tensor([[0] + [1] * 19])}, "attention_mask"),
+        ({"attention_mask": torch.tensor([[1] * 19 + [0]])}, "attention_mask must be zeros and then ones"),
+        ({"attention_mask": torch.tensor([[0, 1, 0] + [1] * 17])}, "attention_mask must be zeros and then ones"),
+        ({"attention_mask": torch.zeros(1, 20)}, "attention_mask must be zeros and then ones"),
+        ({"attention_mask": torch.ones(1, 19)}, r"attention_mask has shape \(1, 19\)"),
+        ({"input_ids": torch.tensor([[0, 5], [7, 5]])}, "attention_mask is missing"),
         ({"num_beams": 2}, "beam_search"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences is 2"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),
@@ -260,20 +268,6 @@ def test_what_cannot_be_reused_is_refused_clearly(connect: Connect, arguments: d
         connect().generate(**{"input_ids": prompt(20), "max_new_tokens": 2} | arguments)
 
 
-def test_sliding_windows_are_refused() -> None:
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    with pytest.raises(InvalidArgumentError, match="DynamicSlidingWindowLayer"):
-        KVReuse.connect(MistralForCausalLM(config), "127.0.0.1:1", "default", "i")
-
-
 @pytest.mark.parametrize(
     ("load_seconds", "lease_ms", "loads_for"), [(10.0, 30_000, 10.0), (599.0, 600_000, 599.0), (1e9, 600_000, 600.0)]
 )
@@ -282,18 +276,18 @@ def test_the_read_lease_outlasts_the_load(
 ) -> None:
     leases: list[int] = []
     deadlines: list[float] = []
-    match, load = ManagerClient.match, reuse_module.load_prefix
+    match, load = ManagerClient.match, PrefixLoad.run
 
     def spy_match(self: ManagerClient, keys: list[int], *, read_lease_ms: int, **options: Any) -> object:
         leases.append(read_lease_ms)
         return match(self, keys, read_lease_ms=read_lease_ms, **options)
 
-    def spy_load(*arguments: Any, **options: Any) -> object:
-        deadlines.append(arguments[5])
-        return load(*arguments, **options)
+    def spy_load(self: PrefixLoad, deadline_seconds: float) -> object:
+        deadlines.append(deadline_seconds)
+        return load(self, deadline_seconds)
 
     monkeypatch.setattr(ManagerClient, "match", spy_match)
-    monkeypatch.setattr(reuse_module, "load_prefix", spy_load)
+    monkeypatch.setattr(PrefixLoad, "run", spy_load)
     ids = prompt(40)
     reuse = connect(settings=ReuseSettings(load_seconds=load_seconds, call_seconds=20.0))
     run(reuse, ids)
@@ -335,3 +329,27 @@ def test_buffers_count(connect: Connect) -> None:
     assert connect(model(1.0)).registration.ok
     assert connect(model(1.0)).registration.ok
     assert connect(model(2.0)).registration.state is RegistrationState.REFUSED
+
+
+@pytest.mark.feature("transformers", "block evicted between lookup and load")
+def test_blocks_may_go_between_the_match_and_the_load(
+    connect: Connect, manager: ManagerProcess, instance_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reuse, ids = connect(), prompt(100)
+    expected, _ = run(reuse, ids)
+    match = ManagerClient.match
+
+    def match_and_lose(self: ManagerClient, *arguments: Any, **options: Any) -> object:
+        found = match(self, *arguments, **options)
+        for path in files_of(manager, instance_id):
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(ManagerClient, "match", match_and_lose)
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.matched_tokens, report.loaded_tokens) == (96, 0)
+    monkeypatch.undo()
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert report.loaded_tokens == 96

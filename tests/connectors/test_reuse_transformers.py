@@ -36,11 +36,11 @@ def test_known_prefixes_are_loaded_and_tokens_stay_the_same(connect: Connect) ->
     assert torch.equal(first, expected)
     # 124 tokens, of which the KV of 123 is computed: 7 full blocks
     assert (report.loaded_tokens, report.blocks_saved, report.reason) == (0, 7, "")
-    assert report.bytes_saved == 7 * reuse.layout.block_bytes
+    assert report.bytes_saved == 7 * reuse.parts.block_bytes
     second, report = run(reuse, ids)
     assert torch.equal(second, expected)
     assert (report.prompt_tokens, report.matched_tokens, report.loaded_tokens, report.new_tokens) == (100, 96, 96, NEW)
-    assert report.bytes_loaded == 6 * reuse.layout.block_bytes
+    assert report.bytes_loaded == 6 * reuse.parts.block_bytes
     assert (report.blocks_saved, report.bytes_saved) == (0, 0)
     assert 0 < report.load_seconds < report.first_token_seconds < report.total_seconds
 
@@ -54,6 +54,7 @@ def test_another_process_of_the_same_model_shares(connect: Connect) -> None:
     assert report.loaded_tokens == 96
 
 
+@pytest.mark.feature("transformers", "conversation of several turns")
 def test_answers_are_reused_by_the_next_turn(connect: Connect) -> None:
     reuse, ids = connect(), prompt(50)
     for turn in range(4):
@@ -66,6 +67,7 @@ def test_answers_are_reused_by_the_next_turn(connect: Connect) -> None:
         ids = torch.cat([output, prompt(10, seed=100 + turn)], dim=1)
 
 
+@pytest.mark.feature("transformers", "the same bytes per block")
 def test_stored_bytes_are_the_computed_bytes_block_by_block(connect: Connect, stored: Stored) -> None:
     reuse, ids = connect(), prompt(100)
     output, _ = run(reuse, ids)
@@ -115,6 +117,7 @@ def test_generation_inside_inference_mode(connect: Connect) -> None:
     assert torch.equal(second, expected)
 
 
+@pytest.mark.feature("transformers", "changed bytes, when not looked for, change the tokens")
 def test_loaded_kv_is_used(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
     """Control of all other tests: wrong bytes change the tokens, so right tokens mean something."""
     reuse, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
@@ -136,13 +139,14 @@ def test_permuted_blocks_would_go_unnoticed_by_tokens(
     expected, _ = run(reuse, ids, max_new_tokens=1)
     (path,) = files_of(manager, instance_id)
     data = path.read_bytes()
-    size = reuse.layout.block_bytes
+    size = reuse.parts.block_bytes
     path.write_bytes(b"".join(data[start : start + size] for start in reversed(range(0, 6 * size, size))))
     output, report = run(reuse, ids, max_new_tokens=1)
     assert report.loaded_tokens == 96
     assert torch.equal(output, expected)
 
 
+@pytest.mark.feature("transformers", "partial hit")
 def test_partial_hits(connect: Connect) -> None:
     reuse, ids = connect(), prompt(100)
     run(reuse, ids)
@@ -187,7 +191,7 @@ def test_reading_without_publishing(connect: Connect) -> None:
 def test_half_precision(connect: Connect) -> None:
     model, ids = make_model(dtype=torch.bfloat16), prompt(100)
     reuse = connect(model)
-    assert reuse.layout.dtype == "bfloat16"
+    assert reuse.parts.kv[0].layout.dtype == "bfloat16"
     expected = plain(ids, model)
     assert torch.equal(run(reuse, ids)[0], expected)
     output, report = run(reuse, ids)
@@ -249,7 +253,7 @@ def test_only_the_tail_of_a_chain_is_sent_with_its_parent(connect: Connect, monk
 
 
 def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
-    size = connect().layout.block_bytes
+    size = connect().parts.block_bytes
     reuse, ids = connect(settings=ReuseSettings(save_batch_bytes=3 * size, call_seconds=20.0)), prompt(160)
     _, report = run(reuse, ids, max_new_tokens=1)
     assert report.blocks_saved == 10

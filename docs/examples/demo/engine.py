@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             raise SystemExit(f"not registered: {reuse.registration.message}")
         result: dict[str, Any] = {
             "name": arguments.name,
-            "layers": reuse.layout.layers,
-            "block_bytes": reuse.layout.block_bytes,
+            "layers": sum(part.layout.layers for part in reuse.parts.kv),
+            "block_bytes": reuse.parts.block_bytes,
             "turns": [
                 answer(model, reuse, reader, text, arguments.repeats)
                 for text in prompts(arguments.speaker)[: arguments.turns]

@@ -1,0 +1,229 @@
+"""Calls whose KV lies in a pool of blocks, against a real manager: bounded memory, and the tokens of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from manager_process import ManagerProcess
+from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, make_model, plain, prompt, run
+
+from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
+from connectors.transfer.mover import Failure, not_moved
+from connectors.transformers import KVReuse
+from connectors.transformers.block_pool import BlockPool
+from kvcm.model.storages import StorageConfig
+
+POOL = replace(PATIENT, pool_blocks=40)
+
+
+def pool_of(reuse: KVReuse) -> BlockPool:
+    assert reuse._pool is not None
+    return reuse._pool
+
+
+def in_pool(reuse: KVReuse, ids: torch.Tensor) -> list[bytes]:
+    """Return the stored form of the blocks that the pool keeps for some tokens, by plain indexing."""
+    pool = pool_of(reuse)
+    blocks = pool.find(reuse.block_keys(ids[0].tolist()))
+    pool.give_back(blocks)
+    return [
+        torch.stack([tensor[block] for layer in sorted(pool.memory) for tensor in pool.memory[layer]]).numpy().tobytes()
+        for block in blocks
+    ]
+
+
+@pytest.mark.feature("transformers", "paged KV", "the same bytes per block")
+def test_blocks_are_loaded_into_other_blocks_and_saved_from_them(connect: Connect, stored: Stored) -> None:
+    """Byte by byte: what the first process computed, what is stored, and what the second loaded into other blocks."""
+    ids = prompt(100)
+    expected = plain(ids)
+    first = connect(settings=POOL)
+    output, report = run(first, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.local_tokens, report.blocks_saved, report.reason) == (0, 0, 7, "")
+    assert in_pool(first, output) == stored(first, output[0].tolist())
+
+    second = connect(make_model(), settings=POOL)
+    run(second, prompt(37, seed=5))  # so that other blocks are free
+    output, report = run(second, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.local_tokens) == (96, 0)
+    assert in_pool(second, ids) == stored(first, ids[0].tolist()) == in_pool(first, ids)
+    keys = first.block_keys(ids[0].tolist())
+    assert pool_of(first).find(keys) != pool_of(second).find(keys)
+
+
+def test_memory_of_calls_and_of_a_pool_have_the_same_stored_form(connect: Connect) -> None:
+    ids = prompt(100)
+    run(connect(), ids)
+    output, report = run(connect(settings=POOL), ids)
+    assert report.loaded_tokens == 96
+    assert torch.equal(output, plain(ids))
+    ids = prompt(100, seed=2)
+    run(connect(settings=POOL), ids)
+    output, report = run(connect(), ids)
+    assert report.loaded_tokens == 96
+    assert torch.equal(output, plain(ids))
+
+
+def test_wrong_bytes_change_the_tokens(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
+    ids = prompt(100)
+    expected, _ = run(connect(settings=POOL), ids)
+    for path in files_of(manager, instance_id):
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
+        path.write_bytes(data.view(-1, 3, 2, 2, BLOCK * 16).flip(3).contiguous().numpy().tobytes())  # heads
+    output, report = run(connect(settings=replace(POOL, checksums=False)), ids)
+    assert report.loaded_tokens == 96
+    assert not torch.equal(output, expected)
+
+
+def test_the_next_call_reads_memory(connect: Connect) -> None:
+    reuse, ids = connect(settings=POOL), prompt(50)
+    for turn in range(4):
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids))
+        known = (50 + turn * (NEW + 10) - 11) // BLOCK * BLOCK if turn else 0
+        assert (report.local_tokens, report.loaded_tokens, report.bytes_loaded) == (known, 0, 0)
+        ids = torch.cat([output, prompt(10, seed=100 + turn)], dim=1)
+
+
+@pytest.mark.feature("transformers", "paged KV", "partial hit")
+def test_what_is_missing_of_the_pool_is_loaded(connect: Connect) -> None:
+    ids = prompt(160)
+    run(connect(), ids)
+    reuse = connect(settings=POOL)
+    run(reuse, ids[:, :70], max_new_tokens=1)
+    output, report = run(reuse, ids)
+    assert (report.local_tokens, report.loaded_tokens) == (64, 80)
+    assert report.bytes_loaded == 5 * reuse.parts.block_bytes
+    assert torch.equal(output, plain(ids))
+
+
+@pytest.mark.feature("transformers", "paged KV")
+def test_many_prompts_use_the_same_memory(connect: Connect) -> None:
+    reuse = connect(settings=replace(POOL, pool_blocks=12))
+    before = {id(tensor) for pair in pool_of(reuse).memory.values() for tensor in pair}
+    for seed in range(8):
+        ids = prompt(100 + seed, seed=seed)
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids))
+        assert report.reason == ""
+        assert pool_of(reuse).available == 12
+    assert {id(tensor) for pair in pool_of(reuse).memory.values() for tensor in pair} == before
+    output, report = run(reuse, prompt(100, seed=0))  # pushed out of the pool, not out of the storage
+    assert (report.local_tokens, report.loaded_tokens) == (0, 96)
+
+
+def test_a_call_without_room_has_memory_of_its_own(connect: Connect) -> None:
+    reuse, ids = connect(settings=replace(POOL, pool_blocks=4)), prompt(100)
+    for tokens in (0, 96):
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids))
+        assert report.loaded_tokens == tokens
+        assert report.reason == "the pool had no room for this call"
+    assert pool_of(reuse).available == 4
+
+
+def test_a_cache_that_is_returned_stays(connect: Connect) -> None:
+    reuse, ids = connect(settings=POOL), prompt(100)
+    output, report = run(reuse, ids, return_dict_in_generate=True)
+    held = [layer.keys.clone() for layer in output.past_key_values.layers]
+    run(reuse, prompt(300, seed=3))
+    assert all(torch.equal(one, layer.keys) for one, layer in zip(held, output.past_key_values.layers, strict=True))
+    assert report.reason == ""
+
+
+@pytest.mark.feature("transformers", "paged KV", "several requests at once")
+def test_batches(connect: Connect) -> None:
+    lengths = [100, 37, 80, 5]
+    ids, mask = torch.zeros(4, 100, dtype=torch.long), torch.zeros(4, 100, dtype=torch.long)
+    for row, tokens in enumerate(lengths):
+        ids[row, 100 - tokens :], mask[row, 100 - tokens :] = prompt(tokens, row)[0], 1
+    expected = MODEL.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    reuse = connect(settings=POOL)
+    for local in ([0] * 4, [96, 32, 64, 0]):
+        output, report = run(reuse, ids, attention_mask=mask)
+        assert torch.equal(output, expected)
+        assert [row.local_tokens for row in report.rows] == local
+    output, report = run(connect(settings=POOL), ids, attention_mask=mask)
+    assert torch.equal(output, expected)
+    assert [row.loaded_tokens for row in report.rows] == [96, 32, 64, 0]
+    output, report = run(reuse, torch.cat([ids[:1], ids[2:3]]), attention_mask=torch.cat([mask[:1], mask[2:3]]))
+    assert torch.equal(output, expected[[0, 2]])
+
+
+def test_the_pool_serves_while_the_manager_is_away(connect: Connect, closed_port: int) -> None:
+    reuse, ids = connect(address=f"127.0.0.1:{closed_port}", settings=replace(POOL, register_seconds=0.2)), prompt(100)
+    for local in (0, 96):
+        output, report = run(reuse, ids)
+        assert torch.equal(output, plain(ids))
+        assert (report.local_tokens, report.loaded_tokens) == (local, 0)
+
+
+def test_a_call_that_fails_gives_its_blocks_back(connect: Connect) -> None:
+    reuse = connect(settings=POOL)
+
+    def fail(input_ids: torch.Tensor, scores: object, **options: Any) -> torch.Tensor:
+        raise RuntimeError("the caller's own criterion")
+
+    with pytest.raises(RuntimeError, match="the caller's own"):
+        run(reuse, prompt(100), stopping_criteria=[fail])
+    assert torch.equal(run(reuse, prompt(50))[0], plain(prompt(50)))
+    assert pool_of(reuse).available == 40
+
+
+class Late:
+    """A storage that is busy with everything behind the third block, and changes that memory later."""
+
+    def __init__(self, mover: FileMover) -> None:
+        self._mover = mover
+        self._left = 3
+        self.late: list[memoryview] = []
+
+    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        prompt = min(self._left, len(items))
+        self._left -= prompt
+        self.late += [buffer for item in items[prompt:] for buffer in item.buffers]
+        pending = not_moved(Failure.PENDING, "the deadline passed while the storage was busy with the item")
+        return self._mover.load(items[:prompt], deadline_seconds) + [pending] * (len(items) - prompt)
+
+    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        return self._mover.save(items, deadline_seconds)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+@pytest.mark.feature("transformers", "paged KV")
+def test_blocks_that_a_late_load_may_change_never_come_back(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(100)
+    expected, _ = run(connect(), ids)
+    storages: list[Late] = []
+
+    def make(configs: Sequence[StorageConfig]) -> Late:
+        storages.append(Late(FileMover.for_storages(configs)))
+        return storages[-1]
+
+    monkeypatch.setitem(MOVERS, "file", make)
+    reuse = connect(settings=replace(POOL, transfer_threads=1))
+
+    def scribble(*_: object) -> None:
+        for buffer in storages[0].late:
+            buffer[:] = b"\x7f" * len(buffer)
+
+    handle = MODEL.register_forward_pre_hook(scribble)
+    try:
+        output, report = run(reuse, ids)
+        assert report.loaded_tokens == 3 * BLOCK
+        assert torch.equal(output, expected)
+        assert pool_of(reuse).available == 40 - 3
+        for seed in range(4):
+            other = prompt(150, seed=seed)
+            assert torch.equal(run(reuse, other)[0], plain(other))
+    finally:
+        handle.remove()
+    assert storages[0].late
