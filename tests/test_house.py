@@ -49,6 +49,12 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert not parts & FORBIDDEN_NAMES
 
 
+def test_nothing_is_imported_from_a_conftest() -> None:
+    # Every room has one: which of them is meant depends on which tests run.
+    for path in OUR_PYTHON:
+        assert not re.search(r"^\s*(from|import) conftest\b", path.read_text(), re.MULTILINE), path
+
+
 @pytest.mark.parametrize("room", ["kvcm", "connectors"])
 def test_no_code_is_made_from_data(room: str) -> None:
     for path in OUR_PYTHON:

@@ -16,7 +16,7 @@ _OPTIONS = {
     "disable_cuda_graph": True,
     "dtype": "float32",
     "skip_tokenizer_init": True,
-    "mem_fraction_static": 0.3,  # of what is free now: other processes come and go; the tokens are what counts
+    "mem_fraction_static": 0.9,  # of what is free now: other processes come and go; the tokens are what counts
     "max_total_tokens": 4096,
     "max_running_requests": 4,
     "page_size": 16,

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import StartEngine
 from engine_kinds import SGLANG
-from engine_process import EngineDiedError, EngineRefusedError
+from engine_process import EngineDiedError, EngineRefusedError, StartEngine
 from manager_process import ManagerProcess
 from ports import free_port
 from sglang_rig import Page, Rig, storage_config, until

@@ -7,8 +7,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from conftest import StartEngine
 from engine_kinds import SGLANG
+from engine_process import StartEngine
 from manager_process import ManagerProcess
 from sglang_rig import Rig, overwrite, storage_config
 from tiny_models import prompt_tokens

@@ -6,8 +6,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from conftest import StartEngine
 from engine_kinds import SGLANG
+from engine_process import StartEngine
 from manager_process import ManagerProcess
 from sglang_rig import PAGE_TOKENS, Rig, overwrite, storage_config, until
 from tiny_models import prompt_tokens

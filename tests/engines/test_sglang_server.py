@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import StartEngine
 from engine_kinds import SGLANG
+from engine_process import StartEngine
 from manager_process import ManagerProcess
 from safetensors.torch import load_file, save_file
 from sglang_rig import Rig, storage_config, until
