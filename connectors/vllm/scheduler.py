@@ -93,7 +93,7 @@ class KvcmScheduler:
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool."""
-        self._pins.bind(block_pool)
+        self._pins.bind(block_pool, self._give_up_saves)
 
     def arrived(self, request: Any) -> None:
         """Hear of a new request: its lookup begins now, so that it is answered when the request is scheduled."""
@@ -315,6 +315,11 @@ class KvcmScheduler:
         tracked.next_block = tracked.reserved[0].index
         self._pins.release([block_id for block in tracked.reserved for block_id in block.block_ids.values()])
         tracked.reserved = []
+
+    def _give_up_saves(self) -> None:
+        for tracked in self._requests.values():
+            self._unreserve(tracked)
+        self._saves.give_up()
 
     def _load_failed(self, tracked: TrackedRequest) -> None:
         tracked.may_load = False
