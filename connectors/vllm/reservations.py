@@ -81,6 +81,11 @@ class Reservations:
             self._pins.release([block_id for block in tracked.reserved for block_id in block.block_ids.values()])
             tracked.reserved = []
 
+    def give_back_all(self) -> None:
+        """Unpin everything that is reserved."""
+        for tracked in list(self._holding.values()):
+            self.give_back(tracked)
+
     def _reserve(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
         """Pin the blocks that this step fills."""
         computed = tracked.request.num_computed_tokens + tokens

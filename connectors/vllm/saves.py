@@ -70,6 +70,7 @@ class _Job:
     session_id: str
     numbers: Sequence[int]  # of the run's blocks, one per location
     result: SaveResult | None = None
+    is_given_up: bool = False  # its blocks may hold anything by now
 
 
 class SaveQueue:
@@ -105,7 +106,8 @@ class SaveQueue:
         self._statistics = statistics
         self._on_published = on_published
         self._clock = clock
-        self._asked = 0
+        self._asked: deque[BlockRun] = deque()
+        self._given_up = 0  # of those that are asked for, the first ones
         self._answers: deque[tuple[BlockRun, WriteGrant | None, float]] = deque()
         self._jobs: dict[int, _Job] = {}
         self._next_id = 0
@@ -121,7 +123,7 @@ class SaveQueue:
     def add(self, run: BlockRun) -> None:
         """Save a run; its blocks are unpinned when that has ended, in whatever way."""
         for batch in run.batches(self._batch_blocks):
-            self._asked += 1
+            self._asked.append(batch)
             self._begins.submit(PRIORITY_SAVE, partial(self._begin, batch))
 
     def take_jobs(self) -> list[SaveJob]:
@@ -129,11 +131,15 @@ class SaveQueue:
         jobs: list[SaveJob] = []
         while self._answers:
             run, grant, answered_at = self._answers.popleft()
-            self._asked -= 1
-            if grant is not None and self._clock() - answered_at > self._save_seconds:  # the engine stood still
-                self._ends.submit(PRIORITY_SAVE, partial(self._sessions.abort, grant.session_id))
+            asked = self._asked.popleft()
+            assert asked is run  # one thread asks, in the order of the runs
+            if grant is not None and (self._given_up or self._clock() - answered_at > self._save_seconds):
+                self._abort(grant.session_id)  # nobody wants it any more, or the engine stood still for long
                 grant = None
-            jobs += self._job(run, grant)
+            if self._given_up:
+                self._given_up -= 1  # nothing of it is pinned any more
+            else:
+                jobs += self._job(run, grant)
         return jobs
 
     def answered(self, results: Mapping[int, SaveResult]) -> None:
@@ -146,6 +152,9 @@ class SaveQueue:
             job.result = job.result.plus(result) if job.result else result
             if job.result.ranks >= self._ranks:
                 del self._jobs[number]
+                if job.is_given_up:
+                    self._abort(job.session_id)
+                    continue
                 self._unpin(job.run, job.numbers)
                 self._ends.submit(PRIORITY_SAVE, partial(self._end, job, job.result))
 
@@ -153,6 +162,16 @@ class SaveQueue:
         """Give up what has not begun yet; what the ranks are busy with ends by itself."""
         for job in self.take_jobs():
             self.answered({job.id: SaveResult(self._ranks, (False,) * len(job.blocks), ({},) * len(job.blocks))})
+
+    def give_up(self) -> None:
+        """Unpin everything at once. Ranks may be reading blocks that are others' then: none of that is published."""
+        for run in list(self._asked)[self._given_up :]:
+            self._unpin(run, range(len(run.keys)))
+        self._given_up = len(self._asked)
+        for job in self._jobs.values():
+            if not job.is_given_up:
+                self._unpin(job.run, job.numbers)
+            job.is_given_up = True
 
     def close(self, timeout_seconds: float) -> None:
         """Publish what has ended, give up the rest."""
@@ -186,6 +205,10 @@ class SaveQueue:
             for number, location in zip(numbers, grant.locations, strict=True)
         ]
         return [SaveJob(self._next_id, blocks, self._save_seconds)]
+
+    def _abort(self, session_id: str) -> None:
+        self._statistics.add(sessions_aborted=1)
+        self._ends.submit(PRIORITY_SAVE, partial(self._sessions.abort, session_id))
 
     def _unpin(self, run: BlockRun, numbers: Sequence[int]) -> None:
         ids = [block_id for number in numbers for block_id in run.block_ids[number].values()]

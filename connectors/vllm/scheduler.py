@@ -101,7 +101,7 @@ class KvcmScheduler:
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool."""
-        self._pins.bind(block_pool)
+        self._pins.bind(block_pool, self._give_up_saves)
 
     def arrived(self, request: Any) -> None:
         """Hear of a new request: its lookup begins now, so that it is answered when the request is scheduled."""
@@ -286,6 +286,10 @@ class KvcmScheduler:
             [locations[index - offset] if 0 <= index - offset < len(locations) else b"" for index in places],
             [block_ids[index] for index in places],
         )
+
+    def _give_up_saves(self) -> None:
+        self._reservations.give_back_all()
+        self._saves.give_up()
 
     def _load_failed(self, tracked: TrackedRequest) -> None:
         tracked.may_load = False

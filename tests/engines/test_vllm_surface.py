@@ -126,6 +126,33 @@ def test_a_reset_of_the_connector_forgets_what_was_stored(rig: Rig, plain_vllm: 
     assert rig.fresh(prompt).tokens == truth
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("resets_connector", [False, True], ids=["cache", "cache-and-connector"])
+def test_a_reset_while_requests_run_and_blocks_are_saved(
+    rig: Rig, plain_vllm: EngineProcess, steps: int, resets_connector: bool
+) -> None:
+    """As when weights change: vLLM preempts its requests, and wants all blocks back at once."""
+    engine = rig.engine
+    prompts = [prompt_tokens(170, seed=3100 + 20 * steps + 10 * resets_connector + number) for number in range(3)]
+    truth = [answer.tokens for answer in plain_vllm.generate(prompts, 70)]
+    forget(engine)
+    names = [f"reset-{steps}-{resets_connector}-{number}" for number in range(3)]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.ask("add_request", request_id=name, prompt=prompt, max_tokens=70)
+    engine.ask("step", count=steps)
+    assert engine.ask("reset_prefix_cache", reset_running_requests=True, reset_connector=resets_connector)
+    engine.ask("step", count=20)
+    assert engine.ask("reset_prefix_cache", reset_running_requests=True, reset_connector=resets_connector)
+    answers = engine.ask("step_until", request_ids=names)
+    assert [answers[name]["tokens"] for name in names] == truth
+    settle(engine)
+    assert engine.ask("free_blocks") == engine.ask("all_blocks") - 1
+    until(lambda: sessions_open(rig.manager) == 0)
+    for prompt, right in zip(prompts, truth, strict=True):
+        later = [*prompt, *right, 9]
+        assert rig.fresh(later).tokens == rig.fresh(later).tokens == plain_vllm.generate([later], 16)[0].tokens
+
+
 @pytest.mark.parametrize(
     ("environment", "fault"),
     [
