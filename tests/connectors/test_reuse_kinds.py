@@ -1,7 +1,7 @@
 """Models with sliding windows and with states, against a real manager: the same tokens, the right bytes, and no others.
 
 Every kind goes through the same: cold save, load in another `KVReuse` of an equal model, bytes of every part, wrong
-bytes, partial hits, parts that are gone.
+bytes, partial hits, parts that are gone. Longer than 400 lines because these steps share their fixtures.
 """
 
 from __future__ import annotations

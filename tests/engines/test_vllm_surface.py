@@ -23,10 +23,10 @@ _SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECUR
 
 @pytest.fixture(scope="module")
 def rig(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess) -> Rig:
-    """One engine that publishes events; each test has a prompt of its own."""
+    """One engine that publishes events, and whose weights never change; each test has a prompt of its own."""
     instance_id = f"surface-{uuid4().hex[:8]}"
     events = {"enable_kv_cache_events": True, "publisher": "null"}
-    options = connected(manager.address, instance_id)
+    options = connected(manager.address, instance_id, keep_on_reset=True)
     engine = shared_engines(VLLM, tiny_llama, kv_events_config=events, **options)
     return Rig(engine, manager, instance_id).until_ready()
 
@@ -113,17 +113,25 @@ def test_an_engine_with_other_weights_is_refused_and_serves(
     assert (again.tokens, again.cached_tokens) == (right, 192)
 
 
-def test_a_reset_of_the_connector_forgets_what_was_stored(rig: Rig, plain_vllm: EngineProcess) -> None:
-    """As after new weights: nothing from before is used, and what is stored afterwards is found again."""
+def test_after_a_reset_of_the_connector_nothing_is_shared(
+    new_engine: StartEngine, plain_vllm: EngineProcess, tiny_llama: Path, manager: ManagerProcess, instance_id: str
+) -> None:
+    """As after new weights: nothing from before is used, and nothing is stored that others would use."""
+    rig = Rig(new_engine(VLLM, tiny_llama, **connected(manager.address, instance_id)), manager, instance_id)
     prompt = prompt_tokens(200, seed=3003)
     truth = plain_vllm.generate([prompt], 16)[0].tokens
     rig.store(prompt)
+    before = rig.counts()
     assert rig.engine.ask("reset_prefix_cache", reset_connector=True)
     answer = rig.generate(prompt)
     assert (answer.tokens, answer.cached_tokens) == (truth, 0)
+    rig.fresh(prompt_tokens(200, seed=3004))
     settle(rig.engine)
-    until(lambda: rig.fresh(prompt).cached_tokens == 192)
-    assert rig.fresh(prompt).tokens == truth
+    after = rig.counts()
+    assert {name: after[name] for name in before if not name.endswith("_seconds")} == {
+        name: value for name, value in before.items() if not name.endswith("_seconds")
+    }
+    assert sessions_open(manager) == 0
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 9])
