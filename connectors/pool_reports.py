@@ -92,6 +92,6 @@ class PoolTeller:
 
         self._last = self._thread.submit(PRIORITY_SAVE, look)
 
-    def close(self) -> None:
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
         """Begin nothing more, and wait a little for what is under way."""
-        self._thread.close(_CLOSE_SECONDS)
+        self._thread.close(timeout_seconds)

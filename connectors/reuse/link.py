@@ -119,14 +119,16 @@ class ManagerLink:
         if self.registration.ok:
             self.registration = Registration(RegistrationState.UNREACHABLE, message="to be registered again")
 
-    def close(self) -> None:
-        """Close client and storages."""
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Close client and storages; what hangs longer than the timeout is left behind."""
+        seconds = self._call_seconds if timeout_seconds is None else timeout_seconds
+        deadline = self._clock() + seconds
         self._is_closed.set()
-        self._background.close(self._call_seconds)
-        self._pool_teller.close()
+        self._background.close(seconds)
+        self._pool_teller.close(deadline - self._clock())
         self.client.close()
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(deadline - self._clock())
 
     def _register_in_background(self) -> None:
         """Try for a while: an engine that starts beside its manager should be registered at its first request."""

@@ -184,12 +184,12 @@ class TransferEngine:
         """
         return [pool for pool in (mover.attach() for mover in self._pools) if pool is not None]
 
-    def close(self) -> None:
-        """Begin nothing more, and end the threads; what moves now ends first, within 5 s."""
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Begin nothing more, and end the threads; what moves now ends first, unless it takes longer."""
         with self._gate.lock:
             for lane in self._lanes.values():
                 lane.shut()
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + timeout_seconds
         for lane in self._lanes.values():
             lane.join(deadline)
 

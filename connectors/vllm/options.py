@@ -25,16 +25,18 @@ class VllmOptions:
         weights: what tells the model's weights from others of that name; "" for a digest of the files, or the revision.
         load_async: load between steps, while other requests are computed; otherwise a step waits for its loads.
         publish: save new KV; false only loads.
+        keep_on_reset: go on sharing when vLLM resets its caches, as its sleep mode does: the weights stay the same.
         checksums: tell those of saved parts, and compare those of loaded ones.
         lookup_seconds: how long a request waits for the manager's answer; then it is a miss.
         call_seconds: for every other call to the manager.
         load_seconds: for loading one request's blocks.
         save_seconds: for saving one batch of blocks.
+        session_seconds: for how long the manager keeps blocks for an engine that saves them and may have died.
         save_batch_bytes: most bytes of one write session, over all ranks.
         pinned_fraction: most blocks of the engine, as a share of all, that saves may keep from being freed.
         staging_bytes: host memory of a rank for loads.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
-        shutdown_seconds: for what is under way when the engine ends.
+        shutdown_seconds: for what is under way when the engine ends; vLLM kills what takes longer than 5 s.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -47,22 +49,25 @@ class VllmOptions:
     weights: str = ""
     load_async: bool = True
     publish: bool = True
+    keep_on_reset: bool = False
     checksums: bool = True
     lookup_seconds: float = 0.25
     call_seconds: float = 1.0
     load_seconds: float = 10.0
     save_seconds: float = 20.0
+    session_seconds: int = 30
     save_batch_bytes: int = 64 << 20
     pinned_fraction: float = 0.25
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
-    shutdown_seconds: float = 5.0
+    shutdown_seconds: float = 4.0
 
     def __post_init__(self) -> None:
         for name in ("manager", "instance_group", "instance_id"):
             if not getattr(self, name):
                 raise InvalidArgumentError(f"option {name!r} is empty")
-        for name in ("lookup_seconds", "call_seconds", "load_seconds", "save_seconds", "save_batch_bytes"):
+        times = ("lookup_seconds", "call_seconds", "load_seconds", "save_seconds", "session_seconds")
+        for name in (*times, "save_batch_bytes"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be > 0")
         if not 0 < self.pinned_fraction <= 0.9:
@@ -90,4 +95,4 @@ class VllmOptions:
     @property
     def sessions(self) -> SessionSettings:
         """How long write sessions live."""
-        return SessionSettings(call_seconds=self.call_seconds, most_seconds=3 * self.save_seconds)
+        return SessionSettings(self.session_seconds, 3 * self.save_seconds, self.call_seconds)

@@ -8,6 +8,7 @@ happens in the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class SaveQueue:
         save_seconds: for the bytes of a job.
         statistics: where to count.
         on_published: is told which blocks of a run were published, in a thread of this queue.
+        clock: seconds of a clock that never runs backwards.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class SaveQueue:
         save_seconds: float,
         statistics: ReuseStatistics,
         on_published: Callable[[BlockRun, Sequence[int]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sessions = sessions
         self._pins = pins
@@ -101,8 +104,9 @@ class SaveQueue:
         self._save_seconds = save_seconds
         self._statistics = statistics
         self._on_published = on_published
+        self._clock = clock
         self._asked = 0
-        self._answers: deque[tuple[BlockRun, WriteGrant | None]] = deque()
+        self._answers: deque[tuple[BlockRun, WriteGrant | None, float]] = deque()
         self._jobs: dict[int, _Job] = {}
         self._next_id = 0
         # One thread each, so that blocks are begun in their order; ends wait for no begin.
@@ -124,8 +128,11 @@ class SaveQueue:
         """Return the jobs that there is leave for since the last call."""
         jobs: list[SaveJob] = []
         while self._answers:
-            run, grant = self._answers.popleft()
+            run, grant, answered_at = self._answers.popleft()
             self._asked -= 1
+            if grant is not None and self._clock() - answered_at > self._save_seconds:  # the engine stood still
+                self._ends.submit(PRIORITY_SAVE, partial(self._sessions.abort, grant.session_id))
+                grant = None
             jobs += self._job(run, grant)
         return jobs
 
@@ -149,9 +156,9 @@ class SaveQueue:
 
     def close(self, timeout_seconds: float) -> None:
         """Publish what has ended, give up the rest."""
-        self._begins.close(timeout_seconds / 2)
-        self._ends.close(timeout_seconds / 2)
-        self._sessions.close()
+        self._begins.close(timeout_seconds / 4)
+        self._ends.close(timeout_seconds / 4)
+        self._sessions.close(timeout_seconds / 4)
 
     def _begin(self, run: BlockRun) -> None:
         grant = None
@@ -159,7 +166,7 @@ class SaveQueue:
             with traced(run.tracked.id):
                 grant = self._sessions.begin(run.keys, run.parent, run.part_groups)
         finally:
-            self._answers.append((run, grant))
+            self._answers.append((run, grant, self._clock()))
 
     def _job(self, run: BlockRun, grant: WriteGrant | None) -> list[SaveJob]:
         if grant is None:

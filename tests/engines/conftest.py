@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engine_process import EngineProcess, StartEngine, start_engine
 from manager_process import ManagerProcess, start_manager
 
 _ROOM = Path(__file__).parent
+sys.path.insert(0, str(_ROOM.parent / "faults"))  # mounts that fail on command
 _SECONDS = 400  # of a test with the start of its engines
 
 

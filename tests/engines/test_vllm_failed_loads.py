@@ -11,7 +11,7 @@ from engine_kinds import VLLM
 from engine_process import EngineProcess, Generated, StartEngine
 from manager_process import ManagerProcess
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, overwrite, sessions_open, swapped_halves, until
+from vllm_rig import Rig, connected, overwrite, sessions_open, settle, swapped_halves, until
 
 _WAYS = [
     pytest.param((policy, load_async), id=f"{policy}-{'async' if load_async else 'sync'}")
@@ -29,7 +29,7 @@ def rig(
     instance_id = f"failed-{uuid4().hex[:8]}"
     options = connected(manager.address, instance_id, policy=policy, load_async=load_async)
     engine = shared_engines(VLLM, tiny_llama, **options)
-    yield Rig(engine, manager, instance_id)
+    yield Rig(engine, manager, instance_id).until_ready()
     engine.close()
 
 
@@ -114,5 +114,5 @@ def test_requests_at_the_same_time(rig: Rig, recomputes: bool, plain_vllm: Engin
         rig.until_stored(prompt)
     for prompt, right in zip(prompts, truth, strict=True):
         assert rig.fresh(prompt).tokens == right
-    rig.engine.ask("settle")
+    settle(rig.engine)
     until(lambda: sessions_open(rig.manager) == 0)

@@ -14,7 +14,7 @@ from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, forget, overwrite, sessions_open, swapped_halves, until
+from vllm_rig import Rig, connected, forget, overwrite, sessions_open, settle, swapped_halves, until
 
 _NEW = 60
 _SMALL = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 64, "max_model_len": 512}
@@ -38,7 +38,7 @@ def rig(
     instance_id = f"small-{uuid4().hex[:8]}"
     connection = connected(manager.address, instance_id, **options)
     engine = shared_engines(VLLM, tiny_llama, **_SMALL, **scheduling, **connection)
-    yield Rig(engine, manager, instance_id)
+    yield Rig(engine, manager, instance_id).until_ready()
     engine.close()
 
 
@@ -51,7 +51,7 @@ def test_preempted_requests_and_prompts_in_pieces(rig: Rig, plain_vllm: EnginePr
         if begins_empty:
             forget(engine)
         assert [answer.tokens for answer in engine.generate(prompts, _NEW)] == truth
-        engine.ask("settle")
+        settle(engine)
         preempted.append(_preemptions(engine))
     assert all(before < after for before, after in pairwise(preempted))
     assert rig.count("loaded_blocks") > 10
@@ -66,7 +66,7 @@ def test_preempted_requests_and_prompts_in_pieces(rig: Rig, plain_vllm: EnginePr
 
 
 def _ends_with_all_free(rig: Rig) -> None:
-    rig.engine.ask("settle")
+    settle(rig.engine)
     assert rig.engine.ask("free_blocks") == _SMALL["num_gpu_blocks_override"] - 1  # one stands for dropped ones
     until(lambda: sessions_open(rig.manager) == 0)
 

@@ -16,7 +16,7 @@ from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, overwrite, sessions_open, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, overwrite, sessions_open, settle, until
 
 _SHAPE = (4, 4, BLOCK_TOKENS, 2, 32)  # of a stored block: layers, heads, tokens, K and V, elements
 
@@ -26,14 +26,14 @@ def rig(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess) 
     """One engine for the tests that leave it alive; each has a prompt of its own."""
     instance_id = f"reuse-{uuid4().hex[:8]}"
     engine = shared_engines(VLLM, tiny_llama, **connected(manager.address, instance_id))
-    return Rig(engine, manager, instance_id)
+    return Rig(engine, manager, instance_id).until_ready()
 
 
 @pytest.fixture(scope="module")
 def other_rig(rig: Rig, shared_engines: StartEngine, tiny_llama: Path) -> Rig:
     """Another process that shares the instance, and believes whatever it loads."""
     options = connected(rig.manager.address, rig.instance_id, checksums=False)
-    return Rig(shared_engines(VLLM, tiny_llama, **options), rig.manager, rig.instance_id)
+    return Rig(shared_engines(VLLM, tiny_llama, **options), rig.manager, rig.instance_id).until_ready()
 
 
 @pytest.mark.engines_smoke
@@ -138,7 +138,7 @@ def test_two_engines_store_the_same_at_the_same_time(
     answers = [[answer["tokens"] for answer in engine.answer()] for engine in engines]
     assert answers == [truth, truth]
     for each in (rig, other_rig):
-        each.engine.ask("settle")
+        settle(each.engine)
     for number, prompt in enumerate(prompts):
         keys = rig.keys(prompt)
         until(lambda keys=keys: rig.stored_blocks(keys) == 9)
@@ -156,7 +156,7 @@ def test_what_is_stored_is_not_stored_again(rig: Rig, other_rig: Rig) -> None:
     files = {path: path.stat().st_mtime_ns for path in rig.manager.files}
     before = other_rig.counts()
     other_rig.fresh(prompt, 40)
-    other_rig.engine.ask("settle")
+    settle(other_rig.engine)
     until(lambda: other_rig.count("saved_blocks") == before.get("saved_blocks", 0) + 1)  # that of the longer answer
     assert other_rig.count("known_blocks") == before.get("known_blocks", 0) + 1
     assert {path: path.stat().st_mtime_ns for path in rig.manager.files if path in files} == files
@@ -168,7 +168,7 @@ def test_requests_of_another_salt_share_nothing(rig: Rig, plain_vllm: EngineProc
     rig.store(prompt)
     salted = rig.fresh(prompt, cache_salt="tenant")
     assert (salted.cached_tokens, salted.tokens) == (0, truth.tokens)
-    rig.engine.ask("settle")
+    settle(rig.engine)
     keys = rig.engine.ask("block_keys", tokens=prompt, cache_salt="tenant")
     assert not set(keys) & set(rig.keys(prompt))
     until(lambda: rig.stored_blocks(keys) == 6)

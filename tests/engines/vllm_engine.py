@@ -30,7 +30,7 @@ class VllmEngine:
     def __init__(self, model: str, **options: Any) -> None:
         self._llm = LLM(model, **_OPTIONS | options)
         self._engine = self._llm.llm_engine
-        self.started = {"version": __version__}
+        self.started = {"version": __version__, "in_one_process": hasattr(self._engine.engine_core, "engine_core")}
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, cache_salt: str | None = None, **sampling: Any
@@ -92,9 +92,9 @@ class VllmEngine:
         """Return how many requests are unfinished."""
         return self._engine.get_num_unfinished_requests()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **arguments: Any) -> bool:
         """Forget the engine's own cache, so that only an external one can have a prefix."""
-        return bool(self._llm.reset_prefix_cache())
+        return bool(self._llm.reset_prefix_cache(**arguments))
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups of layers that have blocks of their own; only of an engine in this process."""
@@ -117,10 +117,25 @@ class VllmEngine:
         """Return how many blocks nobody holds; only of an engine in this process."""
         return int(self._core().scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def all_blocks(self) -> int:
+        """Return how many blocks there are; only of an engine in this process."""
+        return int(self._core().scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+
     def block_keys(self, tokens: list[int], **prompt: Any) -> list[int]:
         """Return our keys of the full blocks of a prompt; needs our connector."""
         (namespace,) = set(self._llm.collective_rpc(kvcm_looks.namespace))
         return kvcm_looks.block_keys(self._llm.llm_engine.vllm_config, bytes.fromhex(namespace), tokens, **prompt)
+
+    def collect_events(self) -> None:
+        """Keep the KV events from now on; only of an engine in this process, which publishes them to nobody."""
+        self._batches: list[Any] = []
+        self._core().scheduler.kv_event_publisher.publish = self._batches.append
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return those that tell of stored blocks."""
+        return [
+            kvcm_looks.plain(event) for batch in self._batches for event in batch.events if hasattr(event, "token_ids")
+        ]
 
     def kvcm_counts(self) -> dict[str, Any]:
         """Return what our connector has counted since the start; only of one in this process."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from engine_process import EngineProcess, Generated
 from manager_process import ManagerProcess
@@ -27,6 +27,7 @@ __all__ = [
     "overwrite",
     "read",
     "sessions_open",
+    "settle",
     "swapped_halves",
     "until",
 ]
@@ -47,25 +48,27 @@ def until(condition: Callable[[], Any], seconds: float = _SECONDS) -> Any:
 
 
 def connected(address: str, instance_id: str, *, policy: str = "recompute", **options: Any) -> dict[str, Any]:
-    """Return the options of an engine that make it use our connector."""
-    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id} | options
+    """Return the options of an engine that make it use our connector; patient ones, since the machine is busy."""
+    extra = {"manager": address, "instance_group": "default", "instance_id": instance_id, "lookup_seconds": 5.0}
     return {
         "kv_transfer_config": {
             "kv_connector": "KVCMConnector",
             "kv_connector_module_path": "connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": extra,
+            "kv_connector_extra_config": extra | options,
         }
     }
 
 
-def manager_metric(manager: ManagerProcess, name: str) -> float:
-    """Return a metric of a manager, summed over its labels."""
+def manager_metric(manager: ManagerProcess, name: str, **labels: str) -> float:
+    """Return a metric of a manager, summed over the labels that are not given."""
     url = f"http://127.0.0.1:{manager.ports['admin_http_port']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as page:  # our own manager
         text = page.read().decode()
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+    found = re.findall(rf"^{re.escape(name)}((?:{{.*}})?) (\S+)$", text, re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for shown, value in found if all(each in shown for each in wanted))
 
 
 def sessions_open(manager: ManagerProcess) -> int:
@@ -75,13 +78,23 @@ def sessions_open(manager: ManagerProcess) -> int:
 
 def forget(engine: EngineProcess) -> None:
     """Empty an engine's own cache: what it has from now on, it computed or loaded."""
-    engine.ask("settle")
-    assert engine.ask("reset_prefix_cache")
+    settle(engine)
+    until(lambda: engine.ask("reset_prefix_cache"))
+
+
+def settle(engine: EngineProcess) -> None:
+    """Wait until nothing is being saved any more; an engine in several processes goes on by itself."""
+    if not _is_in_several_processes(engine):
+        engine.ask("settle")
+
+
+def _is_in_several_processes(engine: EngineProcess) -> bool:
+    return not engine.started["in_one_process"]
 
 
 @dataclass
 class Rig:
-    """One engine, all in one process.
+    """One engine.
 
     Attributes:
         engine: it.
@@ -108,9 +121,14 @@ class Rig:
         self.until_stored([*prompt, *answer.tokens[:-1]])  # the last token's KV is never computed
         return answer
 
+    def until_ready(self) -> Self:
+        """Wait until the engine is registered: what comes before is not looked for, and not stored."""
+        until(lambda: self.fresh([5] * (BLOCK_TOKENS + 1), 1) and self.count("lookups"))
+        return self
+
     def until_stored(self, tokens: list[int]) -> None:
         """Wait until all full blocks are stored."""
-        self.engine.ask("settle")
+        settle(self.engine)
         keys = self.keys(tokens)
         until(lambda: self.stored_blocks(keys) == len(keys))
 
@@ -148,8 +166,11 @@ class Rig:
         ]
 
     def counts(self) -> dict[str, int]:
-        """Return what the connector has counted since the start."""
-        return dict(self.engine.ask("kvcm_counts"))
+        """Return what the connector has counted since the start; in several processes, up to the last step."""
+        if not _is_in_several_processes(self.engine):
+            return dict(self.engine.ask("kvcm_counts"))
+        metrics = self.engine.ask("metrics").items()
+        return {name.removeprefix("vllm:kvcm_"): value for name, value in metrics if name.startswith("vllm:kvcm_")}
 
     def count(self, name: str) -> int:
         """Return one of them."""

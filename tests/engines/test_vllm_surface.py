@@ -1,0 +1,177 @@
+"""What people see of our connector in vLLM: its counts, its events, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from engine_kinds import TRANSFORMERS, VLLM
+from engine_process import EngineProcess, EngineRefusedError, StartEngine
+from fault_mount import FaultMount, why_no_mounts
+from manager_process import ManagerProcess, start_manager
+from tiny_models import prompt_tokens
+from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, manager_metric, sessions_open, settle, until
+
+_BLOCK_BYTES = 4 * 4 * BLOCK_TOKENS * 64 * 4  # layers, heads, tokens, K and V, bytes
+_SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+@pytest.fixture(scope="module")
+def rig(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess) -> Rig:
+    """One engine that publishes events; each test has a prompt of its own."""
+    instance_id = f"surface-{uuid4().hex[:8]}"
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    options = connected(manager.address, instance_id)
+    engine = shared_engines(VLLM, tiny_llama, kv_events_config=events, **options)
+    return Rig(engine, manager, instance_id).until_ready()
+
+
+def _ours(metrics: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix("vllm:kvcm_"): value for name, value in metrics.items() if ":kvcm_" in name}
+
+
+def _grown(rig: Rig, before: dict[str, float], *names: str) -> list[float]:
+    metrics = rig.engine.ask("metrics")
+    return [metrics[name] - before[name] for name in names]
+
+
+def test_metrics_count_what_was_saved_and_loaded(rig: Rig) -> None:
+    rig.fresh([3], 1)
+    before = rig.engine.ask("metrics")
+    prompt = prompt_tokens(200, seed=3000)
+    rig.store(prompt)
+    rig.fresh(prompt)
+    rig.fresh([3], 1)  # what is counted is told with the next step
+    names = ("lookups", "hit_blocks", "saved_blocks", "saved_bytes", "loaded_blocks", "loaded_bytes")
+    expected = [3, 6, 6, 6 * _BLOCK_BYTES, 6, 6 * _BLOCK_BYTES]
+    grown = _grown(rig, before, *(f"vllm:kvcm_{name}" for name in names))
+    assert grown[1:] == expected[1:]
+    assert grown[0] >= 2
+    assert _grown(rig, before, "vllm:external_prefix_cache_hits") == [192]
+    assert _grown(rig, before, 'vllm:prompt_tokens_cached_by_source{source="disk"}') == [192]
+    after = rig.engine.ask("metrics")
+    for name in ("lookup_seconds", "load_seconds", "save_seconds"):
+        grown_count = after[f"vllm:kvcm_{name}"]["count"] - before[f"vllm:kvcm_{name}"]["count"]
+        assert grown_count >= 1
+        assert after[f"vllm:kvcm_{name}"]["sum"] > before[f"vllm:kvcm_{name}"]["sum"]
+    failed = ("lost_parts", "corrupt_parts", "failed_parts", "failed_save_blocks", "dropped_save_blocks")
+    assert _grown(rig, before, *(f"vllm:kvcm_{name}" for name in failed)) == [0] * 5
+
+
+def test_all_that_is_counted_is_shown(rig: Rig) -> None:
+    from connectors.reuse.statistics import COUNTERS, TIMES
+
+    assert set(_ours(rig.engine.ask("metrics"))) == {*COUNTERS, *TIMES}
+
+
+def test_events_tell_what_was_stored(rig: Rig) -> None:
+    prompt = prompt_tokens(200, seed=3001)
+    forget(rig.engine)
+    rig.engine.ask("collect_events")
+    rig.store(prompt)
+    rig.fresh([3], 1)  # what was published meanwhile is told with the next step
+    stored = [event for event in rig.engine.ask("events") if event["medium"] == "STORAGE"]
+    tokens = [event["token_ids"] for event in stored]
+    assert tokens[:6] == [prompt[start : start + BLOCK_TOKENS] for start in range(0, 192, BLOCK_TOKENS)]
+    assert stored[0]["parent_block_hash"] is None
+    for one, following in pairwise(stored):
+        assert [following["parent_block_hash"]] == one["block_hashes"]
+    assert all(event["block_size"] == BLOCK_TOKENS for event in stored)
+
+
+def test_a_misspelt_option_ends_the_start(new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess) -> None:
+    with pytest.raises(EngineRefusedError, match="option 'load_asinc' is unknown; did you mean 'load_async'"):
+        new_engine(VLLM, tiny_llama, **connected(manager.address, "misspelt", load_asinc=True))
+
+
+def test_an_engine_with_other_weights_is_refused_and_serves(
+    rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.neg_()
+    model.save_pretrained(tmp_path / "other")
+    prompt = prompt_tokens(200, seed=3002)
+    right = rig.store(prompt).tokens
+    stranger = new_engine(VLLM, tmp_path / "other", **connected(rig.manager.address, rig.instance_id))
+    truth = new_engine(TRANSFORMERS, tmp_path / "other").generate([prompt], 16)[0].tokens
+    assert truth != right
+    for _ in range(2):
+        forget(stranger)
+        (answer,) = stranger.generate([prompt], 16)
+        assert (answer.tokens, answer.cached_tokens) == (truth, 0)
+    assert "refuses to register" in stranger.printed()
+    again = rig.fresh(prompt)
+    assert (again.tokens, again.cached_tokens) == (right, 192)
+
+
+def test_a_reset_of_the_connector_forgets_what_was_stored(rig: Rig, plain_vllm: EngineProcess) -> None:
+    """As after new weights: nothing from before is used, and what is stored afterwards is found again."""
+    prompt = prompt_tokens(200, seed=3003)
+    truth = plain_vllm.generate([prompt], 16)[0].tokens
+    rig.store(prompt)
+    assert rig.engine.ask("reset_prefix_cache", reset_connector=True)
+    answer = rig.generate(prompt)
+    assert (answer.tokens, answer.cached_tokens) == (truth, 0)
+    settle(rig.engine)
+    until(lambda: rig.fresh(prompt).cached_tokens == 192)
+    assert rig.fresh(prompt).tokens == truth
+
+
+@pytest.mark.parametrize(
+    ("environment", "fault"),
+    [
+        pytest.param({}, {"hang": True}, id="one-process-hanging"),
+        # vLLM goes on until nothing is on its way, and is killed where a storage hangs: then sessions expire.
+        pytest.param(_SEVERAL_PROCESSES, {"delay_seconds": 0.3}, id="several-processes-slow"),
+    ],
+)
+def test_the_end_of_an_engine_that_saves_leaves_no_session_open(
+    environment: dict[str, str],
+    fault: dict[str, Any],
+    new_engine: StartEngine,
+    tiny_llama: Path,
+    instance_id: str,
+    tmp_path: Path,
+) -> None:
+    if why_no_mounts():
+        pytest.skip(why_no_mounts())
+    (tmp_path / "medium").mkdir()
+    mount = FaultMount(tmp_path / "medium", tmp_path / "manager" / "nfs")
+    manager = start_manager(tmp_path / "manager")
+    try:
+        options = connected(manager.address, instance_id, session_seconds=90)
+        engine = new_engine(VLLM, tiny_llama, environment=environment, **options)
+        Rig(engine, manager, instance_id).until_ready()
+        forget(engine)
+        until(lambda: sessions_open(manager) == 0)
+        mount.inject("write", path="*/layers*", **fault)
+        engine.generate([prompt_tokens(300, seed=3004)], 40)
+        engine.generate([prompt_tokens(30, seed=3005)], 8)
+        until(lambda: sessions_open(manager) > 0)
+        begun = time.monotonic()
+        closing = _closes_in_background(engine)
+        until(lambda: sessions_open(manager) == 0, 20)
+        if "hang" in fault:
+            assert time.monotonic() - begun < 12
+            assert manager_metric(manager, "kvcm_write_sessions_total", outcome="aborted") > 0
+        mount.clear()
+        closing()
+    finally:
+        mount.clear()
+        manager.stop()
+        mount.close()
+
+
+def _closes_in_background(engine: EngineProcess) -> Callable[[], None]:
+    assert engine.process.stdin is not None
+    engine.process.stdin.close()
+    return engine.close
