@@ -88,7 +88,7 @@ def read_grant(answer: meta.StartWriteCacheResponse, asked: int) -> WriteGrant:
     complete = tuple(location for location in locations if location is not None)
     if len(complete) != len(locations):
         raise MalformedAnswerError("a block to write has no address")
-    return WriteGrant(answer.write_session_id, mask, complete)
+    return WriteGrant(answer.write_session_id, mask, complete, answer.header.status.message)
 
 
 def read_cluster_info(answer: meta.GetClusterInfoResponse) -> ClusterInfo:

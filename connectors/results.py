@@ -127,11 +127,13 @@ class WriteGrant:
         session_id: to finish, renew or abort with.
         mask: one per key asked for; true where nothing needs to be written.
         locations: where to write the others, in order.
+        refusal: why blocks behind the last of them, which the mask has as true, do not fit; "" when all do.
     """
 
     session_id: str
     mask: tuple[bool, ...]
     locations: tuple[Location, ...]
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

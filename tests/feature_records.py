@@ -47,6 +47,7 @@ FEATURES = (
     "tensor parallel: 2 ranks",
     "sliding-window layers",
     "linear-attention layers",
+    "latent rows (MLA)",
     "paged KV",
     "host layouts page_first_direct and layer_first",
     "refuses what it does not support",

@@ -89,14 +89,18 @@ def load_parts(
             TransferItem(part.uri, [memoryview(row)], checksum=part.checksum)
             for part, row in zip(left, rows, strict=False)
         ]
-        moved = engine.load(items, deadline - clock(), cancel)
-        good = [row for row, result in enumerate(moved) if result.ok]
-        if good:
-            deliver(rows if len(good) == len(rows) else rows[good], [len(results) + row for row in good])
-        if any(result.failure is Failure.PENDING for result in moved):
-            trays.lose(tray)
-        else:
-            trays.give_back(tray)
+        is_reusable = False
+        try:
+            moved = engine.load(items, deadline - clock(), cancel)
+            is_reusable = all(result.failure is not Failure.PENDING for result in moved)
+            good = [row for row, result in enumerate(moved) if result.ok]
+            if good:
+                deliver(rows if len(good) == len(rows) else rows[good], [len(results) + row for row in good])
+        finally:  # also when whoever takes the bytes raises
+            if is_reusable:
+                trays.give_back(tray)
+            else:
+                trays.lose(tray)
         results += moved
     return results
 

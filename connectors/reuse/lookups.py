@@ -31,6 +31,7 @@ from kvcm.model.keys import BlockKey
 __all__ = ["Found", "LookupPlan", "LookupSettings", "Lookups", "look_up"]
 
 _MAX_LEASE_SECONDS = 600.0
+_MOST_QUEUEING = 4  # times what an answer may take
 
 
 class LookupPlan(NamedTuple):
@@ -88,7 +89,7 @@ class LookupSettings:
     lookup_seconds: float = 0.25
     load_seconds: float = 10.0
     share_seconds: float = 0.5
-    threads: int = 2
+    threads: int = 4
 
 
 _Question: TypeAlias = tuple[int, BlockKey]
@@ -98,6 +99,7 @@ _Question: TypeAlias = tuple[int, BlockKey]
 class _Lookup:
     question: _Question
     begun_at: float
+    asked_at: float | None = None  # when a thread began with it
     users: set[str] = field(default_factory=set)
     found: Found | None = None
     is_shared: bool = True
@@ -162,12 +164,12 @@ class Lookups:
                 return _NOTHING
             if lookup.found is not None:
                 return lookup.found
-            if self._clock() - lookup.begun_at < self._settings.lookup_seconds:
+            if not self._is_late(lookup):
                 return None
             self._statistics.add(lookups_late=1)
             # Whoever asks for the same anew gets a call of his own; the answer, when it comes, is released.
             self._leave(request_id, lookup)
-            self._by_request[request_id] = _Lookup(lookup.question, lookup.begun_at, {request_id}, _NOTHING)
+            self._by_request[request_id] = _Lookup(lookup.question, lookup.begun_at, None, {request_id}, _NOTHING)
             return _NOTHING
 
     def forget(self, request_id: str) -> None:
@@ -189,6 +191,12 @@ class Lookups:
         self.clear()
         self._releases.close(timeout_seconds / 2)
 
+    def _is_late(self, lookup: _Lookup) -> bool:
+        """Return whether to wait no longer: for the answer, or for a thread that asks when many requests arrive."""
+        if lookup.asked_at is None:
+            return self._clock() - lookup.begun_at >= _MOST_QUEUEING * self._settings.lookup_seconds
+        return self._clock() - lookup.asked_at >= self._settings.lookup_seconds
+
     def _can_ask(self) -> bool:
         if not self._link.is_ready():
             return False
@@ -207,6 +215,10 @@ class Lookups:
     def _ask(self, lookup: _Lookup, keys: Sequence[BlockKey], request_id: str) -> None:
         found = _NOTHING
         try:
+            with self._lock:
+                lookup.asked_at = self._clock()
+                if not lookup.users:  # nobody waits for it any more
+                    return
             settings = self._settings
             with traced(request_id):
                 found = look_up(self._link.client, keys, self._plan, settings, self._clock)

@@ -22,8 +22,8 @@ class SavedBlocks:
     """What became of a save.
 
     Attributes:
-        stored: one flag per key: the block is stored, now or before. All false when the manager gave no leave, or did
-            not confirm the publication.
+        stored: one flag per key: the block is stored, now or before, or another writer is at it. All false when the
+            manager gave no leave, or did not confirm the publication.
         saved: blocks that were saved now.
         saved_bytes: of them.
         reason: why not all blocks are stored, "" when they are.
@@ -127,9 +127,12 @@ def _saved(
     if not is_published and not reason:
         reason = "the write session was not confirmed"
     flags = iter(written)
-    stored = tuple(is_masked or (next(flags) and is_published) for is_masked in grant.mask)
+    stored = [is_masked or (next(flags) and is_published) for is_masked in grant.mask]
+    if grant.refusal:  # of what is masked behind the last block to write, something does not fit
+        end = len(grant.mask) - grant.mask[::-1].index(False)
+        stored[end:] = [False] * (len(stored) - end)
     sizes = [sum(uri.size for uri in location.uris.values()) for location in grant.locations]
     saved = sum(written) if is_published else 0
     saved_bytes = sum(size for size, is_written in zip(sizes, written, strict=True) if is_written) if saved else 0
     statistics.add(saved_blocks=saved, saved_bytes=saved_bytes, failed_save_blocks=len(written) - saved)
-    return SavedBlocks(stored, saved, saved_bytes, reason)
+    return SavedBlocks(tuple(stored), saved, saved_bytes, reason or grant.refusal)

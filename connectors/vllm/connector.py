@@ -6,11 +6,12 @@ when the engine starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,18 +26,20 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from connectors.client import ManagerClient
 from connectors.credentials import ClientCredentials
 from connectors.exchanges import ClientSettings
+from connectors.keys import HashKeys
 from connectors.node import NodeSettings
 from connectors.reuse.link import ManagerLink
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer import TransferEngine
 from connectors.vllm.events import StoredEvents
+from connectors.vllm.identity import identity_of
 from connectors.vllm.messages import StepOrders, StepResults
 from connectors.vllm.metrics import KvcmPromMetrics, KvcmStats
+from connectors.vllm.mode import EngineMode
 from connectors.vllm.options import VllmOptions
 from connectors.vllm.plan import KvPlan
+from connectors.vllm.rank_storages import RankStorages
 from connectors.vllm.scheduler import KvcmScheduler
 from connectors.vllm.worker import KvcmWorker
-from kvcm.model.storages import StorageConfig
 
 __all__ = ["KVCMConnector"]
 
@@ -58,18 +61,21 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = VllmOptions.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        plan = KvPlan.of(vllm_config, kv_cache_config, options)
+        plan = KvPlan.of(vllm_config, kv_cache_config)
         self._statistics = ReuseStatistics()
         self._scheduler: KvcmScheduler | None = None
         self._worker: KvcmWorker | None = None
         self._groups = len(plan.groups)
         if role == KVConnectorRole.SCHEDULER:
-            link = _link(plan, options, moves_bytes=False)
+            identity = identity_of(vllm_config, plan, options)
+            link = ManagerLink(_client(options), plan.specs(options.instance_group, identity), options.call_seconds)
             events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens)
-            self._scheduler = KvcmScheduler(plan, options, link, self._statistics, events)
+            mode = EngineMode.of(vllm_config, plan, options)
+            keys = HashKeys(identity.namespace)
+            self._scheduler = KvcmScheduler(plan, options, mode, link, keys, self._statistics, events)
         else:
-            link = _link(plan, options, moves_bytes=True)
-            self._worker = KvcmWorker(plan, get_tensor_model_parallel_rank(), options, link, self._statistics)
+            storages = RankStorages(_client(options), options)
+            self._worker = KvcmWorker(plan, get_tensor_model_parallel_rank(), options, storages, self._statistics)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -215,15 +221,14 @@ def _publishes_events(config: VllmConfig) -> bool:
     return config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
 
 
-def _link(plan: KvPlan, options: VllmOptions, *, moves_bytes: bool) -> ManagerLink:
+def _client(options: VllmOptions) -> ManagerClient:
     node_id = NodeSettings.from_environment().node_id
     settings = ClientSettings(
         timeout_seconds=options.call_seconds, node_id=node_id, credentials=ClientCredentials.from_environment()
     )
-    client = ManagerClient(options.manager, options.instance_id, settings)
+    return ManagerClient(options.manager, options.instance_id, settings)
 
-    def make_engine(storages: Sequence[StorageConfig]) -> TransferEngine:
-        return TransferEngine.for_storages(storages, options.transfer_threads or None, checksums=options.checksums)
 
-    specs = plan.specs(options.instance_group)
-    return ManagerLink(client, specs, options.call_seconds, make_engine if moves_bytes else None)
+# vLLM's MultiConnector asks for the classes of its parts by name, and knows only those that are registered.
+if "KVCMConnector" not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector("KVCMConnector", "connectors.vllm.connector", "KVCMConnector")

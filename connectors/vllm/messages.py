@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from connectors.reuse.loading import LoadReport
 from kvcm.model.keys import BlockKey
+from kvcm.model.storages import StorageConfig
 from kvcm.model.uri import LocationUri
 
 __all__ = ["BlockToSave", "GroupLoad", "LoadJob", "SaveJob", "SaveResult", "StepOrders", "StepResults"]
@@ -113,12 +114,14 @@ class StepOrders(KVConnectorMetadata):
         cancelled: ids of requests whose loads nobody waits for any more.
         saves: to begin; their blocks do not change until they are answered.
         waits: whether the step must wait for its loads.
+        storages: to use from now on, None for those that are in use.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     saves: list[SaveJob] = field(default_factory=list)
     waits: bool = False
+    storages: Sequence[StorageConfig] | None = None
 
 
 @dataclass
@@ -129,11 +132,13 @@ class StepResults(KVConnectorWorkerMetadata):
         saves: by number of the job.
         failed_loads: ids of requests of which not everything was loaded.
         reports: parts that were not as the manager said.
+        has_unknown_storage: whether a part lies on a storage that a rank does not know.
     """
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
     reports: list[LoadReport] = field(default_factory=list)
+    has_unknown_storage: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResults:
         """Return the results of these ranks and another."""
@@ -146,7 +151,8 @@ class StepResults(KVConnectorWorkerMetadata):
             saves=saves,
             failed_loads=self.failed_loads | other.failed_loads,
             reports=self.reports + other.reports,
+            has_unknown_storage=self.has_unknown_storage or other.has_unknown_storage,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.saves or self.failed_loads or self.reports)
+        return bool(self.saves or self.failed_loads or self.reports or self.has_unknown_storage)

@@ -25,6 +25,7 @@ class VllmOptions:
         weights: what tells the model's weights from others of that name; "" for a digest of the files, or the revision.
         load_async: load between steps, while other requests are computed; otherwise a step waits for its loads.
         publish: save new KV; false only loads.
+        keep_on_reset: go on sharing when vLLM resets its caches, as its sleep mode does: the weights stay the same.
         checksums: tell those of saved parts, and compare those of loaded ones.
         lookup_seconds: how long a request waits for the manager's answer; then it is a miss.
         call_seconds: for every other call to the manager.
@@ -48,6 +49,7 @@ class VllmOptions:
     weights: str = ""
     load_async: bool = True
     publish: bool = True
+    keep_on_reset: bool = False
     checksums: bool = True
     lookup_seconds: float = 0.25
     call_seconds: float = 1.0

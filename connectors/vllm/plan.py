@@ -1,4 +1,4 @@
-"""What vLLM's KV cache looks like to us: groups of layers, how a block of each is stored, and who may share.
+"""What vLLM's KV cache looks like to us: groups of layers, and how a block of each is stored.
 
 vLLM keeps layers in groups, each with block tables of its own. A stored block covers the same tokens in every group,
 and has one part per group and tensor-parallel rank. A hit needs the parts of full-attention groups for every block,
@@ -7,13 +7,9 @@ those of sliding-window groups for the last blocks alone, and of linear attentio
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
@@ -27,20 +23,17 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connectors.layout import Shard, Span, StoredFormat, format_text, rank_heads
+from connectors.layout import Shard, Span, StoredFormat, rank_heads
 from connectors.layout.stored import KV_PACKED
 from connectors.layout.tensors import dtype_name
 from connectors.reuse.identity import KvIdentity
 from connectors.reuse.link import InstanceSpecs
 from connectors.reuse.lookups import LookupPlan
-from connectors.vllm.options import VllmOptions
-from connectors.vllm.weights import weights_digest
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, LocationSpecKind
 
 __all__ = ["ALL_PARTS", "FULL_PARTS", "KvGroup", "KvPlan", "RankPart"]
 
-_LAYOUT_VERSION = "vllm/1"
 ALL_PARTS = "all"
 FULL_PARTS = "full"  # of blocks whose sliding-window parts, or states, the engine has dropped already
 
@@ -74,6 +67,7 @@ class KvGroup:
         prefix: of the names of its parts.
         window_tokens: that a layer looks back at most, 0 for all.
         is_state: whether its layers keep a state, not KV: what is behind the last token of a block.
+        quantization: of KV, as vLLM calls it.
     """
 
     id: int
@@ -83,6 +77,7 @@ class KvGroup:
     prefix: str
     window_tokens: int = 0
     is_state: bool = False
+    quantization: str = "NONE"
 
     @property
     def is_whole(self) -> bool:
@@ -113,17 +108,15 @@ class KvPlan:
     Attributes:
         groups: of layers.
         block_tokens: tokens per block.
-        identity: who may share.
         ranks: tensor-parallel ranks.
     """
 
     groups: tuple[KvGroup, ...]
     block_tokens: int
-    identity: KvIdentity
     ranks: int
 
     @classmethod
-    def of(cls, config: VllmConfig, cache: KVCacheConfig, options: VllmOptions) -> KvPlan:
+    def of(cls, config: VllmConfig, cache: KVCacheConfig) -> KvPlan:
         """Return the plan of an engine.
 
         Raises:
@@ -147,7 +140,7 @@ class KvPlan:
             raise InvalidArgumentError("no layer keeps the KV of all tokens: at least one must")
         if any(group.is_state for group in groups) and any(group.window_tokens for group in groups):
             raise InvalidArgumentError("the model has both sliding windows and linear attention: not supported")
-        return cls(groups, min(sizes), _identity(config, groups, options, ranks), ranks)
+        return cls(groups, min(sizes), ranks)
 
     @property
     def block_bytes(self) -> int:
@@ -167,7 +160,7 @@ class KvPlan:
         )
         return LookupPlan(whole, window, max(group.window_blocks for group in self.groups), state)
 
-    def specs(self, instance_group: str) -> InstanceSpecs:
+    def specs(self, instance_group: str, identity: KvIdentity) -> InstanceSpecs:
         """Return what is registered with the manager."""
         parts = [
             LocationSpecInfo(group.prefix + spec.name, spec.size_bytes, _LINEAR if group.is_state else _FULL)
@@ -178,7 +171,7 @@ class KvPlan:
         part_groups = [LocationSpecGroup(ALL_PARTS, tuple(sorted(part.name for part in parts)))]
         if plan.window_parts or plan.state_parts:
             part_groups.append(LocationSpecGroup(FULL_PARTS, tuple(sorted(plan.parts))))
-        return InstanceSpecs(instance_group, self.block_tokens, parts, self.identity.deployment(), part_groups)
+        return InstanceSpecs(instance_group, self.block_tokens, parts, identity.deployment(), part_groups)
 
 
 def _check_parallel(config: VllmConfig) -> None:
@@ -216,7 +209,8 @@ def _group(cache: KVCacheConfig, group_id: int, config: VllmConfig, ranks: int) 
         order=KV_PACKED,
     )
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
-    return KvGroup(group_id, tuple(group.layer_names), stored, spec.block_size, prefix, window_tokens=window)
+    names, quantization = tuple(group.layer_names), spec.kv_quant_mode.name
+    return KvGroup(group_id, names, stored, spec.block_size, prefix, window, quantization=quantization)
 
 
 def _state_group(group_id: int, layers: Sequence[str], spec: MambaSpec, ranks: int, prefix: str) -> KvGroup:
@@ -255,68 +249,3 @@ def _attention(spec: KVCacheSpec, layers: Sequence[str]) -> AttentionSpec:
     if spec.head_size_v != spec.head_size and not isinstance(spec, MLAAttentionSpec):
         raise InvalidArgumentError(f"K has {spec.head_size} and V {spec.head_size_v} elements per head: must be equal")
     return spec
-
-
-def _identity(config: VllmConfig, groups: Sequence[KvGroup], options: VllmOptions, ranks: int) -> KvIdentity:
-    model = config.model_config
-    formats = {group.prefix or "all": f"{format_text(group.stored)} {_reach(group)}" for group in groups}
-    return KvIdentity(
-        model=options.model_name or _model_name(model.model),
-        weights=options.weights or _weights(config),
-        engine=_LAYOUT_VERSION,
-        dtype=next(group.stored.dtype for group in groups if group.is_whole),
-        hashing=_hashing(config),
-        formats=formats,
-        tp_size=ranks,
-        use_mla=bool(getattr(model, "use_mla", False)),
-        extra=_extra(config),
-    )
-
-
-def _reach(group: KvGroup) -> str:
-    return f"state/{group.block_tokens}" if group.is_state else f"window={group.window_tokens}"
-
-
-def _extra(config: VllmConfig) -> Mapping[str, str]:
-    """What else the KV of given tokens depends on."""
-    model = config.model_config
-    settings: dict[str, Any] = {
-        "config": model.hf_config.to_dict(),
-        "quantization": model.quantization,
-        "cache_dtype": config.cache_config.cache_dtype,
-        "model_dtype": str(model.dtype),
-    }
-    settings["config"] = {name: value for name, value in settings["config"].items() if name not in _IRRELEVANT}
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return {"settings": hashlib.sha256(text.encode()).hexdigest()[:32], "cache_dtype": settings["cache_dtype"]}
-
-
-_IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"})
-
-
-def _hashing(config: VllmConfig) -> str:
-    """Return what engines must agree on, to give the same blocks the same hashes.
-
-    Raises:
-        InvalidArgumentError: this engine's hashes are its own.
-    """
-    name = config.cache_config.prefix_caching_hash_algo
-    seed = os.environ.get("PYTHONHASHSEED")
-    if "sha256" not in name and seed is None:
-        raise InvalidArgumentError(
-            f"prefix_caching_hash_algo is {name!r}, whose hashes differ in every process: choose sha256, or set"
-            " PYTHONHASHSEED to the same number for all engines"
-        )
-    return f"{name} seed={seed or 'default'}"
-
-
-def _model_name(model: str) -> str:
-    return Path(model).name if Path(model).is_dir() else model
-
-
-def _weights(config: VllmConfig) -> str:
-    model = config.model_config
-    if str(config.load_config.load_format) == "dummy":
-        return f"dummy seed={model.seed}"
-    folder = Path(model.model)
-    return weights_digest(folder) if folder.is_dir() else f"revision={model.revision or 'main'}"

@@ -8,6 +8,7 @@ happens in the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class SaveQueue:
         save_seconds: for the bytes of a job.
         statistics: where to count.
         on_published: is told which blocks of a run were published, in a thread of this queue.
+        clock: seconds of a clock that never runs backwards.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class SaveQueue:
         save_seconds: float,
         statistics: ReuseStatistics,
         on_published: Callable[[BlockRun, Sequence[int]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sessions = sessions
         self._pins = pins
@@ -102,9 +105,10 @@ class SaveQueue:
         self._save_seconds = save_seconds
         self._statistics = statistics
         self._on_published = on_published
+        self._clock = clock
         self._asked: deque[BlockRun] = deque()
         self._given_up = 0  # of those that are asked for, the first ones
-        self._answers: deque[tuple[BlockRun, WriteGrant | None]] = deque()
+        self._answers: deque[tuple[BlockRun, WriteGrant | None, float]] = deque()
         self._jobs: dict[int, _Job] = {}
         self._next_id = 0
         # One thread each, so that blocks are begun in their order; ends wait for no begin.
@@ -126,15 +130,16 @@ class SaveQueue:
         """Return the jobs that there is leave for since the last call."""
         jobs: list[SaveJob] = []
         while self._answers:
-            run, grant = self._answers.popleft()
+            run, grant, answered_at = self._answers.popleft()
             asked = self._asked.popleft()
             assert asked is run  # one thread asks, in the order of the runs
-            if not self._given_up:
+            is_given_up = self._given_up > 0
+            self._given_up -= is_given_up
+            if grant is not None and (is_given_up or self._clock() - answered_at > self._save_seconds):
+                self._abort(grant.session_id)  # its blocks may hold anything, or the engine stood still
+                grant = None
+            if not is_given_up:
                 jobs += self._job(run, grant)
-                continue
-            self._given_up -= 1
-            if grant is not None:
-                self._abort(grant.session_id)
         return jobs
 
     def answered(self, results: Mapping[int, SaveResult]) -> None:
@@ -180,7 +185,7 @@ class SaveQueue:
             with traced(run.tracked.id):
                 grant = self._sessions.begin(run.keys, run.parent, run.part_groups)
         finally:
-            self._answers.append((run, grant))
+            self._answers.append((run, grant, self._clock()))
 
     def _job(self, run: BlockRun, grant: WriteGrant | None) -> list[SaveJob]:
         if grant is None:

@@ -1,15 +1,11 @@
 """The scheduler's side: what a request can load, what the ranks do in a step, which blocks are saved.
 
-No method waits for the manager. Two rules keep tokens right:
-
-* Only blocks that are computed for certain are saved: those that no step under way touches, of a request whose load has
-  not failed in the meantime. They are reserved, and pinned, in the step that computes them, and saved in a later one.
-* After a failed load a request loads nothing any more: it is computed.
+No method waits for the manager. After a failed load a request loads nothing any more: it is computed.
 """
 
 from __future__ import annotations
 
-import secrets
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,15 +23,20 @@ from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
 from connectors.vllm.events import StoredEvents
 from connectors.vllm.messages import GroupLoad, LoadJob, StepOrders, StepResults
+from connectors.vllm.mode import EngineMode
 from connectors.vllm.options import VllmOptions
 from connectors.vllm.pins import Pins
-from connectors.vllm.plan import ALL_PARTS, FULL_PARTS, KvGroup, KvPlan
+from connectors.vllm.plan import KvGroup, KvPlan
+from connectors.vllm.reservations import Reservations
 from connectors.vllm.saves import BlockRun, SaveQueue
 from connectors.vllm.sources import tokens_by_source
-from connectors.vllm.tracked import ReservedBlock, TrackedRequest
+from connectors.vllm.tracked import TrackedRequest
 from kvcm.model.keys import BlockKey
+from kvcm.model.storages import StorageConfig
 
 __all__ = ["KvcmScheduler"]
+
+_log = logging.getLogger(__name__)
 
 _NULL_BLOCK = 0  # stands in block tables where a group has dropped its block
 _NO_KEY = BlockKey(0)
@@ -48,7 +49,9 @@ class KvcmScheduler:
     Args:
         plan: how KV is stored.
         options: what is configured.
+        mode: what of it this engine can do.
         link: to the manager.
+        hash_keys: makes block keys of vLLM's hashes.
         statistics: where to count.
         events: where to note what was stored.
         clock: seconds of a clock that never runs backwards.
@@ -58,7 +61,9 @@ class KvcmScheduler:
         self,
         plan: KvPlan,
         options: VllmOptions,
+        mode: EngineMode,
         link: ManagerLink,
+        hash_keys: HashKeys,
         statistics: ReuseStatistics,
         events: StoredEvents,
         clock: Callable[[], float] = time.monotonic,
@@ -69,9 +74,8 @@ class KvcmScheduler:
         self._statistics = statistics
         self._events = events
         self._clock = clock
-        # With several groups vLLM can be told of a failed request only, and only of one that is loaded between steps.
-        self._load_async = options.load_async or len(plan.groups) > 1
-        self._hash_keys = HashKeys(plan.identity.namespace)
+        self._mode = mode
+        self._hash_keys = hash_keys
         self._requests: dict[str, TrackedRequest] = {}
         self._pins = Pins(options.pinned_fraction)
         self._lookups = Lookups(link, plan.lookup, options.lookups, statistics, clock)
@@ -83,7 +87,11 @@ class KvcmScheduler:
             options.save_seconds,
             statistics,
             self._published,
+            clock,
         )
+        self._reservations = Reservations(plan, self._pins, self._saves, statistics)
+        self._sent_storages: Sequence[StorageConfig] | None = None
+        self._is_off = False
         self._reports = WorkerPool(1, "kvcm-report")
         self._loads: list[LoadJob] = []
         self._cancelled: set[str] = set()
@@ -97,20 +105,22 @@ class KvcmScheduler:
 
     def arrived(self, request: Any) -> None:
         """Hear of a new request: its lookup begins now, so that it is answered when the request is scheduled."""
+        if self._is_off:
+            return
         tracked = self._requests[request.request_id] = TrackedRequest(request, self._hash_keys)
         self._ask(tracked)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond the local ones, None when that is not known yet."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not tracked.may_load or request.skip_reading_prefix_cache:
+        if tracked is None or not self._mode.loads or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         found = self._answer(tracked)
         if found is None:
             return None, False
         tracked.local_tokens = local_tokens
         tracked.promised_tokens = max(0, found.blocks * self._plan.block_tokens - local_tokens)
-        return tracked.promised_tokens, self._load_async and tracked.promised_tokens > 0
+        return tracked.promised_tokens, self._mode.load_async and tracked.promised_tokens > 0
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """Hear that a request has its blocks, of which `tokens` tokens are to be loaded."""
@@ -133,16 +143,23 @@ class KvcmScheduler:
         self._end_sync_loads()
         for request_id in scheduled.preempted_req_ids or ():
             if tracked := self._requests.get(request_id):
-                self._unreserve(tracked)
-        for request_id, tokens in scheduled.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.may_save:
-                self._save_computed(tracked)
-                self._reserve(tracked, tokens, scheduled.kv_connector_block_state)
+                self._reservations.give_back(tracked)
+        taking_part = [
+            (tracked, tokens)
+            for request_id, tokens in scheduled.num_scheduled_tokens.items()
+            if (tracked := self._requests.get(request_id)) is not None
+        ]
+        self._reservations.begin_step(taking_part, scheduled.kv_connector_block_state)
         if not scheduled.total_num_scheduled_tokens:
             self._wait_a_moment()
-        orders = StepOrders(self._loads, self._cancelled, self._saves.take_jobs(), waits=not self._load_async)
-        if not self._load_async:
+        orders = StepOrders(
+            self._loads,
+            self._cancelled,
+            self._saves.take_jobs(),
+            waits=not self._mode.load_async,
+            storages=self._new_storages(),
+        )
+        if not self._mode.load_async:
             self._ended_sync = {job.request_id for job in self._loads}
         self._loads, self._cancelled = [], set()
         return orders
@@ -154,7 +171,10 @@ class KvcmScheduler:
             ended_loads: ids of requests whose loads have ended on all ranks.
             results: of the ranks.
         """
+        self._reservations.step_processed()
         if results is not None:
+            if results.has_unknown_storage:
+                self._link.forget()
             for request_id in results.failed_loads:
                 if tracked := self._requests.get(request_id):
                     self._load_failed(tracked)
@@ -172,9 +192,8 @@ class KvcmScheduler:
         if tracked.is_loading:
             self._cancelled.add(tracked.id)
             self._loading.discard(tracked.id)
-        elif tracked.may_save:
-            self._save_computed(tracked)
-        self._unreserve(tracked)
+            self._reservations.give_back(tracked)
+        self._reservations.end(tracked)
         self._forget(tracked)
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
@@ -193,16 +212,20 @@ class KvcmScheduler:
     @property
     def is_busy(self) -> bool:
         """Whether the engine has to go on stepping without requests, so that saves arrive."""
-        return self._saves.is_busy
+        return self._saves.is_busy or self._reservations.is_holding
 
     def reset(self) -> None:
-        """Share nothing with what was stored before: the weights may have changed. Keys are others from now on."""
-        self._hash_keys = HashKeys(self._plan.identity.namespace + secrets.token_bytes(16))
+        """Share nothing with others from now on, since the weights may have changed; unless they are said to stay."""
         self._lookups.clear()
+        if self._options.keep_on_reset:
+            return
+        if not self._is_off:
+            _log.warning("vLLM was reset: KV is not reused until it restarts, since its weights may be others now")
+        self._is_off = True
         self._saves.drop()
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
-            self._unreserve(tracked)
+            self._reservations.give_back(tracked)
 
     def close(self) -> None:
         """Publish what has ended, give up the rest, within the time that is configured."""
@@ -226,12 +249,17 @@ class KvcmScheduler:
             self._forget(tracked)
             self._ask(tracked)
             found = self._lookups.poll(tracked.id)
-        if found is not None and tracked.found is None:
-            tracked.may_save = found.is_known and self._options.publish
-            tracked.next_block = found.blocks
-        if found is not None:
-            tracked.found = found
+        if found is not None and found is not tracked.found:
+            self._take(tracked, found)
         return found
+
+    def _take(self, tracked: TrackedRequest, found: Found) -> None:
+        """Go by a new answer: blocks that are not stored any more have to be saved again."""
+        tracked.found = found
+        if found.is_known and not tracked.has_gap:
+            tracked.may_save = self._mode.saves
+        if not tracked.reserved:
+            tracked.next_block = found.blocks
 
     def _load_job(
         self, tracked: TrackedRequest, found: Found, block_ids: Sequence[Sequence[int]], tokens: int
@@ -259,71 +287,13 @@ class KvcmScheduler:
             [block_ids[index] for index in places],
         )
 
-    def _reserve(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
-        """Pin the blocks that this step fills."""
-        end = (tracked.request.num_computed_tokens + tokens) // self._plan.block_tokens
-        if end <= tracked.next_block:
-            return
-        table = state.get_block_ids(tracked.id)
-        if table is None:
-            return
-        is_at_end = end * self._plan.block_tokens == tracked.request.num_computed_tokens + tokens
-        wanted = [
-            self._reserved(index, table, has_state=is_at_end and index == end - 1)
-            for index in range(tracked.next_block, end)
-        ]
-        ids = [block_id for block in wanted for block_id in block.block_ids.values()]
-        if not self._pins.take(ids):
-            tracked.may_save = False
-            self._statistics.add(dropped_save_blocks=len(wanted))
-            self._unreserve(tracked)
-            return
-        tracked.reserved += wanted
-        tracked.next_block = end
-
-    def _reserved(self, index: int, table: Sequence[Sequence[int]], *, has_state: bool) -> ReservedBlock:
-        """Return what there is of a block; a state belongs to it only when the step ends with it."""
-        ids = {
-            group.id: table[group.id][index]
-            for group in self._plan.groups
-            if index < len(table[group.id]) and (has_state or not group.is_state)
-        }
-        return ReservedBlock(index, {group: block for group, block in ids.items() if block != _NULL_BLOCK})
-
-    def _save_computed(self, tracked: TrackedRequest) -> None:
-        blocks = tracked.take_computed(self._plan.block_tokens)
-        if not blocks:
-            return
-        first = blocks[0].index
-        keys = tracked.keys(blocks[-1].index + 1)
-        has_all = [len(block.block_ids) == len(self._plan.groups) for block in blocks]
-        self._saves.add(
-            BlockRun(
-                tracked,
-                first,
-                keys[first - 1] if first else None,
-                keys[first:],
-                [block.block_ids for block in blocks],
-                [ALL_PARTS if is_whole else FULL_PARTS for is_whole in has_all],
-            )
-        )
-
-    def _unreserve(self, tracked: TrackedRequest) -> None:
-        """Unpin what is not known to be computed; it is reserved again when it is computed again."""
-        if not tracked.reserved:
-            return
-        tracked.next_block = tracked.reserved[0].index
-        self._pins.release([block_id for block in tracked.reserved for block_id in block.block_ids.values()])
-        tracked.reserved = []
-
     def _give_up_saves(self) -> None:
-        for tracked in self._requests.values():
-            self._unreserve(tracked)
+        self._reservations.give_back_all()
         self._saves.give_up()
 
     def _load_failed(self, tracked: TrackedRequest) -> None:
         tracked.may_load = False
-        self._unreserve(tracked)
+        self._reservations.give_back(tracked)
         tracked.next_block = min(tracked.next_block, tracked.local_tokens // self._plan.block_tokens)
 
     def _load_ended(self, request_id: str) -> None:
@@ -346,6 +316,14 @@ class KvcmScheduler:
     def _published(self, run: BlockRun, numbers: Sequence[int]) -> None:
         self._lookups.clear()  # what was answered a moment ago is out of date
         self._events.stored(run.tracked.request, [run.first + number for number in numbers])
+
+    def _new_storages(self) -> Sequence[StorageConfig] | None:
+        """Return the group's storages, when the ranks do not know them yet."""
+        registration = self._link.registration
+        if not registration.ok or registration.storages == self._sent_storages:
+            return None
+        self._sent_storages = registration.storages
+        return registration.storages
 
     def _report(self, report: LoadReport) -> None:
         self._link.client.report_missing(report.lost, corrupt=report.corrupt)

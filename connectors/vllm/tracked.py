@@ -20,10 +20,12 @@ class ReservedBlock:
     Attributes:
         index: position in the request.
         block_ids: of the engine, by id of the group.
+        step: that computes it.
     """
 
     index: int
     block_ids: Mapping[int, int]
+    step: int
 
 
 @dataclass(slots=True)
@@ -36,7 +38,8 @@ class TrackedRequest:
         found: what the manager knows of it, None before it has answered.
         is_asked: whether a lookup is under way or its lease is held.
         may_load: false after a load failed: a second one would most likely fail too, and then again.
-        may_save: false when the manager did not answer, or a block was dropped: what follows a gap cannot be found.
+        may_save: whether the manager answered, and there is no gap.
+        has_gap: whether a block was dropped: what follows it cannot be found.
         is_loading: whether its blocks are being loaded.
         local_tokens: that vLLM's own cache had when it last asked for more.
         promised_tokens: that were found beyond those.
@@ -50,6 +53,7 @@ class TrackedRequest:
     is_asked: bool = False
     may_load: bool = True
     may_save: bool = False
+    has_gap: bool = False
     is_loading: bool = False
     local_tokens: int = 0
     promised_tokens: int = 0
@@ -74,15 +78,22 @@ class TrackedRequest:
             self._last_hash = hashes[end - 1]
         return self._keys[:end]
 
-    def computed_blocks(self, block_tokens: int) -> int:
-        """Return how many of its first blocks are computed for certain: no step that is under way touches them."""
+    def take_computed(self, block_tokens: int, processed_steps: int) -> list[ReservedBlock]:
+        """Return the reserved blocks that are computed for certain, which are not reserved any more.
+
+        Args:
+            block_tokens: tokens per block.
+            processed_steps: number of the last step whose outcome is known.
+        """
         request = self.request
         tokens = request.num_computed_tokens - request.num_in_flight_tokens
-        return int(min(tokens // block_tokens, len(request.block_hashes)))
-
-    def take_computed(self, block_tokens: int) -> list[ReservedBlock]:
-        """Return the reserved blocks that are computed, which are not reserved any more."""
-        computed = self.computed_blocks(block_tokens)
-        count = sum(block.index < computed for block in self.reserved)
+        computed = min(tokens // block_tokens, len(request.block_hashes))
+        # Without a step under way all of its steps are processed, the one included that vLLM is processing now.
+        last = processed_steps if request.num_in_flight_tokens else None
+        count = 0
+        for block in self.reserved:
+            if block.index >= computed or (last is not None and block.step > last):
+                break
+            count += 1
         taken, self.reserved = self.reserved[:count], self.reserved[count:]
         return taken

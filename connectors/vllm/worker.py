@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from connectors.answers import decode_locations
-from connectors.reuse.link import ManagerLink
 from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_of
 from connectors.reuse.staging import Bytes, StagingTrays
 from connectors.reuse.statistics import ReuseStatistics
@@ -25,6 +24,7 @@ from connectors.vllm.memory import GroupMemory
 from connectors.vllm.messages import GroupLoad, LoadJob, SaveJob, SaveResult, StepOrders, StepResults
 from connectors.vllm.options import VllmOptions
 from connectors.vllm.plan import KvPlan
+from connectors.vllm.rank_storages import RankStorages
 
 __all__ = ["KvcmWorker"]
 
@@ -41,7 +41,7 @@ class KvcmWorker:
         plan: how KV is stored.
         rank: of the tensor-parallel group.
         options: what is configured.
-        link: to the manager, for the storages.
+        storages: of the rank; closed with it.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
     """
@@ -51,14 +51,14 @@ class KvcmWorker:
         plan: KvPlan,
         rank: int,
         options: VllmOptions,
-        link: ManagerLink,
+        storages: RankStorages,
         statistics: ReuseStatistics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
         self._rank = rank
         self._options = options
-        self._link = link
+        self._storages = storages
         self._statistics = statistics
         self._clock = clock
         self._memory: dict[int, GroupMemory] = {}
@@ -84,10 +84,11 @@ class KvcmWorker:
         """
         for group in self._plan.groups:
             self._memory[group.id] = GroupMemory(group, group.part_of(self._rank, self._plan.ranks), caches)
-        self._link.is_ready()  # registers in the background, so that the first request finds it done
 
     def begin_loads(self, orders: StepOrders) -> None:
         """Begin the loads of a step, and end those that nobody waits for; wait for them when the step has to."""
+        if orders.storages is not None:
+            self._storages.use(orders.storages)
         with self._lock:
             cancelled = [self._loads[request] for request in orders.cancelled if request in self._loads]
         for token in cancelled:
@@ -140,7 +141,7 @@ class KvcmWorker:
             token.cancel()
         for threads in (self._load_threads, self._save_threads):
             threads.close(deadline - self._clock())
-        self._link.close(deadline - self._clock())
+        self._storages.close(deadline - self._clock())
 
     def _load(self, job: LoadJob, token: CancelToken, deadline: float, *, is_waited_for: bool) -> None:
         begun = self._clock()
@@ -171,7 +172,7 @@ class KvcmWorker:
     def _load_group(self, group: GroupLoad, deadline: float, token: CancelToken) -> tuple[set[int], LoadReport | None]:
         """Load one group's blocks; return the ids of those that are not there, and what the manager has to hear."""
         memory = self._memory[group.group]
-        engine = self._link.engine(max(0.0, min(self._options.call_seconds, deadline - self._clock())))
+        engine = self._storages.engine(min(self._options.call_seconds, deadline - self._clock()))
         if engine is None:
             return set(group.block_ids), None
         name = memory.part.name
@@ -198,7 +199,7 @@ class KvcmWorker:
         result = SaveResult(1, (False,) * len(job.blocks), ({},) * len(job.blocks), "not begun")
         begun = self._clock()
         try:
-            engine = self._link.engine(self._options.call_seconds)
+            engine = self._storages.engine(self._options.call_seconds)
             result = self._saved(job, engine, deadline) if engine else result
         except Exception as error:
             _log.exception("a save failed; %d blocks are not stored", len(job.blocks))
@@ -235,4 +236,5 @@ class KvcmWorker:
 
     def _look_at_refusals(self, results: Sequence[TransferResult]) -> None:
         if any(result.failure is Failure.REFUSED for result in results):
-            self._link.forget()  # perhaps a storage was added since
+            with self._lock:
+                self._results.has_unknown_storage = True  # perhaps it was added since the registration

@@ -91,6 +91,7 @@ def plain_vllm(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
     """One manager for all tests that leave it alive; each uses an instance of its own."""
     running = start_manager(tmp_path_factory.mktemp("manager"))
+    running.allow_instances("default", 10_000)
     yield running
     running.stop()
 

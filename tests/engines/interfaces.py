@@ -118,6 +118,10 @@ _SGLANG_CALLS = {
     "sglang.srt.observability.metrics_collector": """
         StorageMetrics(prefetch_pgs=…, backup_pgs=…, prefetch_bandwidth=…, backup_bandwidth=…)
     """,
+    "sglang.srt.runtime_context": """
+        get_model()
+        get_serving()
+    """,
     "sglang.srt.mem_cache.utils": """
         get_hash_str(token_ids, prior_hash=…, page_size=…)
     """,
@@ -186,6 +190,19 @@ ATTRIBUTES = {
             block_size dtype head_size head_size_v num_heads state_content_size_bytes tokens_per_state
         """,
         "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": "block_size",
+        "vllm.v1.kv_cache_interface:MambaSpec": """
+            block_size dtypes mamba_cache_mode shapes state_content_size_bytes tp_replicated
+        """,
+        "vllm.config:VllmConfig": """
+            model_config parallel_config cache_config load_config kv_transfer_config kv_events_config
+        """,
+        "vllm.config:CacheConfig": "cache_dtype prefix_caching_hash_algo",
+        "vllm.config:ModelConfig": "model revision seed dtype quantization hf_config use_mla",
+        "vllm.config:ParallelConfig": """
+            tensor_parallel_size pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size
+        """,
+        "vllm.config:LoadConfig": "load_format",
         "vllm.v1.kv_cache_interface:MLAAttentionSpec": "head_size",
         "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
         "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DEVICE HOST DISK EXTERNAL_UNSPECIFIED",
@@ -196,15 +213,22 @@ ATTRIBUTES = {
             enable_storage_metrics is_page_first_layout model_name should_split_heads extra_config
         """,
         "sglang.srt.mem_cache.pool_host.mha:MHATokenToKVPoolHost": """
-            layout page_size layer_num head_num head_dim dtype kv_buffer
+            layout page_size layer_num start_layer target_layer_num head_num head_dim dtype kv_buffer
         """,
+        "sglang.srt.mem_cache.hicache_storage:HiCacheStorageExtraInfo": "prefix_keys extra_info",
+        "sglang.srt.mem_cache.hicache_storage:PoolTransfer": "name host_indices keys",
         "sglang.srt.mem_cache.hicache_storage:PoolName": "KV",
     },
     "transformers": {
         "transformers.cache_utils:Cache": "layers",
         "transformers.cache_utils:DynamicLayer": "keys values is_initialized is_sliding",
         "transformers.cache_utils:DynamicSlidingWindowLayer": "keys values sliding_window cumulative_length",
-        "transformers.cache_utils:LinearAttentionLayer": "conv_states recurrent_states",
+        "transformers.cache_utils:LinearAttentionLayer": """
+            conv_states recurrent_states number_of_states has_previous_state
+        """,
+        "transformers:GenerationConfig": """
+            max_new_tokens max_length return_dict_in_generate pad_token_id eos_token_id get_generation_mode update
+        """,
     },
 }
 

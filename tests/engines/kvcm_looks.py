@@ -13,13 +13,18 @@ from vllm.v1.request import Request
 
 from connectors.keys import HashKeys
 from connectors.reuse.statistics import merged
+from connectors.vllm.identity import identity_of
+from connectors.vllm.options import VllmOptions
 
 __all__ = ["block_keys", "counts", "namespace", "plain"]
 
 
 def namespace(worker: Any) -> str:
     """Return what all block keys depend on, in hex; runs in a worker."""
-    return str(get_kv_transfer_group()._worker._plan.identity.namespace.hex())
+    connector = get_kv_transfer_group()
+    config = connector._vllm_config
+    options = VllmOptions.read(config.kv_transfer_config.kv_connector_extra_config)
+    return identity_of(config, connector._worker._plan, options).namespace.hex()
 
 
 def block_keys(config: Any, namespace: bytes, tokens: list[int], **prompt: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -15,7 +16,7 @@ _OPTIONS = {
     "disable_cuda_graph": True,
     "dtype": "float32",
     "skip_tokenizer_init": True,
-    "mem_fraction_static": 0.05,
+    "mem_fraction_static": 0.3,  # of what is free now: other processes come and go; the tokens are what counts
     "max_total_tokens": 4096,
     "max_running_requests": 4,
     "page_size": 16,
@@ -49,9 +50,50 @@ class SglangEngine:
         greedy = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True} | sampling
         return [_generated(output) for output in self._engine.generate(input_ids=prompts, sampling_params=greedy)]
 
+    def abort_after(self, prompt: list[int], pause: float) -> str:
+        """Ask for an answer and abort the request after a while; returns why it ended."""
+        manager = self._engine.tokenizer_manager
+        greedy = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+
+        async def ask() -> str:
+            asked = self._engine.async_generate(input_ids=prompt, sampling_params=greedy, rid="to be aborted")
+            answer = asyncio.ensure_future(asked)
+            await asyncio.sleep(pause)
+            manager.abort_request("to be aborted")
+            try:
+                return str((await answer)["meta_info"]["finish_reason"]["type"])
+            except ValueError as error:  # it had not begun
+                return str(error)
+
+        return self._engine.loop.run_until_complete(ask())
+
     def flush_cache(self) -> bool:
         """Empty the memory of the device and of the host, so that only the storage can have a prefix."""
         return bool(self._engine.flush_cache().success)
+
+    def attach(self, extra: dict[str, Any]) -> str:
+        """Attach a dynamic storage backend with this extra config; returns what came of it."""
+        manager = self._engine.tokenizer_manager
+        attached = manager.attach_hicache_storage("dynamic", json.dumps(extra), "wait_complete")
+        return str(self._engine.loop.run_until_complete(attached).message)
+
+    def detach(self) -> str:
+        """Detach the storage backend; returns what came of it."""
+        return str(
+            self._engine.loop.run_until_complete(self._engine.tokenizer_manager.detach_hicache_storage()).message
+        )
+
+    def update_weights(self, model: str) -> bool:
+        """Take other weights for the same model."""
+        return bool(self._engine.update_weights_from_disk(model)[0])
+
+    def prometheus(self) -> str:
+        """Return the metrics of all processes, as the server shows them."""
+        from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        return generate_latest(registry).decode()
 
     def metrics(self) -> dict[str, Any]:
         """Return what the scheduler says about itself."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -33,6 +35,7 @@ __all__ = [
     "WRITERS",
     "prompt_tokens",
     "write_large_llama",
+    "write_latent",
     "write_linear",
     "write_llama",
     "write_window",
@@ -95,6 +98,25 @@ def write_linear(directory: Path) -> None:
     _write(model, directory, _STD)
 
 
+def write_latent(directory: Path) -> None:
+    """Write a model with MLA: a layer keeps one row of 80 numbers per token. SGLang wants a rotation that scales."""
+    config = DeepseekV2Config(
+        **_shape(hidden=256, layers=4, heads=8, kv_heads=8) | {"head_dim": 16},
+        kv_lora_rank=64,
+        q_lora_rank=None,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=4,  # no experts
+        n_routed_experts=4,
+    )
+    _write(DeepseekV2ForCausalLM(config), directory, _STD)
+    rotation = {"rope_type": "deepseek_yarn", "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"moe_layer_freq": 1, "rope_scaling": rotation}))
+
+
 def _write_llama(directory: Path, *, hidden: int, layers: int, heads: int, kv_heads: int, std: float = _STD) -> None:
     config = LlamaConfig(**_shape(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads))
     _write(LlamaForCausalLM(config), directory, std)
@@ -145,6 +167,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "large_llama": write_large_llama,
     "window": write_window,
     "linear": write_linear,
+    "latent": write_latent,
 }
 
 if __name__ == "__main__":

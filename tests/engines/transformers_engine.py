@@ -38,11 +38,11 @@ class TransformersEngine:
             output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **wanted)
             return {"tokens": output[0, len(prompt) :].tolist(), "finish_reason": "length"}
         output = self._reuse.generate(input_ids, **wanted)
-        report = dataclasses.asdict(self._reuse.last_report)
+        report = self._reuse.last_report
         return {
             "tokens": output[0, len(prompt) :].tolist(),
             "finish_reason": "length",
-            "cached_tokens": report["loaded_tokens"],
+            "cached_tokens": report.loaded_tokens,
             "details": _plain(report),
         }
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +34,37 @@ class ManagerProcess:
 
     def allow_pins(self, group: str, budget_bytes: int) -> None:
         """Set the pin budget of a group."""
+
+        def change(found: admin_service_pb2.InstanceGroup) -> None:
+            found.pin_budget_bytes = budget_bytes
+
+        self._update_group(group, change)
+
+    def set_quota(self, group: str, capacity_bytes: int) -> None:
+        """Set how much a group may use, per type of storage, too."""
+
+        def change(found: admin_service_pb2.InstanceGroup) -> None:
+            found.quota.capacity = capacity_bytes
+            for quota in found.quota.quota_config:
+                quota.capacity = capacity_bytes
+
+        self._update_group(group, change)
+
+    def allow_instances(self, group: str, most: int) -> None:
+        """Let a group have more instances than usual: tests that share a manager have one each."""
+
+        def change(found: admin_service_pb2.InstanceGroup) -> None:
+            found.max_instance_count = most
+
+        self._update_group(group, change)
+
+    def _update_group(self, group: str, change: Callable[[admin_service_pb2.InstanceGroup], None]) -> None:
         with grpc.insecure_channel(f"127.0.0.1:{self.ports['admin_rpc_port']}") as channel:
             stub = admin_service_pb2_grpc.AdminServiceStub(channel)
             found = stub.GetInstanceGroup(admin_service_pb2.GetInstanceGroupRequest(name=group)).instance_group
             version = found.version
-            found.version, found.pin_budget_bytes = version + 1, budget_bytes
+            found.version = version + 1
+            change(found)
             update = admin_service_pb2.UpdateInstanceGroupRequest(instance_group=found, current_version=version)
             status = stub.UpdateInstanceGroup(update).header.status
             assert status.code == admin_service_pb2.OK, status.message

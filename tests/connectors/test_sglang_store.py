@@ -1,0 +1,319 @@
+"""Lookups, loads and saves of one rank's pages with a real manager and real files, without an engine."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import pytest
+from host_pools import MHATokenToKVPoolHost, MLATokenToKVPoolHost, slots
+from manager_process import ManagerProcess
+
+from connectors import calls
+from connectors.client import ManagerClient
+from connectors.exchanges import ClientSettings
+from connectors.results import CallCounters, MatchMode, RegistrationState
+from connectors.reuse.link import InstanceSpecs, ManagerLink
+from connectors.sglang.model_identity import page_identity
+from connectors.sglang.options import SglangOptions
+from connectors.sglang.page_keys import PageKeys
+from connectors.sglang.page_memory import PageMemory
+from connectors.sglang.page_store import PageStore
+from connectors.sglang.rank import RankParts
+from connectors.transfer import TransferEngine
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.uri import LocationUri
+
+_HASHES = [sha256(bytes([number])).hexdigest() for number in range(16)]
+
+
+class Opened(PageStore):
+    """A store, and what it is made of."""
+
+    link: ManagerLink
+    keys: PageKeys
+    pool: MHATokenToKVPoolHost
+
+
+class Open(Protocol):
+    """Opens the store of a rank; all are closed at the end of the test."""
+
+    def __call__(
+        self,
+        address: str | None = None,
+        *,
+        layout: str = "page_first",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        **options: Any,
+    ) -> Opened:
+        """Open it."""
+
+
+@pytest.fixture
+def open_store(manager: ManagerProcess, instance_id: str) -> Iterator[Open]:
+    """Open stores of the test's instance."""
+    opened: list[Opened] = []
+
+    def open_store(
+        address: str | None = None,
+        *,
+        layout: str = "page_first",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        is_mla: bool = False,
+        **changed: Any,
+    ) -> Opened:
+        options = SglangOptions(manager=address or manager.address, instance_id=instance_id, **changed)
+        config = SimpleNamespace(
+            tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1, attn_cp_size=1, dcp_size=1, is_mla_model=is_mla,
+            model_name="tiny",
+        )  # fmt: skip
+        pool = (MLATokenToKVPoolHost if is_mla else MHATokenToKVPoolHost)(layout, fill=tp_rank * 100_000)
+        memory, parts = PageMemory(pool), RankParts.of(config)
+        identity = page_identity(options, config, memory.format, "sha256", "weights", "", {})
+        client = ManagerClient(options.manager, instance_id, ClientSettings(timeout_seconds=options.call_seconds))
+        specs = InstanceSpecs(
+            "default", memory.format.tokens, parts.infos(memory.page_bytes), identity.deployment(), parts.groups
+        )
+        link = ManagerLink(client, specs, options.call_seconds, partial(TransferEngine.for_storages, checksums=True))
+        store = Opened(link, memory, PageKeys(identity.namespace), parts, options)
+        store.link, store.keys, store.pool = link, PageKeys(identity.namespace), pool
+        link.register(5.0)
+        opened.append(store)
+        return store
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def pages_of(store: Opened) -> list[bytes]:
+    memory = PageMemory(store.pool)
+    return [b"".join(piece.tobytes() for piece in memory.pages(slots(page))[0]) for page in range(5)]
+
+
+def uris(store: Opened, hashes: list[str], part: str = "tp0") -> list[LocationUri | None]:
+    found = store.link.client.match(store.keys.keys(hashes), MatchMode.BATCH, timeout_seconds=5).locations
+    return [None if location is None else location.uris.get(part) for location in found]
+
+
+def damage(uri: LocationUri | None) -> None:
+    assert uri is not None
+    with Path(uri.path).open("r+b") as file:
+        file.seek(uri.offset + 10)
+        file.write(b"\xff\x00\xff")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_pages_come_back_where_they_are_wanted(open_store: Open, layout: str, is_mla: bool) -> None:
+    writer, reader = (open_store(layout=layout, is_mla=is_mla) for _ in range(2))
+    saved = writer.save(_HASHES[:4], slots(3, 1, 0, 4))
+    assert (saved.flags, saved.pages) == ([True] * 4, 4)
+    before = pages_of(writer)
+    reader.pool.kv_buffer.zero_()
+    assert reader.exists(_HASHES[:6]) == 4
+    assert reader.load(_HASHES[:4], slots(0, 4, 2, 1)).flags == [True] * 4
+    after = pages_of(reader)
+    assert [after[page] for page in (0, 4, 2, 1)] == [before[page] for page in (3, 1, 0, 4)]
+    assert after[3] == bytes(len(after[3]))
+
+
+def test_a_load_without_a_lookup_asks_itself(open_store: Open) -> None:
+    store = open_store()
+    store.save(_HASHES[:3], slots(0, 1, 2))
+    assert store.load(_HASHES[:4], slots(0, 1, 2, 3)).flags == [True, True, True, False]
+
+
+def test_pages_that_are_stored_are_not_saved_again(open_store: Open) -> None:
+    store = open_store()
+    store.save(_HASHES[:3], slots(0, 1, 2))
+    again = store.save(_HASHES[:4], slots(0, 1, 2, 3))
+    assert (again.flags, again.pages) == ([True] * 4, 1)
+
+
+def test_a_page_counts_when_every_rank_has_saved_it(open_store: Open) -> None:
+    first, second = (open_store(tp_rank=rank, tp_size=2) for rank in range(2))
+    first.save(_HASHES[:3], slots(0, 1, 2))
+    assert (first.exists(_HASHES[:3]), second.exists(_HASHES[:3])) == (0, 0)
+    second.save(_HASHES[:2], slots(4, 3))
+    assert (first.exists(_HASHES[:3]), second.exists(_HASHES[:3])) == (2, 2)
+    expected = pages_of(second)
+    second.pool.kv_buffer.zero_()
+    assert second.load(_HASHES[:2], slots(4, 3)).flags == [True, True]
+    assert pages_of(second)[3:] == expected[3:]
+
+
+def test_ranks_save_at_the_same_time_without_each_other(open_store: Open) -> None:
+    """While one rank has leave to write its part, another gets leave for its own."""
+    first, second = (open_store(tp_rank=rank, tp_size=2) for rank in range(2))
+    keys = first.keys.keys(_HASHES[:2])
+    grant = first.link.client.start_write(keys, spec_groups=["tp0", "tp0"], timeout_seconds=5)
+    assert grant is not None
+    assert grant.mask == (False, False)
+    assert second.save(_HASHES[:2], slots(0, 1)).pages == 2
+    first.link.client.abort_write(grant.session_id)
+
+
+def test_one_rank_saves_for_all_when_rows_are_latent(open_store: Open) -> None:
+    first, second = (open_store(tp_rank=rank, tp_size=2, is_mla=True) for rank in range(2))
+    first.save(_HASHES[:2], slots(0, 1))
+    assert second.exists(_HASHES[:2]) == 2
+    expected = pages_of(first)[:2]
+    assert second.load(_HASHES[:2], slots(0, 1)).flags == [True, True]
+    assert pages_of(second)[:2] == expected
+
+
+def test_a_damaged_page_is_a_miss_that_the_manager_hears_of(open_store: Open) -> None:
+    store = open_store()
+    store.save(_HASHES[:4], slots(0, 1, 2, 3))
+    damage(uris(store, _HASHES[:4])[2])
+    store.exists(_HASHES[:4])
+    before = pages_of(store)
+    assert store.load(_HASHES[:4], slots(4, 4, 4, 4)).flags == [True, True, False, True]
+    assert pages_of(store)[4] == before[3]
+    until(lambda: uris(store, _HASHES[2:3]) == [None])
+    assert store.save(_HASHES[:4], slots(0, 1, 2, 3)).pages == 1
+    assert store.statistics.total()["corrupt_parts"] == 1
+
+
+def test_a_page_whose_file_is_gone_is_a_miss_that_the_manager_hears_of(open_store: Open) -> None:
+    store = open_store()
+    store.save(_HASHES[:2], slots(0, 1))
+    found = uris(store, _HASHES[:1])[0]
+    assert found is not None
+    Path(found.path).unlink()
+    store.exists(_HASHES[:2])
+    assert store.load(_HASHES[:2], slots(2, 3)).flags[0] is False
+    until(lambda: uris(store, _HASHES[:1]) == [None])
+
+
+def test_leases_are_given_back(open_store: Open) -> None:
+    """What is removed under a lease stays readable until the load."""
+    store = open_store(lease_seconds=300.0)
+    store.save(_HASHES[:2], slots(0, 1))
+    assert store.exists(_HASHES[:2]) == 2
+    store.link.client.remove(store.keys.keys(_HASHES[:2]), timeout_seconds=5)
+    assert store.load(_HASHES[:2], slots(2, 3)).flags == [True, True]
+    name = calls.RELEASE_READ_LEASE.name
+    until(lambda: store.link.client.counters().get(name, CallCounters()).ok == 1)
+
+
+def test_chains_keep_their_depth_when_saved_in_pieces(open_store: Open) -> None:
+    store = open_store()
+    store.exists(_HASHES[:6])  # shows the chain
+    store.save(_HASHES[:2], slots(0, 1))
+    store.save(_HASHES[2:4], slots(2, 3))
+    store.save(_HASHES[6:7], slots(4), prefix_hashes=_HASHES[:6])
+    keys = store.keys.keys(_HASHES)
+    assert store._parent(keys[2], ()) == keys[1]
+    assert store._parent(keys[6], _HASHES[:6]) == keys[5]
+    assert store._parent(keys[9], ()) is None
+
+
+def test_another_layout_is_refused_and_always_misses(open_store: Open) -> None:
+    store = open_store(layout="page_first_direct")
+    store.save(_HASHES[:2], slots(0, 1))
+    stranger = open_store(layout="page_first")
+    assert stranger.link.registration.state is RegistrationState.REFUSED
+    assert stranger.exists(_HASHES[:2]) == 0
+    assert stranger.load(_HASHES[:2], slots(0, 1)).flags == [False, False]
+    assert stranger.save(_HASHES[:2], slots(0, 1)).flags == [False, False]
+
+
+def test_without_a_manager_everything_misses_at_once(open_store: Open, closed_port: int) -> None:
+    store = open_store(f"127.0.0.1:{closed_port}")
+    begun = time.monotonic()
+    for _ in range(100):
+        assert store.exists(_HASHES[:2]) == 0
+        assert store.load(_HASHES[:2], slots(0, 1)).flags == [False, False]
+        assert store.save(_HASHES[:2], slots(0, 1)).flags == [False, False]
+    assert time.monotonic() - begun < 3
+
+
+def test_a_manager_that_hangs_holds_nobody_beyond_the_deadline(
+    open_store: Open, new_manager: Callable[..., ManagerProcess]
+) -> None:
+    manager = new_manager()
+    store = open_store(manager.address, call_seconds=0.3)
+    store.save(_HASHES[:2], slots(0, 1))
+    manager.process.send_signal(signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        assert store.exists(_HASHES[:2]) == 0
+        assert store.save(_HASHES[2:4], slots(2, 3)).flags == [False, False]
+        assert time.monotonic() - begun < 3
+    finally:
+        manager.process.send_signal(signal.SIGCONT)
+    until(lambda: store.exists(_HASHES[:2]) == 2)
+
+
+def test_a_group_that_is_full_says_what_is_not_stored(
+    open_store: Open, new_manager: Callable[..., ManagerProcess]
+) -> None:
+    manager = new_manager()
+    store = open_store(manager.address)
+    room = 2 * PageMemory(store.pool).page_bytes
+    manager.set_quota("default", room)
+    assert store.save(_HASHES[:4], slots(0, 1, 2, 3)).flags == [True, True, False, False]
+    assert store.exists(_HASHES[:4]) == 2
+    assert store.save(_HASHES[4:6], slots(0, 1)).flags == [False, False]
+
+
+def test_nothing_is_stored_when_it_is_not_to_be(open_store: Open) -> None:
+    store = open_store(publish=False)
+    assert store.save(_HASHES[:2], slots(0, 1)).flags == [False, False]
+    assert store.exists(_HASHES[:2]) == 0
+
+
+def test_closing_aborts_what_is_open(open_store: Open) -> None:
+    store, other = open_store(), open_store()
+    keys = store.keys.keys(_HASHES[:2])
+    assert store._sessions.begin(keys, None) is not None
+    assert other.save(_HASHES[:2], slots(0, 1)).pages == 0  # somebody is at it
+    store.close()
+    assert other.save(_HASHES[:2], slots(0, 1)).pages == 2
+
+
+def test_options_of_sglang_itself_are_passed_over() -> None:
+    given = {
+        "backend_name": "kvcm", "module_path": "connectors.sglang", "class_name": "KVCMStorage", "interface_v1": 1,
+        "prefetch_threshold": 16, "manager": "localhost:1", "instance_id": "x", "load_seconds": 3,
+    }  # fmt: skip
+    read = SglangOptions.read(given)
+    assert (read.manager, read.instance_group, read.load_seconds) == ("localhost:1", "default", 3.0)
+    assert replace(read, load_seconds=5.0) == SglangOptions(manager="localhost:1", instance_id="x")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"instance_idd": "x"}, "option 'instance_idd' is unknown; did you mean 'instance_id'?"),
+        ({"instance_id": ""}, "option 'instance_id' is empty"),
+        ({"interface_v1": 0}, "option 'interface_v1' must be 1"),
+        ({"load_seconds": "soon"}, "option 'load_seconds' is 'soon', must be a number"),
+        ({"load_seconds": 0}, "option 'load_seconds' is 0.0, must be > 0"),
+        ({"save_seconds": 20}, "option 'save_seconds' is 20.0, must be <= 8 with call_seconds 1.0"),
+        ({"lease_seconds": 601}, "option 'lease_seconds' is 601.0, must be <= 600.0"),
+        ({"session_seconds": 3601}, "option 'session_seconds' is 3601, must be <= 3600"),
+    ],
+)
+def test_wrong_options_are_named(option: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        SglangOptions.read({"interface_v1": 1, "manager": "localhost:1", "instance_id": "x"} | option)
+    assert message in str(refused.value)

@@ -1,0 +1,106 @@
+"""What operators do with a running SGLang: its metrics, attaching and detaching storage, other weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import StartEngine
+from engine_kinds import SGLANG
+from manager_process import ManagerProcess
+from safetensors.torch import load_file, save_file
+from sglang_rig import Rig, storage_config, until
+from tiny_models import prompt_tokens
+
+
+@pytest.fixture
+def rig(new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess, instance_id: str, tmp_path: Path) -> Rig:
+    """An engine with metrics."""
+    config = storage_config(manager.address, instance_id, tmp_path / "record")
+    engine = new_engine(SGLANG, tiny_llama, storage=config, enable_metrics=True)
+    return Rig(engine, tmp_path / "record", manager, instance_id)
+
+
+@pytest.fixture
+def other_weights(tiny_llama: Path, tmp_path: Path) -> Path:
+    """Return the same model with other weights."""
+    model = tmp_path / "other"
+    shutil.copytree(tiny_llama, model)
+    weights = {name: -tensor.flip(0).contiguous() for name, tensor in load_file(model / "model.safetensors").items()}
+    weights |= {name: tensor.abs() for name, tensor in weights.items() if tensor.dim() == 1}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.feature("sglang", "metrics")
+def test_metrics_tell_what_was_reused(rig: Rig) -> None:
+    prompt = prompt_tokens(200, seed=1)
+    rig.store(prompt)
+    rig.forget()
+    rig.generate(prompt)
+    rig.generate(prompt_tokens(20, seed=2))  # figures are taken when the engine works
+    figures = until(lambda: _figures(rig, "sglang:kvcm_loaded_blocks_total"))
+    assert figures["sglang:kvcm_loaded_blocks_total"] == 12
+    assert figures["sglang:kvcm_hit_blocks_total"] == 12
+    assert figures["sglang:kvcm_saved_blocks_total"] >= 13
+    assert figures["sglang:kvcm_loaded_bytes_total"] == 12 * rig.uri(rig.pages("load")[0].key).size
+    assert figures["sglang:kvcm_lookup_seconds_count"] >= 2
+    assert figures["sglang:prefetch_bandwidth_count"] >= 1
+    assert figures["sglang:backup_pgs_sum"] >= 13
+
+
+def test_storage_is_detached_and_attached_while_the_server_runs(rig: Rig) -> None:
+    prompt = prompt_tokens(200, seed=3)
+    computed = rig.store(prompt)
+    assert "success" in rig.engine.ask("detach")
+    until(lambda: rig.engine.ask("flush_cache"))
+    alone = rig.generate(prompt)
+    assert (alone.tokens, alone.cached_tokens) == (computed.tokens, 0)
+    refused = rig.engine.ask("attach", extra=_config(rig, instance="x"))
+    assert "option 'instance' is unknown; did you mean 'instance_id'?" in refused
+    assert "success" in rig.engine.ask("attach", extra=_config(rig))
+    rig.forget()
+    again = rig.generate(prompt)
+    assert (again.tokens, again.details["storage"]) == (computed.tokens, 192)
+
+
+def test_kv_of_the_weights_before_is_not_reused(rig: Rig, new_engine: StartEngine, other_weights: Path) -> None:
+    prompt = prompt_tokens(200, seed=4)
+    before = rig.store(prompt)
+    expected = new_engine(SGLANG, other_weights).generate([prompt], 16)[0].tokens
+    assert rig.engine.ask("update_weights", model=str(other_weights))
+    rig.forget()
+    after = rig.generate(prompt)
+    assert after.tokens == expected != before.tokens
+    assert after.cached_tokens == 0
+    assert "the weights were changed" in rig.engine.printed()
+
+
+@pytest.mark.feature("sglang", "refuses what it does not support")
+def test_another_model_under_the_same_instance_is_refused(
+    rig: Rig, new_engine: StartEngine, other_weights: Path, tmp_path: Path
+) -> None:
+    prompt = prompt_tokens(200, seed=5)
+    before = rig.store(prompt)
+    config = _config(rig, record=str(tmp_path / "stranger"))
+    stranger = new_engine(SGLANG, other_weights, storage=config, served_model_name="llama")
+    assert "refuses to register" in stranger.printed()
+    answer = stranger.generate([prompt], 16)[0]
+    assert answer.cached_tokens == 0
+    assert answer.tokens != before.tokens
+
+
+def _config(rig: Rig, **options: str) -> dict[str, object]:
+    return storage_config(rig.manager.address, rig.instance_id, rig.record) | options
+
+
+def _figures(rig: Rig, wanted: str) -> dict[str, float]:
+    """Return the metrics by name, added up over their labels; nothing as long as one is missing."""
+    figures: dict[str, float] = {}
+    for line in rig.engine.ask("prometheus").splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            figures[name] = figures.get(name, 0.0) + float(value)
+    return figures if figures.get(wanted) else {}
