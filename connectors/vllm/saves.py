@@ -18,7 +18,7 @@ from connectors.results import WriteGrant
 from connectors.reuse.sessions import WriteSessions
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.traces import traced
-from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
+from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from connectors.vllm.messages import BlockToSave, SaveJob, SaveResult
 from connectors.vllm.pins import Pins
 from connectors.vllm.tracked import TrackedRequest
@@ -125,6 +125,10 @@ class SaveQueue:
         for batch in run.batches(self._batch_blocks):
             self._asked.append(batch)
             self._begins.submit(PRIORITY_SAVE, partial(self._begin, batch))
+
+    def call_before_begins(self, task: Callable[[], None]) -> None:
+        """Run a task in the thread that asks for leave to write, before all that it has not asked for yet."""
+        self._begins.submit(PRIORITY_LOAD, task)
 
     def take_jobs(self) -> list[SaveJob]:
         """Return the jobs that there is leave for since the last call."""

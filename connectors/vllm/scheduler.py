@@ -20,7 +20,6 @@ from connectors.reuse.loading import LoadReport
 from connectors.reuse.lookups import Found, Lookups
 from connectors.reuse.sessions import WriteSessions
 from connectors.reuse.statistics import ReuseStatistics
-from connectors.transfer.pool import PRIORITY_SAVE, WorkerPool
 from connectors.vllm.events import StoredEvents
 from connectors.vllm.messages import GroupLoad, LoadJob, StepOrders, StepResults
 from connectors.vllm.mode import EngineMode
@@ -92,7 +91,6 @@ class KvcmScheduler:
         self._reservations = Reservations(plan, self._pins, self._saves, statistics)
         self._sent_storages: Sequence[StorageConfig] | None = None
         self._is_off = False
-        self._reports = WorkerPool(1, "kvcm-report")
         self._loads: list[LoadJob] = []
         self._cancelled: set[str] = set()
         self._loading: set[str] = set()
@@ -180,7 +178,8 @@ class KvcmScheduler:
                     self._load_failed(tracked)
             self._saves.answered(results.saves)
             for report in results.reports:
-                self._reports.submit(PRIORITY_SAVE, partial(self._report, report))
+                # First, so that the manager does not take them for stored when they are to be saved again.
+                self._saves.call_before_begins(partial(self._report, report))
         for request_id in ended_loads:
             self._load_ended(request_id)
 
@@ -232,7 +231,6 @@ class KvcmScheduler:
         deadline = self._clock() + self._options.shutdown_seconds / 2  # the ranks had the other half
         self._saves.close(deadline - self._clock())
         self._lookups.close(deadline - self._clock())
-        self._reports.close(deadline - self._clock())
         self._link.close(deadline - self._clock())
 
     def _ask(self, tracked: TrackedRequest) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -51,11 +53,14 @@ def tiny_llama(model_named: Callable[[str], Path]) -> Path:
 
 
 def _starter(logs: Path, started: list[EngineProcess]) -> StartEngine:
+    numbers = count()  # several may be started at the same time
+
     def start(kind: EngineKind, model: Path, **options: Any) -> EngineProcess:
         if kind.missing:
             pytest.skip(kind.missing)
-        started.append(start_engine(kind, model, logs / f"{kind.name}-{len(started)}.log", **options))
-        return started[-1]
+        engine = start_engine(kind, model, logs / f"{kind.name}-{next(numbers)}.log", **options)
+        started.append(engine)
+        return engine
 
     return start
 
@@ -65,8 +70,8 @@ def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEn
     """Start engines for the tests of a file: a start takes most of the time. They end with the last of those tests."""
     started: list[EngineProcess] = []
     yield _starter(tmp_path_factory.mktemp("engines"), started)
-    for engine in started:
-        engine.close()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(EngineProcess.close, started))
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -13,30 +14,42 @@ from manager_process import ManagerProcess
 from tiny_models import prompt_tokens
 from vllm_rig import Rig, connected, overwrite, sessions_open, settle, swapped_halves, until
 
-_WAYS = [
-    pytest.param((policy, load_async), id=f"{policy}-{'async' if load_async else 'sync'}")
-    for policy in ("recompute", "fail")
-    for load_async in (True, False)
-]
+_WAYS: dict[str, dict[str, Any]] = {
+    "recompute-async": {"policy": "recompute", "load_async": True},
+    "recompute-sync": {"policy": "recompute", "load_async": False},
+    "fail-async": {"policy": "fail", "load_async": True},
+    "fail-sync": {"policy": "fail", "load_async": False},
+}
 _SEEDS = iter(range(400, 500))
 
 
-@pytest.fixture(scope="module", params=_WAYS)
-def rig(
-    request: pytest.FixtureRequest, shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess
-) -> Iterator[Rig]:
-    policy, load_async = request.param
-    instance_id = f"failed-{uuid4().hex[:8]}"
-    options = connected(manager.address, instance_id, policy=policy, load_async=load_async)
-    engine = shared_engines(VLLM, tiny_llama, **options)
-    yield Rig(engine, manager, instance_id).until_ready()
-    engine.close()
+@pytest.fixture(scope="module")
+def rigs(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess) -> dict[str, Rig]:
+    """One engine for each way, all started at the same time."""
+
+    def start(way: str) -> Rig:
+        instance_id = f"{way}-{uuid4().hex[:8]}"
+        engine = shared_engines(VLLM, tiny_llama, **connected(manager.address, instance_id, **_WAYS[way]))
+        return Rig(engine, manager, instance_id).until_ready()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(_WAYS, threads.map(start, _WAYS), strict=True))
+
+
+@pytest.fixture(params=_WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def recomputes(request: pytest.FixtureRequest) -> bool:
+def rig(rigs: dict[str, Rig], way: str) -> Rig:
+    return rigs[way]
+
+
+@pytest.fixture
+def recomputes(way: str) -> bool:
     """Whether the engine computes what it cannot load."""
-    return bool(request.getfixturevalue("rig") and request.node.callspec.params["rig"][0] == "recompute")
+    return _WAYS[way]["policy"] == "recompute"
 
 
 def _loads(rig: Rig) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -23,25 +25,33 @@ def window(model_named: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(shared_engines: StartEngine, window: Path) -> EngineProcess:
-    """An engine without us."""
-    return shared_engines(VLLM, window)
+def engines(shared_engines: StartEngine, window: Path, manager: ManagerProcess) -> dict[str, Rig]:
+    """Engines that share an instance, and one without us, all started at the same time; each test has its prompts."""
+    name = f"groups-{uuid4().hex[:8]}"
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "rig": connected(manager.address, name),
+        "other": connected(manager.address, name, checksums=False),  # believes whatever it loads
+        "strict": connected(manager.address, name, policy="fail", load_async=False),  # async where there are groups
+    }
+    with ThreadPoolExecutor() as threads:
+        started = threads.map(lambda each: shared_engines(VLLM, window, **each), options.values())
+        return {which: Rig(engine, manager, name) for which, engine in zip(options, started, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def rig(shared_engines: StartEngine, window: Path, manager: ManagerProcess) -> Rig:
-    """One engine for the tests that leave it alive; each has a prompt of its own."""
-    instance_id = f"groups-{uuid4().hex[:8]}"
-    return Rig(
-        shared_engines(VLLM, window, **connected(manager.address, instance_id)), manager, instance_id
-    ).until_ready()
+def plain(engines: dict[str, Rig]) -> EngineProcess:
+    return engines["plain"].engine
 
 
 @pytest.fixture(scope="module")
-def other_rig(rig: Rig, shared_engines: StartEngine, window: Path) -> Rig:
-    """Another process that shares the instance, and believes whatever it loads."""
-    options = connected(rig.manager.address, rig.instance_id, checksums=False)
-    return Rig(shared_engines(VLLM, window, **options), rig.manager, rig.instance_id).until_ready()
+def rig(engines: dict[str, Rig]) -> Rig:
+    return engines["rig"].until_ready()
+
+
+@pytest.fixture(scope="module")
+def other_rig(engines: dict[str, Rig]) -> Rig:
+    return engines["other"].until_ready()
 
 
 def _answer(plain: EngineProcess, prompt: list[int], tokens: int = 16) -> list[int]:
@@ -138,10 +148,10 @@ def test_blocks_that_cannot_be_loaded(rig: Rig, plain: EngineProcess, group: int
 
 
 def test_a_failed_load_fails_the_request_where_that_is_wanted(
-    rig: Rig, new_engine: StartEngine, window: Path, plain: EngineProcess
+    engines: dict[str, Rig], rig: Rig, plain: EngineProcess
 ) -> None:
-    options = connected(rig.manager.address, rig.instance_id, policy="fail", load_async=False)  # not with groups
-    strict = Rig(new_engine(VLLM, window, **options), rig.manager, rig.instance_id).until_ready()
+    strict = engines["strict"].until_ready()
+    forget(strict.engine)
     prompt, fine = prompt_tokens(200, seed=800), prompt_tokens(200, seed=801)
     rig.store(prompt)
     rig.store(fine)

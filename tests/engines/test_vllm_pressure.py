@@ -19,9 +19,8 @@ from vllm_rig import Rig, connected, forget, overwrite, sessions_open, settle, s
 _NEW = 60
 _SMALL = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 64, "max_model_len": 512}
 _WAYS = [
-    pytest.param(({"load_async": True}, {"async_scheduling": True}), id="async-overlapping"),
-    pytest.param(({"load_async": False}, {"async_scheduling": True}), id="sync-overlapping"),
-    pytest.param(({"load_async": False, "pinned_fraction": 0.6}, {"async_scheduling": False}), id="sync-in-turn"),
+    pytest.param({"load_async": True}, id="async"),
+    pytest.param({"load_async": False}, id="sync"),
 ]
 
 
@@ -34,10 +33,9 @@ def rig(
     request: pytest.FixtureRequest, shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess
 ) -> Iterator[Rig]:
     """One engine for the tests of a way to run it."""
-    options, scheduling = request.param
     instance_id = f"small-{uuid4().hex[:8]}"
-    connection = connected(manager.address, instance_id, **options)
-    engine = shared_engines(VLLM, tiny_llama, **_SMALL, **scheduling, **connection)
+    connection = connected(manager.address, instance_id, **request.param)
+    engine = shared_engines(VLLM, tiny_llama, **_SMALL, **connection)
     yield Rig(engine, manager, instance_id).until_ready()
     engine.close()
 
