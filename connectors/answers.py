@@ -49,23 +49,18 @@ def read_locations(
     return tuple(locations)
 
 
-def encoded_locations(answer: meta.GetCacheLocationResponse, mode: MatchMode, asked: int) -> tuple[bytes, ...]:
+def encoded_locations(answer: meta.UnreadCacheLocations, mode: MatchMode, asked: int) -> tuple[bytes, ...]:
     """Return the locations of a match as they are, for `decode_locations`; b"" where nothing is.
 
     Raises:
-        MalformedAnswerError: too many or too few entries.
+        MalformedAnswerError: too many or too few entries, or in a mode with an entry per key one that cannot be read.
     """
     count = len(answer.locations)
     if count > asked or (count != asked and not mode.is_prefix):
         raise MalformedAnswerError(f"{count} locations for {asked} keys")
     if mode.is_prefix:
-        return tuple([message.SerializeToString() for message in answer.locations])
-    return tuple(
-        [
-            message.SerializeToString() if any(spec.uri for spec in message.location_specs) else b""
-            for message in answer.locations
-        ]
-    )
+        return tuple(answer.locations)
+    return tuple([location if _is_anywhere(location) else b"" for location in answer.locations])
 
 
 def decode_locations(encoded: Sequence[bytes], spec_names: Collection[str]) -> tuple[Location | None, ...]:
@@ -110,6 +105,13 @@ def _location(message: meta.CacheLocation, spec_names: Collection[str]) -> Locat
         return None
     checksums = {spec.name: spec.checksum for spec in message.location_specs if spec.checksum}
     return Location(uris, message.type, message.checksum, checksums)
+
+
+def _is_anywhere(location: bytes) -> bool:
+    try:
+        return any(spec.uri for spec in meta.CacheLocation.FromString(location).location_specs)
+    except DecodeError as error:
+        raise MalformedAnswerError(str(error)) from error
 
 
 def _decoded(message: bytes, spec_names: Collection[str]) -> Location | None:

@@ -72,6 +72,7 @@ class Call(Generic[AnswerT]):
 #   deadline; it stands in ListPins under its owner, who can end it.
 REGISTER_INSTANCE = Call("register_instance", f"/{_META}/RegisterInstance", meta.RegisterInstanceResponse.FromString)
 MATCH = Call("match", f"/{_META}/GetCacheLocation", meta.GetCacheLocationResponse.FromString)
+MATCH_UNREAD = Call("match", f"/{_META}/GetCacheLocation", meta.UnreadCacheLocations.FromString)
 MATCH_LENGTH = Call("match_length", f"/{_META}/GetCacheLocationLen", meta.GetCacheLocationLenResponse.FromString)
 START_WRITE = Call("start_write", f"/{_META}/StartWriteCache", meta.StartWriteCacheResponse.FromString)
 FINISH_WRITE = Call("finish_write", f"/{_META}/FinishWriteCache", meta.CommonResponse.FromString)

@@ -197,19 +197,19 @@ class Exchanges:
         window: int,
         read_lease_ms: int,
         timeout_seconds: float | None,
-    ) -> Exchange[meta.GetCacheLocationResponse, EncodedMatch]:
+    ) -> Exchange[meta.UnreadCacheLocations, EncodedMatch]:
         """See `ManagerClient.match_encoded`."""
         request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
 
-        def conclude(verdict: Verdict[meta.GetCacheLocationResponse]) -> EncodedMatch:
+        def conclude(verdict: Verdict[meta.UnreadCacheLocations]) -> EncodedMatch:
             answer = answer_of(verdict)
             found = encoded_locations(answer, mode, len(keys))
             return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
 
-        def miss(verdict: Verdict[meta.GetCacheLocationResponse]) -> EncodedMatch:
+        def miss(verdict: Verdict[meta.UnreadCacheLocations]) -> EncodedMatch:
             return EncodedMatch(verdict.outcome, code=verdict.code, reason=verdict.reason)
 
-        return self._exchange(calls.MATCH, request, timeout_seconds, conclude, miss)
+        return self._exchange(calls.MATCH_UNREAD, request, timeout_seconds, conclude, miss)
 
     def match_length(
         self, keys: Sequence[int], mode: MatchMode, window: int, timeout_seconds: float | None

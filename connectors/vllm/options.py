@@ -33,6 +33,8 @@ class VllmOptions:
         save_seconds: for saving one batch of blocks.
         session_seconds: for how long the manager keeps blocks for an engine that saves them and may have died.
         save_batch_bytes: most bytes of one write session, over all ranks.
+        decode_batch_blocks: blocks of new tokens that are saved together, in one write session; fewer when the request
+            ends. Blocks of a prompt are saved after each step.
         pinned_fraction: most blocks of the engine, as a share of all, that saves may keep from being freed.
         staging_bytes: host memory of a rank for loads.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
@@ -57,6 +59,7 @@ class VllmOptions:
     save_seconds: float = 20.0
     session_seconds: int = 30
     save_batch_bytes: int = 64 << 20
+    decode_batch_blocks: int = 8
     pinned_fraction: float = 0.25
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
@@ -67,7 +70,7 @@ class VllmOptions:
             if not getattr(self, name):
                 raise InvalidArgumentError(f"option {name!r} is empty")
         times = ("lookup_seconds", "call_seconds", "load_seconds", "save_seconds", "session_seconds")
-        for name in (*times, "save_batch_bytes"):
+        for name in (*times, "save_batch_bytes", "decode_batch_blocks"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be > 0")
         if not 0 < self.pinned_fraction <= 0.9:

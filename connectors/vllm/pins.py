@@ -67,6 +67,11 @@ class Pins:
                 del self._pinned[block_id]
 
     @property
+    def are_scarce(self) -> bool:
+        """Whether more than half of what may be pinned is."""
+        return 2 * self.count > self._most
+
+    @property
     def _are_all_that_is_held(self) -> bool:
         held = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()  # one block stands for dropped ones
         blocks = self._pool.blocks

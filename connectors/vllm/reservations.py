@@ -6,7 +6,9 @@ request while another one counts it as its own already (vLLM shares blocks as so
 1. Of a request that a step is still busy with only that is saved which was reserved in steps that have been processed.
 2. What turns out not to be computed (a load failed, a speculation was rejected, the request was preempted) goes back;
    it is reserved again when it is computed again.
-3. Nothing stays reserved of a request that is not part of a step: an engine may stop stepping.
+3. A prompt's blocks are saved step by step, so that others find them at once; new tokens' are gathered first, since a
+   write session costs the same for one block and for many.
+4. Nothing stays reserved of a request that is not part of a step: an engine may stop stepping.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ class Reservations:
         plan: how KV is stored.
         pins: of the engine's blocks.
         saves: where computed blocks go.
+        gathered: blocks of new tokens to save at once.
         statistics: where to count.
     """
 
-    def __init__(self, plan: KvPlan, pins: Pins, saves: SaveQueue, statistics: ReuseStatistics) -> None:
+    def __init__(self, plan: KvPlan, pins: Pins, saves: SaveQueue, gathered: int, statistics: ReuseStatistics) -> None:
         self._plan = plan
         self._pins = pins
         self._saves = saves
+        self._gathered = gathered
         self._statistics = statistics
         self._holding: dict[str, TrackedRequest] = {}
         self._step = 0
@@ -61,7 +65,7 @@ class Reservations:
         for request_id in idle:
             self.end(self._holding[request_id])
         for request, tokens in tracked:
-            self._save_computed(request)
+            self._save_computed(request, self._least(request))
             self._reserve(request, tokens, state)
 
     def step_processed(self) -> None:
@@ -70,7 +74,7 @@ class Reservations:
 
     def end(self, tracked: TrackedRequest) -> None:
         """Save what is computed of a request, and give the rest back."""
-        self._save_computed(tracked)
+        self._save_computed(tracked, least=1)
         self.give_back(tracked)
 
     def give_back(self, tracked: TrackedRequest) -> None:
@@ -118,8 +122,13 @@ class Reservations:
         }
         return ReservedBlock(index, {group: block for group, block in ids.items() if block != _NULL_BLOCK}, self._step)
 
-    def _save_computed(self, tracked: TrackedRequest) -> None:
-        blocks = tracked.take_computed(self._plan.block_tokens, self._processed)
+    def _least(self, tracked: TrackedRequest) -> int:
+        """Return how many blocks are worth a write session."""
+        may_gather = tracked.reserved and tracked.is_decoding(self._plan.block_tokens) and not self._pins.are_scarce
+        return self._gathered if may_gather else 1
+
+    def _save_computed(self, tracked: TrackedRequest, least: int) -> None:
+        blocks = tracked.take_computed(self._plan.block_tokens, self._processed, least)
         if not tracked.reserved:
             self._holding.pop(tracked.id, None)
         if not blocks:

@@ -88,7 +88,7 @@ class KvcmScheduler:
             self._published,
             clock,
         )
-        self._reservations = Reservations(plan, self._pins, self._saves, statistics)
+        self._reservations = Reservations(plan, self._pins, self._saves, options.decode_batch_blocks, statistics)
         self._sent_storages: Sequence[StorageConfig] | None = None
         self._is_off = False
         self._loads: list[LoadJob] = []

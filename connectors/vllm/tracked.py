@@ -78,12 +78,17 @@ class TrackedRequest:
             self._last_hash = hashes[end - 1]
         return self._keys[:end]
 
-    def take_computed(self, block_tokens: int, processed_steps: int) -> list[ReservedBlock]:
+    def is_decoding(self, block_tokens: int) -> bool:
+        """Return whether all reserved blocks hold new tokens."""
+        return self.reserved[0].index >= self.request.num_prompt_tokens // block_tokens
+
+    def take_computed(self, block_tokens: int, processed_steps: int, least: int) -> list[ReservedBlock]:
         """Return the reserved blocks that are computed for certain, which are not reserved any more.
 
         Args:
             block_tokens: tokens per block.
             processed_steps: number of the last step whose outcome is known.
+            least: blocks; when there are fewer, they stay reserved.
         """
         request = self.request
         tokens = request.num_computed_tokens - request.num_in_flight_tokens
@@ -95,5 +100,6 @@ class TrackedRequest:
             if block.index >= computed or (last is not None and block.step > last):
                 break
             count += 1
+        count = count if count >= least else 0
         taken, self.reserved = self.reserved[:count], self.reserved[count:]
         return taken

@@ -84,6 +84,19 @@ def test_events_tell_what_was_stored(rig: Rig) -> None:
     assert all(event["block_size"] == BLOCK_TOKENS for event in stored)
 
 
+def test_prompts_are_saved_at_once_and_new_tokens_in_batches(rig: Rig) -> None:
+    prompt = prompt_tokens(2 * BLOCK_TOKENS, seed=3010)
+    forget(rig.engine)
+    before = rig.count("sessions_finished")
+    rig.engine.ask("add_request", request_id="long", prompt=prompt, max_tokens=10 * BLOCK_TOKENS)
+    (answer,) = rig.engine.ask("step_until", request_ids=["long"], tokens=7 * BLOCK_TOKENS).values()
+    so_far = [*prompt, *answer["tokens"]]
+    until(lambda: rig.stored_blocks(rig.keys(so_far)) == 2)  # of 8 that are computed
+    (answer,) = rig.engine.ask("step_until", request_ids=["long"]).values()
+    rig.until_stored([*prompt, *answer["tokens"][:-1]])
+    assert rig.count("sessions_finished") - before == 3  # 2 blocks of the prompt, 8 new ones, and the last one
+
+
 def test_a_misspelt_option_ends_the_start(new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess) -> None:
     with pytest.raises(EngineRefusedError, match="option 'load_asinc' is unknown; did you mean 'load_async'"):
         new_engine(VLLM, tiny_llama, **connected(manager.address, "misspelt", load_asinc=True))
