@@ -49,15 +49,15 @@ class ReuseStatistics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._total: Snapshot = {}
         self._taken: Snapshot = {}
+        self._fresh: Snapshot = {}
 
     def add(self, **counts: int) -> None:
         """Add to counters, by name; see `COUNTERS`."""
         with self._lock:
             for name, count in counts.items():
                 if count:
-                    self._total = _added(self._total, name, count)
+                    self._fresh = _added(self._fresh, name, count)
 
     def observe(self, name: str, seconds: float) -> None:
         """Note how long something took; see `TIMES`."""
@@ -65,18 +65,19 @@ class ReuseStatistics:
         sample[bisect_left(BUCKETS_SECONDS, seconds)] = 1.0
         sample[-1] = seconds
         with self._lock:
-            self._total = _added(self._total, name, sample)
+            self._fresh = _added(self._fresh, name, sample)
 
     def total(self) -> Snapshot:
         """Return everything counted so far."""
         with self._lock:
-            return dict(self._total)
+            return merged(self._taken, self._fresh)
 
     def take(self) -> Snapshot:
         """Return what was counted since the last call."""
         with self._lock:
-            taken, self._taken = self._taken, self._total
-            return {name: fresh for name, value in self._total.items() if (fresh := _less(value, taken.get(name)))}
+            fresh, self._fresh = self._fresh, {}
+            self._taken = merged(self._taken, fresh)
+            return fresh
 
 
 def merged(first: Snapshot, second: Snapshot) -> Snapshot:
@@ -96,15 +97,3 @@ def _sum(one: int | list[float], other: int | list[float]) -> int | list[float]:
     if isinstance(one, int) and isinstance(other, int):
         return one + other
     raise TypeError(f"{one!r} and {other!r} cannot be added")
-
-
-def _less(value: int | list[float], taken: int | list[float] | None) -> int | list[float] | None:
-    """Return what came on top, None when that is nothing."""
-    if taken is None:
-        return value
-    if isinstance(value, list) and isinstance(taken, list):
-        fresh = [now - before for now, before in zip(value, taken, strict=True)]
-        return fresh if any(fresh) else None
-    assert isinstance(value, int)
-    assert isinstance(taken, int)
-    return value - taken or None
