@@ -3,7 +3,7 @@
 Two vLLM engines with the same model answer the same prompts in turn, which nobody has seen: one with the connector,
 which looks all of them up and saves all of them, and one without. What counts is the time of a step: that of the whole
 run, by its steps. Of two equal engines the one that was started first is slower here by some percent, so engines come
-in couples of pairs: with the connector first, and last. The model has about eight times the KV per operation of a
+in couples of pairs: with the connector first, and last. The model has fourteen times the bytes of KV per operation of a
 Llama 3 8B, so there is more to save per step than with most models.
 
 Requests to an engine whose manager has been killed, and to one without the connector, are timed one by one, in turn.

@@ -77,8 +77,6 @@ def load_parts(
     results: list[TransferResult] = []
     while len(results) < len(parts):
         left = parts[len(results) :]
-        if trays.lost and not engine.hung_accesses:
-            trays.recover()
         tray = None if cancel is not None and cancel.is_cancelled else trays.take(deadline - clock())
         if tray is None or part_bytes > trays.tray_bytes:
             why = "no staging memory in time" if part_bytes <= trays.tray_bytes else "the part is larger than a tray"
@@ -100,7 +98,7 @@ def load_parts(
             if is_reusable:
                 trays.give_back(tray)
             else:
-                trays.lose(tray)
+                trays.lose(tray, lambda: engine.hung_accesses > 0)
         results += moved
     return results
 

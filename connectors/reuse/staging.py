@@ -2,14 +2,15 @@
 
 Why not load straight into the engine's blocks: a storage that hangs may write to the memory that it was given at any
 later time. The engine cannot wait for that, and gives its blocks to the next request. Here a tray that a storage may
-still write to is left to it, and the next load gets another one, as long as not too many are lost that way. Once no
-storage hangs any more, all are there again.
+still write to is left to it, and the next load gets another one, as long as not too many are lost that way. It comes
+back once nothing hangs any more in the engine that moved its bytes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,11 @@ class Tray:
         """Return up to `most` rows of `row_bytes` bytes, [row, byte], without a copy; at least as many as fit."""
         count = min(most, self._memory.nbytes // row_bytes)
         return self._memory[: count * row_bytes].reshape(count, row_bytes)
+
+
+class _Lost(NamedTuple):
+    tray: Tray
+    may_change: Callable[[], bool]
 
 
 class StagingTrays:
@@ -59,7 +65,7 @@ class StagingTrays:
         self._left_to_make = trays
         self._left_to_replace = most_lost
         self._replaced = 0
-        self._lost: list[Tray] = []
+        self._lost: list[_Lost] = []
 
     @property
     def lost(self) -> int:
@@ -69,6 +75,7 @@ class StagingTrays:
     def take(self, timeout_seconds: float) -> Tray | None:
         """Lend a tray; None when there is none in time."""
         with self._changed:
+            self._recover()
             if not self._changed.wait_for(lambda: self._free or self._left_to_make, max(0.0, timeout_seconds)):
                 return None
             if self._free:
@@ -82,20 +89,29 @@ class StagingTrays:
             self._free.append(tray)
             self._changed.notify()
 
-    def lose(self, tray: Tray) -> None:
-        """Leave a tray to a storage that may still write to it; another one is made while that is allowed."""
+    def lose(self, tray: Tray, may_change: Callable[[], bool]) -> None:
+        """Leave a tray to a storage that may still write to it; another one is made while that is allowed.
+
+        Args:
+            tray: it.
+            may_change: whether that is still so; asked before the next tray is lent.
+        """
         with self._changed:
-            self._lost.append(tray)
+            self._lost.append(_Lost(tray, may_change))
             if self._left_to_replace > 0:
                 self._left_to_replace -= 1
                 self._replaced += 1
                 self._left_to_make += 1
                 self._changed.notify()
 
-    def recover(self) -> None:
-        """Hear that no storage hangs: nothing is written to lost trays any more."""
-        with self._changed:
-            self._free += self._lost[self._replaced :]  # those that were replaced are not needed
-            self._left_to_replace += self._replaced
-            self._lost, self._replaced = [], 0
-            self._changed.notify_all()
+    def _recover(self) -> None:
+        lost, self._lost = self._lost, []
+        for each in lost:
+            if each.may_change():
+                self._lost.append(each)
+            elif self._replaced:  # there is another one in its place
+                self._replaced -= 1
+                self._left_to_replace += 1
+            else:
+                self._free.append(each.tray)
+                self._changed.notify()
