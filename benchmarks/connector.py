@@ -43,6 +43,7 @@ _PROMPT_TOKENS = 384
 _NEW_TOKENS = 48
 _REQUESTS = 8
 _AT_ONCE = 4
+_OUTAGE_TOKENS = 100  # a few blocks; what is computed besides would hide what is measured
 _UNTIL_OPEN = 8  # requests, of which three open the breaker
 
 
@@ -75,19 +76,24 @@ def _pair(site: EngineSite, instance_id: str, place: int, rounds: int) -> list[f
 
 def outage(site: EngineSite, count: int) -> list[float]:
     """Return for each pair of requests how many ms the one to the engine with a dead manager took longer."""
+    return [ms for place in (0, 1) for ms in _outage(site, place, count // 2)]
+
+
+def _outage(site: EngineSite, place: int, count: int) -> list[float]:
     with other_manager(site) as manager:
-        sides = [site.engine("outage", manager=manager), site.engine(None)]
+        names = ["outage", None] if place == 0 else [None, "outage"]
+        sides = [site.engine(name, manager=manager) for name in names]
         try:
             for side in sides:
                 side.generate(_prompts(1)[:1], 2)
             manager.kill()
             more = []
             for number in range(count + _UNTIL_OPEN):
-                prompt = _prompts(10_000 + number)[:1]
+                prompt = [_prompts(10_000 + number)[0][:_OUTAGE_TOKENS]]
                 order = (0, 1) if number % 2 else (1, 0)
                 seconds = {side: sum(sides[side].ask("first_tokens", prompts=prompt)) for side in order}
                 if number >= _UNTIL_OPEN:
-                    more.append(1000 * (seconds[0] - seconds[1]))
+                    more.append(1000 * (seconds[place] - seconds[1 - place]))
             return more
         finally:
             for side in sides:
@@ -184,7 +190,7 @@ def main() -> int:
     from tiny_models import write_large_llama
 
     options = arguments((__doc__ or "").partition("\n")[0]).parse_args()
-    couples, rounds, count, requests = (1, 1, 50, 10) if options.quick else (3, 4, 400, 60)
+    couples, rounds, count, requests = (1, 1, 50, 10) if options.quick else (3, 3, 400, 80)
     with engine_site(partial(write_large_llama, hidden=512 if options.quick else 1024)) as site:
         held, computed = lookups(site, count)
         ratios = overhead(site, couples, rounds)

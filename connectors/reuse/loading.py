@@ -26,11 +26,13 @@ class PartToLoad(NamedTuple):
         key: of the block.
         uri: where the part lies.
         checksum: that its bytes must have, 0 for any.
+        start: byte of the part from which on to load, without a checksum; None for the whole part.
     """
 
     key: BlockKey
     uri: LocationUri
     checksum: int = 0
+    start: int | None = None
 
 
 class LoadReport(NamedTuple):
@@ -58,13 +60,13 @@ def load_parts(
     cancel: CancelToken | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[TransferResult]:
-    """Load parts of equal size, a tray full at a time.
+    """Load parts, or pieces of parts, of equal size, a tray full at a time.
 
     Args:
         engine: moves the bytes.
         trays: memory in between.
         parts: what to load.
-        part_bytes: of each; a part of another size is refused.
+        part_bytes: of each, or of its piece; a part of another size is refused.
         deliver: is called in this thread, once per tray, with what arrived.
         deadline_seconds: for everything; nothing is delivered after it.
         cancel: ends the call as its deadline does.
@@ -84,7 +86,7 @@ def load_parts(
             break
         rows = tray.rows(part_bytes, len(left))
         items = [
-            TransferItem(part.uri, [memoryview(row)], checksum=part.checksum)
+            TransferItem(part.uri, [memoryview(row)], part.start, part.checksum)
             for part, row in zip(left, rows, strict=False)
         ]
         is_reusable = False

@@ -9,24 +9,15 @@ The backend itself needs SGLang; everything it is made of does not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from connectors.engine_names import engine_names
 
 if TYPE_CHECKING:
     from connectors.sglang.storage import KVCMStorage
 
 __all__ = ["KVCMStorage"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import the backend when SGLang asks for it."""
-    if name != "KVCMStorage":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from connectors.sglang.storage import KVCMStorage
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {"sglang", "torch"}:
-            raise
-        raise ImportError(
-            f"connectors.sglang.KVCMStorage needs SGLang 0.5.23 in this environment ({error}); see docs/sglang.md"
-        ) from error
-    return KVCMStorage
+__getattr__ = engine_names(
+    __name__, {"KVCMStorage": "connectors.sglang.storage"}, "SGLang 0.5.23 (docs/sglang.md)", {"sglang", "torch"}
+)

@@ -1,16 +1,26 @@
 """Reuse of KV for causal language models of Hugging Face transformers (tested with 5.19)."""
 
-try:
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "connectors.transformers runs beside a model: install torch and transformers (tested with 5.19), for instance"
-        " with `pip install 'kvcm[engine]'`"
-    ) from error
+from __future__ import annotations
 
-from connectors.transformers.report import GenerationReport, RowReport
-from connectors.transformers.reuse import KVReuse
-from connectors.transformers.settings import ReuseSettings
+from typing import TYPE_CHECKING
+
+from connectors.engine_names import engine_names
+
+if TYPE_CHECKING:
+    from connectors.transformers.report import GenerationReport, RowReport
+    from connectors.transformers.reuse import KVReuse
+    from connectors.transformers.settings import ReuseSettings
 
 __all__ = ["GenerationReport", "KVReuse", "ReuseSettings", "RowReport"]
+
+__getattr__ = engine_names(
+    __name__,
+    {
+        "GenerationReport": "connectors.transformers.report",
+        "KVReuse": "connectors.transformers.reuse",
+        "ReuseSettings": "connectors.transformers.settings",
+        "RowReport": "connectors.transformers.report",
+    },
+    "torch and transformers 5.19 (`pip install 'kvcm[engine]'`)",
+    {"torch", "transformers"},
+)

@@ -5,13 +5,17 @@
   "kv_connector_extra_config":{"manager":"127.0.0.1:6381","instance_group":"default","instance_id":"my-model"}}'
 """
 
-try:
-    import vllm  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "connectors.vllm runs inside vLLM: install vllm (tested with 0.32.0) in this environment"
-    ) from error
+from __future__ import annotations
 
-from connectors.vllm.connector import KVCMConnector
+from typing import TYPE_CHECKING
+
+from connectors.engine_names import engine_names
+
+if TYPE_CHECKING:
+    from connectors.vllm.connector import KVCMConnector
 
 __all__ = ["KVCMConnector"]
+
+__getattr__ = engine_names(
+    __name__, {"KVCMConnector": "connectors.vllm.connector"}, "vLLM 0.32.0 (docs/vllm.md)", {"vllm", "torch"}
+)

@@ -149,7 +149,8 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
         self._at_worker.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a step that has to wait for its loads has waited in `start_load_kv`."""
+        """Wait for a layer's KV with `layerwise`; otherwise a step that has to wait has done so in `start_load_kv`."""
+        self._at_worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are saved whole, once they are known to be right."""
@@ -192,6 +193,11 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KvcmPromMetrics:
         """See the base class."""
         return KvcmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """See the base class: a graph of the whole model would not wait for its layers."""
+        return bool(extra_config.get("layerwise"))
 
     def shutdown(self) -> None:
         """End what is under way, within the time that is configured."""

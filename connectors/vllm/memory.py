@@ -11,6 +11,8 @@ import torch
 
 from connectors.layout.engine_kv import EngineKv
 from connectors.layout.gather import block_memory, gather, scatter
+from connectors.layout.shard import Shard, Span
+from connectors.layout.stored import ByteRange
 from connectors.layout.tensors import iovec
 from connectors.reuse.staging import Bytes
 from connectors.transfer.registered import span_of
@@ -69,18 +71,36 @@ class GroupMemory:
             gather(self._kv, [block_id], self.part.shard, copy)
             return iovec([copy.cpu()])
 
-    def put(self, block_ids: Sequence[int], rows: Bytes) -> None:
+    @property
+    def layers(self) -> int:
+        """Number of layers in a part."""
+        return self.part.shard.layers.end - self.part.shard.layers.first
+
+    def layer_range(self, layer: int) -> ByteRange:
+        """Return where the bytes of a layer lie in a part."""
+        [found] = self._kv.stored.byte_ranges(self.part.shard, self._shard(layer))
+        return found
+
+    def put(self, block_ids: Sequence[int], rows: Bytes, layer: int | None = None) -> None:
         """Bring stored bytes into blocks.
 
         Args:
             block_ids: one per row, none twice.
             rows: [block, byte], as they were stored.
+            layer: which the rows are of; None for rows of all layers.
         """
         with self._on_device():
             stored = torch.from_numpy(np.ascontiguousarray(rows)).to(self._kv.device)
-            scatter(self._kv, list(block_ids), self.part.shard, stored)
+            scatter(self._kv, list(block_ids), self._shard(layer), stored)
             if self._kv.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
+
+    def _shard(self, layer: int | None) -> Shard:
+        whole = self.part.shard
+        if layer is None:
+            return whole
+        first = whole.layers.first + layer
+        return Shard(Span(first, first + 1), whole.heads)
 
     def _found_pieces(self) -> list[_Piece] | None:
         """Return where the pieces of block 0 lie, when those of every other block lie a fixed distance further on.

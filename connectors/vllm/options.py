@@ -24,6 +24,8 @@ class VllmOptions:
         model_name: for people; "" for the name that vLLM serves it under.
         weights: what tells the model's weights from others of that name; "" for a digest of the files, or the revision.
         load_async: load between steps, while other requests are computed; otherwise a step waits for its loads.
+        layerwise: of a step that waits for its loads, a layer waits for its own KV alone; only where `load_async` is
+            false.
         publish: save new KV; false only loads.
         keep_on_reset: go on sharing when vLLM resets its caches, as its sleep mode does: the weights stay the same.
         checksums: tell those of saved parts, and compare those of loaded ones.
@@ -50,6 +52,7 @@ class VllmOptions:
     model_name: str = ""
     weights: str = ""
     load_async: bool = True
+    layerwise: bool = False
     publish: bool = True
     keep_on_reset: bool = False
     checksums: bool = True
@@ -73,6 +76,8 @@ class VllmOptions:
         for name in (*times, "save_batch_bytes", "decode_batch_blocks"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be > 0")
+        if self.layerwise and self.load_async:
+            raise InvalidArgumentError("option 'layerwise' is true, which needs 'load_async' to be false")
         if not 0 < self.pinned_fraction <= 0.9:
             raise InvalidArgumentError(f"option 'pinned_fraction' is {self.pinned_fraction}, must be > 0 and <= 0.9")
         if self.staging_bytes < 1 << 20:

@@ -10,16 +10,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
 
 from connectors.answers import decode_locations
-from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_of
+from connectors.reuse.loading import Deliver, LoadReport, PartToLoad, load_parts, report_of
 from connectors.reuse.staging import Bytes, StagingTrays
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
 from connectors.transfer.pool import PRIORITY_LOAD, WorkerPool
+from connectors.vllm.layers import LayerProgress, load_layers
 from connectors.vllm.memory import GroupMemory
 from connectors.vllm.messages import GroupLoad, LoadJob, SaveJob, SaveResult, StepOrders, StepResults
 from connectors.vllm.options import VllmOptions
@@ -64,6 +66,8 @@ class KvcmWorker:
         self._memory: dict[int, GroupMemory] = {}
         self._lock = threading.Lock()
         self._loads: dict[str, CancelToken] = {}
+        self._waited_for: list[Future[None]] = []  # loads of the step that is being computed
+        self._progress: LayerProgress | None = None  # of these, where layers wait for them
         self._is_closing = CancelToken()
         self._ended_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -86,24 +90,37 @@ class KvcmWorker:
             self._memory[group.id] = GroupMemory(group, group.part_of(self._rank, self._plan.ranks), caches)
 
     def begin_loads(self, orders: StepOrders) -> None:
-        """Begin the loads of a step, and end those that nobody waits for; wait for them when the step has to."""
+        """Begin the loads of a step, and end those that nobody waits for; wait for them when the step has to.
+
+        Layer by layer that is done by `wait_for_layer`.
+        """
         if orders.storages is not None:
             self._storages.use(orders.storages)
         with self._lock:
             cancelled = [self._loads[request] for request in orders.cancelled if request in self._loads]
         for token in cancelled:
             token.cancel()
+        self._progress = self._new_progress(orders)
         begun = []
-        for job in orders.loads:
+        for number, job in enumerate(orders.loads):
             token = CancelToken()
             with self._lock:
                 self._loads[job.request_id] = token
             deadline = self._clock() + job.seconds  # which goes on while the job waits for its turn
-            task = partial(self._load, job, token, deadline, is_waited_for=orders.waits)
+            on_layers = partial(self._progress.advance, number) if self._progress else None
+            task = partial(self._load, job, token, deadline, on_layers, is_waited_for=orders.waits)
             begun.append(self._load_threads.submit(PRIORITY_LOAD, task))
+            if self._progress is not None:
+                begun[-1].add_done_callback(partial(self._progress.end, number))
         if orders.waits:
-            for future in begun:
-                future.exception()
+            self._waited_for = begun
+        if self._progress is None:
+            self._wait_for_loads()
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Wait until this step's loads have brought a layer, where layers wait for them."""
+        if self._progress is not None:
+            self._progress.wait(layer_name)
 
     def begin_saves(self, orders: StepOrders) -> None:
         """Begin the saves of a step, after its forward."""
@@ -111,7 +128,11 @@ class KvcmWorker:
             self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job, self._clock() + job.seconds))
 
     def take_ended_loads(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads have ended since the last call, and those of them that have failed."""
+        """Return the requests whose loads have ended since the last call, and those of them that have failed.
+
+        Asked at the end of a step: whatever it waited for has ended then.
+        """
+        self._wait_for_loads()
         with self._lock:
             ended, self._ended_loads = self._ended_loads, set()
             failed, self._failed_loads = self._failed_loads, set()
@@ -143,14 +164,33 @@ class KvcmWorker:
             threads.close(deadline - self._clock())
         self._storages.close(deadline - self._clock())
 
-    def _load(self, job: LoadJob, token: CancelToken, deadline: float, *, is_waited_for: bool) -> None:
+    def _new_progress(self, orders: StepOrders) -> LayerProgress | None:
+        """Return how far the loads of a step will be, where layers wait for them: it has one group of layers then."""
+        if not (self._options.layerwise and orders.waits and orders.loads):
+            return None
+        return LayerProgress(self._plan.groups[0].layer_names, len(orders.loads))
+
+    def _wait_for_loads(self) -> None:
+        for future in self._waited_for:
+            future.exception()
+        self._waited_for = []
+
+    def _load(
+        self,
+        job: LoadJob,
+        token: CancelToken,
+        deadline: float,
+        on_layers: Callable[[int], None] | None,
+        *,
+        is_waited_for: bool,
+    ) -> None:
         begun = self._clock()
         failed: set[int] = set()
         reports: list[LoadReport] = []
         loaded = 0
         try:
             for group in job.groups:
-                bad, report = self._load_group(group, deadline, token)
+                bad, report = self._load_group(group, deadline, token, on_layers)
                 failed |= bad
                 reports += [report] if report else []
                 loaded = max(loaded, len(group.block_ids) - len(bad))
@@ -169,7 +209,9 @@ class KvcmWorker:
                 self._failed_block_ids |= failed
             self._results.reports += reports
 
-    def _load_group(self, group: GroupLoad, deadline: float, token: CancelToken) -> tuple[set[int], LoadReport | None]:
+    def _load_group(
+        self, group: GroupLoad, deadline: float, token: CancelToken, on_layers: Callable[[int], None] | None
+    ) -> tuple[set[int], LoadReport | None]:
         """Load one group's blocks; return the ids of those that are not there, and what the manager has to hear."""
         memory = self._memory[group.group]
         engine = self._storages.engine(min(self._options.call_seconds, deadline - self._clock()))
@@ -185,14 +227,21 @@ class KvcmWorker:
             checksum = location.checksums.get(name, 0) if self._options.checksums else 0
             parts.append(PartToLoad(group.keys[index], location.uris[name], checksum))
 
-        def deliver(rows: Bytes, positions: Sequence[int]) -> None:
-            memory.put([group.block_ids[places[position]] for position in positions], rows)
+        block_ids = [group.block_ids[index] for index in places]
 
-        results = load_parts(
-            engine, self._trays, parts, memory.part_bytes, deliver, deadline - self._clock(), token, self._clock
-        )
+        def load(parts: Sequence[PartToLoad], size_bytes: int, deliver: Deliver) -> list[TransferResult]:
+            seconds = deadline - self._clock()
+            return load_parts(engine, self._trays, parts, size_bytes, deliver, seconds, token, self._clock)
+
+        def deliver(rows: Bytes, positions: Sequence[int]) -> None:
+            memory.put([block_ids[position] for position in positions], rows)
+
+        if on_layers is None:
+            results = load(parts, memory.part_bytes, deliver)
+        else:
+            results = load_layers(memory, block_ids, parts, load, on_layers)
         self._look_at_refusals(results)
-        good = {group.block_ids[places[position]] for position, result in enumerate(results) if result.ok}
+        good = {block_id for block_id, result in zip(block_ids, results, strict=True) if result.ok}
         return set(group.block_ids) - good, report_of(parts, results, self._statistics)
 
     def _save(self, job: SaveJob, deadline: float) -> None:

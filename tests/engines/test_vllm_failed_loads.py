@@ -17,8 +17,10 @@ from vllm_rig import Rig, connected, overwrite, sessions_open, settle, swapped_h
 _WAYS: dict[str, dict[str, Any]] = {
     "recompute-async": {"policy": "recompute", "load_async": True},
     "recompute-sync": {"policy": "recompute", "load_async": False},
+    "recompute-layerwise": {"policy": "recompute", "load_async": False, "layerwise": True},
     "fail-async": {"policy": "fail", "load_async": True},
     "fail-sync": {"policy": "fail", "load_async": False},
+    "fail-layerwise": {"policy": "fail", "load_async": False, "layerwise": True},
 }
 _SEEDS = iter(range(400, 500))
 

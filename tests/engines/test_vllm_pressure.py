@@ -21,6 +21,7 @@ _SMALL = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 64, "max_mode
 _WAYS = [
     pytest.param({"load_async": True}, id="async"),
     pytest.param({"load_async": False}, id="sync"),
+    pytest.param({"load_async": False, "layerwise": True}, id="layerwise"),
 ]
 
 
