@@ -10,6 +10,7 @@ from connectors.results import ClusterInfo, Endpoint, Location, MatchMode, Write
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
 __all__ = [
     "MalformedAnswerError",
@@ -49,7 +50,7 @@ def read_locations(
     return tuple(locations)
 
 
-def encoded_locations(answer: meta.UnreadCacheLocations, mode: MatchMode, asked: int) -> tuple[bytes, ...]:
+def encoded_locations(answer: unread.UnreadCacheLocations, mode: MatchMode, asked: int) -> tuple[bytes, ...]:
     """Return the locations of a match as they are, for `decode_locations`; b"" where nothing is.
 
     Raises:

@@ -159,9 +159,9 @@ class AsyncManagerClient:
         """See `ManagerClient.renew_write`."""
         return await self._run(self._exchanges.renew_write(session_id, session_seconds, timeout_seconds))
 
-    async def release_lease(self, lease_id: str, *, timeout_seconds: float | None = None) -> bool:
+    async def release_lease(self, *lease_ids: str, timeout_seconds: float | None = None) -> bool:
         """See `ManagerClient.release_lease`."""
-        return await self._run(self._exchanges.release_lease(lease_id, timeout_seconds))
+        return await self._run(self._exchanges.release_lease(lease_ids, timeout_seconds))
 
     async def remove(self, keys: Sequence[int], *, timeout_seconds: float | None = None) -> bool:
         """See `ManagerClient.remove`."""

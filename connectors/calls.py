@@ -10,6 +10,7 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
+from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
 __all__ = [
     "FINISH_WRITE",
@@ -17,6 +18,7 @@ __all__ = [
     "LIST_PINS",
     "MATCH",
     "MATCH_LENGTH",
+    "MATCH_UNREAD",
     "PIN_PREFIX",
     "REGISTER_INSTANCE",
     "RELEASE_READ_LEASE",
@@ -72,7 +74,7 @@ class Call(Generic[AnswerT]):
 #   deadline; it stands in ListPins under its owner, who can end it.
 REGISTER_INSTANCE = Call("register_instance", f"/{_META}/RegisterInstance", meta.RegisterInstanceResponse.FromString)
 MATCH = Call("match", f"/{_META}/GetCacheLocation", meta.GetCacheLocationResponse.FromString)
-MATCH_UNREAD = Call("match", f"/{_META}/GetCacheLocation", meta.UnreadCacheLocations.FromString)
+MATCH_UNREAD = Call("match", f"/{_META}/GetCacheLocation", unread.UnreadCacheLocations.FromString)
 MATCH_LENGTH = Call("match_length", f"/{_META}/GetCacheLocationLen", meta.GetCacheLocationLenResponse.FromString)
 START_WRITE = Call("start_write", f"/{_META}/StartWriteCache", meta.StartWriteCacheResponse.FromString)
 FINISH_WRITE = Call("finish_write", f"/{_META}/FinishWriteCache", meta.CommonResponse.FromString)

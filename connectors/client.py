@@ -223,9 +223,9 @@ class ManagerClient:
         """Move the end of a session to `session_seconds` from now."""
         return self._run(self._exchanges.renew_write(session_id, session_seconds, timeout_seconds))
 
-    def release_lease(self, lease_id: str, *, timeout_seconds: float | None = None) -> bool:
-        """End a read lease early."""
-        return self._run(self._exchanges.release_lease(lease_id, timeout_seconds))
+    def release_lease(self, *lease_ids: str, timeout_seconds: float | None = None) -> bool:
+        """End read leases early."""
+        return self._run(self._exchanges.release_lease(lease_ids, timeout_seconds))
 
     def remove(self, keys: Sequence[int], *, timeout_seconds: float | None = None) -> bool:
         """Remove blocks; unknown keys are fine."""

@@ -48,6 +48,7 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
+from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
 __all__ = ["ClientSettings", "Exchange", "Exchanges", "StartedWrite"]
 
@@ -197,16 +198,16 @@ class Exchanges:
         window: int,
         read_lease_ms: int,
         timeout_seconds: float | None,
-    ) -> Exchange[meta.UnreadCacheLocations, EncodedMatch]:
+    ) -> Exchange[unread.UnreadCacheLocations, EncodedMatch]:
         """See `ManagerClient.match_encoded`."""
         request = self._requests.match(self._new_trace_id(), keys, mode, None, spec_names, window, read_lease_ms)
 
-        def conclude(verdict: Verdict[meta.UnreadCacheLocations]) -> EncodedMatch:
+        def conclude(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
             answer = answer_of(verdict)
             found = encoded_locations(answer, mode, len(keys))
             return EncodedMatch(Outcome.OK, found, answer.read_lease_id, verdict.code)
 
-        def miss(verdict: Verdict[meta.UnreadCacheLocations]) -> EncodedMatch:
+        def miss(verdict: Verdict[unread.UnreadCacheLocations]) -> EncodedMatch:
             return EncodedMatch(verdict.outcome, code=verdict.code, reason=verdict.reason)
 
         return self._exchange(calls.MATCH_UNREAD, request, timeout_seconds, conclude, miss)
@@ -274,9 +275,11 @@ class Exchanges:
         request = self._requests.renew_write(self._new_trace_id(), session_id, session_seconds)
         return self._exchange(calls.RENEW_WRITE_SESSION, request, timeout_seconds, _yes, _no)
 
-    def release_lease(self, lease_id: str, timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:
+    def release_lease(
+        self, lease_ids: Sequence[str], timeout_seconds: float | None
+    ) -> Exchange[meta.CommonResponse, bool]:
         """See `ManagerClient.release_lease`."""
-        request = self._requests.release_lease(self._new_trace_id(), lease_id)
+        request = self._requests.release_lease(self._new_trace_id(), lease_ids)
         return self._exchange(calls.RELEASE_READ_LEASE, request, timeout_seconds, _yes, _no)
 
     def remove(self, keys: Sequence[int], timeout_seconds: float | None) -> Exchange[meta.CommonResponse, bool]:

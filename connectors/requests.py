@@ -182,9 +182,20 @@ class Requests:
             write_timeout_seconds=_number("session_seconds", timeout_seconds),
         )
 
-    def release_lease(self, trace_id: str, lease_id: str) -> lease.ReleaseReadLeaseRequest:
-        """See `ManagerClient.release_lease`."""
-        return lease.ReleaseReadLeaseRequest(trace_id=trace_id, instance_id=self.instance_id, read_lease_id=lease_id)
+    def release_lease(self, trace_id: str, lease_ids: Sequence[str]) -> lease.ReleaseReadLeaseRequest:
+        """See `ManagerClient.release_lease`.
+
+        Raises:
+            InvalidArgumentError: there is no lease.
+        """
+        if not lease_ids:
+            raise InvalidArgumentError("lease_ids is empty, must name at least one lease")
+        return lease.ReleaseReadLeaseRequest(
+            trace_id=trace_id,
+            instance_id=self.instance_id,
+            read_lease_id=lease_ids[0],
+            more_read_lease_ids=lease_ids[1:],
+        )
 
     def remove(self, trace_id: str, keys: Sequence[int]) -> meta.RemoveCacheRequest:
         """See `ManagerClient.remove`."""

@@ -32,6 +32,7 @@ __all__ = ["Found", "LookupPlan", "LookupSettings", "Lookups", "look_up"]
 
 _MAX_LEASE_SECONDS = 600.0
 _MOST_QUEUEING = 4  # times what an answer may take
+_RELEASE_SECONDS = 0.1  # in which leases gather that are released with one call
 
 
 class LookupPlan(NamedTuple):
@@ -134,6 +135,8 @@ class Lookups:
         self._by_question: dict[_Question, _Lookup] = {}
         self._calls = WorkerPool(settings.threads, "kvcm-lookup")
         self._releases = WorkerPool(1, "kvcm-release")
+        self._to_release: list[str] = []
+        self._is_closing = threading.Event()
         self._is_probing = threading.Lock()
         self.answered = threading.Event()
 
@@ -189,7 +192,9 @@ class Lookups:
         """Begin nothing more; release what can be released in time, the rest ends by itself."""
         self._calls.close(timeout_seconds / 2)
         self.clear()
-        self._releases.close(timeout_seconds / 2)
+        self._is_closing.set()
+        self._releases.close(timeout_seconds / 4)
+        self._release_gathered(timeout_seconds / 4)
 
     def _is_late(self, lookup: _Lookup) -> bool:
         """Return whether to wait no longer: for the answer, or for a thread that asks when many requests arrive."""
@@ -259,8 +264,20 @@ class Lookups:
             self._release(lookup.found)
 
     def _release(self, found: Found) -> None:
-        for lease_id in found.lease_ids:
-            self._releases.submit(PRIORITY_SAVE, partial(_release_lease, self._link.client, lease_id))
+        """Give leases back soon, together with those of others. Under the lock."""
+        if found.lease_ids and not self._to_release:
+            self._releases.submit(PRIORITY_SAVE, self._release_soon)
+        self._to_release += found.lease_ids
+
+    def _release_soon(self) -> None:
+        self._is_closing.wait(_RELEASE_SECONDS)
+        self._release_gathered(self._settings.lookup_seconds)
+
+    def _release_gathered(self, timeout_seconds: float) -> None:
+        with self._lock:
+            lease_ids, self._to_release = self._to_release, []
+        if lease_ids:
+            self._link.client.release_lease(*lease_ids, timeout_seconds=timeout_seconds)
 
 
 def look_up(
@@ -304,7 +321,3 @@ def look_up(
 
 def _leases(match: EncodedMatch) -> tuple[str, ...]:
     return (match.lease_id,) if match.lease_id else ()
-
-
-def _release_lease(client: ManagerClient, lease_id: str) -> None:
-    client.release_lease(lease_id)

@@ -392,16 +392,6 @@ class GetCacheLocationResponse(_message.Message):
     read_lease_deadline_ms: int
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., read_lease_id: _Optional[str] = ..., read_lease_deadline_ms: _Optional[int] = ...) -> None: ...
 
-class UnreadCacheLocations(_message.Message):
-    __slots__ = ("header", "locations", "read_lease_id")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    LOCATIONS_FIELD_NUMBER: _ClassVar[int]
-    READ_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    header: CommonResponseHeader
-    locations: _containers.RepeatedScalarFieldContainer[bytes]
-    read_lease_id: str
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[bytes]] = ..., read_lease_id: _Optional[str] = ...) -> None: ...
-
 class GetCacheLocationLenRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "sw_size", "peek", "node_id")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]

@@ -12,7 +12,7 @@ from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.cache.sessions import WriteRequest
 from kvcm.cache.write_values import Retention
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.model.locations import retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
@@ -230,8 +230,15 @@ class MetaApi:
         return Reply(lease_pb.RenewReadLeaseResponse(read_lease_deadline_ms=int(lease.deadline * 1000)))
 
     async def release_lease(self, request: Any) -> Reply:
-        """End a read lease."""
-        await self._cache.release_lease(request.instance_id, request.read_lease_id)
+        """End read leases: all that can be ended, be there one among them that cannot."""
+        refused: KvcmError | None = None
+        for lease_id in (request.read_lease_id, *request.more_read_lease_ids):
+            try:
+                await self._cache.release_lease(request.instance_id, lease_id)
+            except KvcmError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
         return Reply(pb.CommonResponse())
 
     async def renew_write(self, request: Any) -> Reply:

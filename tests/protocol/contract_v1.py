@@ -21,7 +21,12 @@ LEASE_MESSAGES: dict[str, dict[str, str]] = {
         "read_lease_ms": "4 int32",
     },
     "RenewReadLeaseResponse": {"header": f"1 {META}.CommonResponseHeader", "read_lease_deadline_ms": "2 int64"},
-    "ReleaseReadLeaseRequest": {"trace_id": "1 string", "instance_id": "2 string", "read_lease_id": "3 string"},
+    "ReleaseReadLeaseRequest": {
+        "trace_id": "1 string",
+        "instance_id": "2 string",
+        "read_lease_id": "3 string",
+        "more_read_lease_ids": "4 repeated string",
+    },
     "RenewWriteSessionRequest": {
         "trace_id": "1 string",
         "instance_id": "2 string",
@@ -281,4 +286,12 @@ ACCESS_MESSAGES: dict[str, dict[str, str]] = {
     },
     "WhoAmIRequest": {"trace_id": "1 string"},
     "WhoAmIResponse": {"header": f"1 {ADMIN}.CommonResponseHeader", "is_required": "2 bool", "key": "3 Key"},
+}
+
+UNREAD_MESSAGES: dict[str, dict[str, str]] = {
+    "UnreadCacheLocations": {
+        "header": f"1 {META}.CommonResponseHeader",
+        "locations": "2 repeated bytes",
+        "read_lease_id": "1000 string",
+    },
 }

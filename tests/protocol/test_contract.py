@@ -19,6 +19,7 @@ from kvcm.protocol.kvcm.v1 import (
     pin_service_pb2,
     pool_service_pb2,
     storage_service_pb2,
+    unread_pb2,
 )
 
 
@@ -43,6 +44,7 @@ CONTRACTS = [
     of(admin_service_pb2, contract_admin, "admin_service.proto"),
     of(debug_service_pb2, contract_debug, "debug_service.proto"),
     of(kv_meta_service_pb2, contract_kv_meta, "kv_meta_service.proto"),
+    Contract("kvcm/v1/unread.proto", unread_pb2.DESCRIPTOR, V1.PACKAGE, {}, {}, V1.UNREAD_MESSAGES),
     Contract(
         "kvcm/v1/lease_service.proto",
         lease_service_pb2.DESCRIPTOR,
@@ -103,6 +105,7 @@ CONTRACTS = [
 
 KINDS = {
     FieldDescriptor.TYPE_BOOL: "bool",
+    FieldDescriptor.TYPE_BYTES: "bytes",
     FieldDescriptor.TYPE_DOUBLE: "double",
     FieldDescriptor.TYPE_FIXED64: "fixed64",
     FieldDescriptor.TYPE_INT32: "int32",
@@ -206,6 +209,7 @@ def test_our_own_fields_are_numbered_from_1000() -> None:
         "kv_cache_manager.proto.meta.GetCacheLocationRequest.require_location_specs",
         "kv_cache_manager.proto.meta.GetCacheLocationLenRequest.peek",
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_id",
+        "kvcm.v1.UnreadCacheLocations.read_lease_id",
         "kv_cache_manager.proto.meta.GetCacheLocationResponse.read_lease_deadline_ms",
         "kv_cache_manager.proto.meta.LocationSpecInfo.kind",
         "kv_cache_manager.proto.admin.LocationSpecInfo.kind",

@@ -243,6 +243,18 @@ def test_a_leased_file_goes_soon_after_the_lease_is_released(quick: Files) -> No
     eventually(lambda: not leased.path.exists())
 
 
+def test_several_leases_are_released_with_one_call_whatever_is_wrong_with_some(quick: Files, files: Files) -> None:
+    first, second = quick.write([1, 2])
+    (foreign,) = files.write([1])
+    leases = [quick.lease([1]), files.lease([1]), quick.lease([2])]
+    quick.remove(1, 2)
+    fields = {"instance_id": quick.instance, "read_lease_id": leases[0], "more_read_lease_ids": leases[1:]}
+    refused = quick.site.api.refused("LeaseService.ReleaseReadLease", **fields)
+    assert (refused.code, refused.message) == ("INVALID_ARGUMENT", "read_lease_id is unknown, released or expired")
+    eventually(lambda: not first.path.exists() and not second.path.exists())
+    assert foreign.path.exists()
+
+
 def test_a_leased_file_goes_when_the_lease_ends_by_itself(quick: Files) -> None:
     (leased,) = quick.write([1])
     begin = time.monotonic()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcm.protocol import meta_service_pb2 as meta__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvcm/v1/lease_service.proto\x12\x07kvcm.v1\x1a\x12meta_service.proto\"l\n\x15RenewReadLeaseRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x15\n\rread_lease_id\x18\x03 \x01(\t\x12\x15\n\rread_lease_ms\x18\x04 \x01(\x05\"{\n\x16RenewReadLeaseResponse\x12\x41\n\x06header\x18\x01 \x01(\x0b\x32\x31.kv_cache_manager.proto.meta.CommonResponseHeader\x12\x1e\n\x16read_lease_deadline_ms\x18\x02 \x01(\x03\"W\n\x17ReleaseReadLeaseRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x15\n\rread_lease_id\x18\x03 \x01(\t\"z\n\x18RenewWriteSessionRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x18\n\x10write_session_id\x18\x03 \x01(\t\x12\x1d\n\x15write_timeout_seconds\x18\x04 \x01(\x05\"\x81\x01\n\x19RenewWriteSessionResponse\x12\x41\n\x06header\x18\x01 \x01(\x0b\x32\x31.kv_cache_manager.proto.meta.CommonResponseHeader\x12!\n\x19write_session_deadline_ms\x18\x02 \x01(\x03\x32\xa0\x02\n\x0cLeaseService\x12Q\n\x0eRenewReadLease\x12\x1e.kvcm.v1.RenewReadLeaseRequest\x1a\x1f.kvcm.v1.RenewReadLeaseResponse\x12\x61\n\x10ReleaseReadLease\x12 .kvcm.v1.ReleaseReadLeaseRequest\x1a+.kv_cache_manager.proto.meta.CommonResponse\x12Z\n\x11RenewWriteSession\x12!.kvcm.v1.RenewWriteSessionRequest\x1a\".kvcm.v1.RenewWriteSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvcm/v1/lease_service.proto\x12\x07kvcm.v1\x1a\x12meta_service.proto\"l\n\x15RenewReadLeaseRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x15\n\rread_lease_id\x18\x03 \x01(\t\x12\x15\n\rread_lease_ms\x18\x04 \x01(\x05\"{\n\x16RenewReadLeaseResponse\x12\x41\n\x06header\x18\x01 \x01(\x0b\x32\x31.kv_cache_manager.proto.meta.CommonResponseHeader\x12\x1e\n\x16read_lease_deadline_ms\x18\x02 \x01(\x03\"t\n\x17ReleaseReadLeaseRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x15\n\rread_lease_id\x18\x03 \x01(\t\x12\x1b\n\x13more_read_lease_ids\x18\x04 \x03(\t\"z\n\x18RenewWriteSessionRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x18\n\x10write_session_id\x18\x03 \x01(\t\x12\x1d\n\x15write_timeout_seconds\x18\x04 \x01(\x05\"\x81\x01\n\x19RenewWriteSessionResponse\x12\x41\n\x06header\x18\x01 \x01(\x0b\x32\x31.kv_cache_manager.proto.meta.CommonResponseHeader\x12!\n\x19write_session_deadline_ms\x18\x02 \x01(\x03\x32\xa0\x02\n\x0cLeaseService\x12Q\n\x0eRenewReadLease\x12\x1e.kvcm.v1.RenewReadLeaseRequest\x1a\x1f.kvcm.v1.RenewReadLeaseResponse\x12\x61\n\x10ReleaseReadLease\x12 .kvcm.v1.ReleaseReadLeaseRequest\x1a+.kv_cache_manager.proto.meta.CommonResponse\x12Z\n\x11RenewWriteSession\x12!.kvcm.v1.RenewWriteSessionRequest\x1a\".kvcm.v1.RenewWriteSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENEWREADLEASERESPONSE']._serialized_start=170
   _globals['_RENEWREADLEASERESPONSE']._serialized_end=293
   _globals['_RELEASEREADLEASEREQUEST']._serialized_start=295
-  _globals['_RELEASEREADLEASEREQUEST']._serialized_end=382
-  _globals['_RENEWWRITESESSIONREQUEST']._serialized_start=384
-  _globals['_RENEWWRITESESSIONREQUEST']._serialized_end=506
-  _globals['_RENEWWRITESESSIONRESPONSE']._serialized_start=509
-  _globals['_RENEWWRITESESSIONRESPONSE']._serialized_end=638
-  _globals['_LEASESERVICE']._serialized_start=641
-  _globals['_LEASESERVICE']._serialized_end=929
+  _globals['_RELEASEREADLEASEREQUEST']._serialized_end=411
+  _globals['_RENEWWRITESESSIONREQUEST']._serialized_start=413
+  _globals['_RENEWWRITESESSIONREQUEST']._serialized_end=535
+  _globals['_RENEWWRITESESSIONRESPONSE']._serialized_start=538
+  _globals['_RENEWWRITESESSIONRESPONSE']._serialized_end=667
+  _globals['_LEASESERVICE']._serialized_start=670
+  _globals['_LEASESERVICE']._serialized_end=958
 # @@protoc_insertion_point(module_scope)

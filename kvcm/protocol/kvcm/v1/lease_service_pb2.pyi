@@ -1,7 +1,8 @@
 from kvcm.protocol import meta_service_pb2 as _meta_service_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -27,14 +28,16 @@ class RenewReadLeaseResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., read_lease_deadline_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseReadLeaseRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "read_lease_id")
+    __slots__ = ("trace_id", "instance_id", "read_lease_id", "more_read_lease_ids")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     READ_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    MORE_READ_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     read_lease_id: str
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., read_lease_id: _Optional[str] = ...) -> None: ...
+    more_read_lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., read_lease_id: _Optional[str] = ..., more_read_lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RenewWriteSessionRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id", "write_session_id", "write_timeout_seconds")

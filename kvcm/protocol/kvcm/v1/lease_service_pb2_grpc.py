@@ -65,7 +65,7 @@ class LeaseServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseReadLease(self, request, context):
-        """Ends a read lease early. Releasing it twice is no error.
+        """Ends read leases early. Releasing one twice is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
