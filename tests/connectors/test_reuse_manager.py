@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import pytest
 from manager_process import ManagerProcess
 
@@ -23,8 +24,11 @@ from connectors.reuse.sessions import SessionSettings, WriteSessions
 from connectors.reuse.staging import Bytes, StagingTrays
 from connectors.reuse.statistics import ReuseStatistics
 from connectors.transfer import TransferEngine
+from kvcm.model.errors import ErrorCode
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.keys import BlockKey
+from kvcm.protocol.kvcm.v1.lease_service_pb2 import RenewReadLeaseRequest
+from kvcm.protocol.kvcm.v1.lease_service_pb2_grpc import LeaseServiceStub
 
 PART_BYTES = 64
 PARTS = ("full", "window")
@@ -208,6 +212,13 @@ def answered(lookups: Lookups, request_id: str) -> Found:
     return found
 
 
+def is_open(manager: ManagerProcess, instance_id: str, lease_id: str) -> bool:
+    with grpc.insecure_channel(manager.address) as channel:
+        request = RenewReadLeaseRequest(instance_id=instance_id, read_lease_id=lease_id, read_lease_ms=60_000)
+        answer = LeaseServiceStub(channel).RenewReadLease(request, timeout=SECONDS)  # type: ignore[no-untyped-call]
+        return bool(answer.header.status.code == ErrorCode.OK)
+
+
 @pytest.fixture
 def new_lookups() -> Iterator[Callable[..., Lookups]]:
     made: list[Lookups] = []
@@ -239,6 +250,27 @@ def test_a_lookup_finds_the_prefix_and_releases_its_lease(
     lookups.close(5.0)
     counters = link.client.counters()
     assert (counters["match"].ok, counters["release_lease"].ok) == (1, 1)
+
+
+def test_leases_that_end_together_are_released_with_few_calls_and_at_the_latest_when_all_ends(
+    manager: ManagerProcess, instance_id: str, new_link: Link, new_lookups: Callable[..., Lookups]
+) -> None:
+    link = new_link(manager.address)
+    lookups, leases = new_lookups(link), list[str]()
+    for number in range(12):
+        keys = keys_of(10 * number + 1, 10 * number + 2)
+        save(link, keys)
+        lookups.begin(f"r{number}", keys)
+        leases += answered(lookups, f"r{number}").lease_ids
+    assert len(set(leases)) == 12
+    assert all(is_open(manager, instance_id, lease_id) for lease_id in leases)
+    for number in range(12):
+        lookups.forget(f"r{number}")
+    lookups.close(5.0)
+    counters = link.client.counters()["release_lease"]
+    assert counters.ok <= 3
+    assert (counters.miss_on_error, counters.timeout) == (0, 0)
+    assert not any(is_open(manager, instance_id, lease_id) for lease_id in leases)
 
 
 def test_requests_that_ask_for_the_same_share_one_call(
