@@ -12,6 +12,7 @@ from engine_kinds import CONNECTED, TRANSFORMERS, EngineKind
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess
 from tiny_models import prompt_tokens
+from vllm_rig import Rig, settle
 
 _PROMPTS = [prompt_tokens(count, seed) for seed, count in enumerate((200, 330))]
 _NEW = 16
@@ -115,8 +116,14 @@ def test_the_next_process_loads_and_answers_the_same(
     options = _OPTIONS[kind.name](manager.address, instance_id)
     loadable = loadable_tokens(kind)
     with new_engine(kind, tiny_llama, **options) as engine:
+        if kind.name == "vllm":  # it starts to serve without waiting for the manager
+            Rig(engine, manager, instance_id).until_ready()
         assert answered(engine) == (truth, [0, 0])
         if kind.name == "sglang":
             wait_until_saved(engine, loadable)
+        if kind.name == "vllm":
+            settle(engine)
     with new_engine(kind, tiny_llama, **options) as engine:
+        if kind.name == "vllm":
+            Rig(engine, manager, instance_id).until_ready()
         assert answered(engine) == (truth, loadable)

@@ -175,7 +175,9 @@ def small_rig(shared_engines: StartEngine, window: Path, manager: ManagerProcess
     engine.close()
 
 
-def test_preempted_requests_and_prompts_in_pieces(small_rig: Rig, plain: EngineProcess) -> None:
+def test_preempted_requests_and_prompts_in_pieces(
+    small_rig: Rig, engines: dict[str, Rig], plain: EngineProcess
+) -> None:
     engine = small_rig.engine
     prompts = [prompt_tokens(150, seed=810 + number) for number in range(5)]
     truth = [answer.tokens for answer in plain.generate(prompts, 60)]
@@ -184,12 +186,12 @@ def test_preempted_requests_and_prompts_in_pieces(small_rig: Rig, plain: EngineP
             forget(engine)
         assert [answer.tokens for answer in engine.generate(prompts, 60)] == truth
         settle(engine)
-    print(small_rig.counts(), engine.ask("metrics")["vllm:num_preemptions"])
     assert engine.ask("metrics")["vllm:num_preemptions"] > 0
     assert small_rig.count("loaded_blocks") > 0
     for prompt, answer in zip(prompts, truth, strict=True):
         later = [*prompt, *answer, 7]
         assert small_rig.fresh(later).tokens == _answer(plain, later)
-    settle(engine)
+    for each in (small_rig, *engines.values()):  # who shares the manager
+        settle(each.engine)
     assert engine.ask("free_blocks") == 59
     until(lambda: sessions_open(small_rig.manager) == 0)
