@@ -38,7 +38,12 @@ def rigs(shared_engines: StartEngine, tiny_llama: Path, manager: ManagerProcess)
         return dict(zip(_WAYS, threads.map(start, _WAYS), strict=True))
 
 
-@pytest.fixture(params=_WAYS)
+def _shown(way: str) -> pytest.MarkDecorator:
+    effect = "computed again" if _WAYS[way]["policy"] == "recompute" else "the request ends, where configured"
+    return pytest.mark.feature("vllm", f"blocks that fail to load: {effect}")
+
+
+@pytest.fixture(params=[pytest.param(way, marks=_shown(way)) for way in _WAYS])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -63,6 +68,7 @@ def _is_as_configured(answer: Generated, recomputes: bool, truth: list[int]) -> 
     return (answer.tokens, answer.finish_reason) == expected
 
 
+@pytest.mark.feature("vllm", "changed bytes are found")
 @pytest.mark.parametrize("bad", [(0,), (3,), (5,), (1, 4), (0, 1, 2, 3, 4, 5)], ids=str)
 def test_blocks_with_other_bytes(rig: Rig, recomputes: bool, bad: tuple[int, ...], plain_vllm: EngineProcess) -> None:
     prompt = prompt_tokens(200, seed=next(_SEEDS))
@@ -107,6 +113,7 @@ def _heals(rig: Rig, prompt: list[int], truth: list[int], digests: list[str]) ->
     assert sum(rig.count(name) for name in ("lost_parts", "corrupt_parts", "failed_parts")) == bad
 
 
+@pytest.mark.feature("vllm", "several requests at once")
 def test_requests_at_the_same_time(rig: Rig, recomputes: bool, plain_vllm: EngineProcess) -> None:
     """Those that share the bad blocks, or only their prefix, or nothing."""
     base = prompt_tokens(160, seed=next(_SEEDS))

@@ -93,6 +93,7 @@ def site(shared_site: _Site) -> Iterator[_Site]:
     shared_site.mount.clear()
 
 
+@pytest.mark.feature("vllm", "storage fails")
 @pytest.mark.parametrize("error", ["EIO", "ESTALE"])
 def test_reads_that_fail(site: _Site, error: str) -> None:
     known = site.known_prompt()
@@ -104,6 +105,7 @@ def test_reads_that_fail(site: _Site, error: str) -> None:
     site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "storage fails")
 @pytest.mark.parametrize("error", ["ENOSPC", "EROFS"])
 def test_writes_that_fail(site: _Site, error: str) -> None:
     known = site.known_prompt()
@@ -119,6 +121,7 @@ def test_writes_that_fail(site: _Site, error: str) -> None:
     site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "storage fails")
 @pytest.mark.parametrize("operation", ["read", "open"])
 def test_reads_that_hang(site: _Site, operation: str) -> None:
     """The request is computed after the time that a load may take, and nothing is ever written to its blocks."""
@@ -142,6 +145,7 @@ def test_reads_that_are_slow_are_waited_for(site: _Site) -> None:
     site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "storage fails")
 def test_writes_that_hang(site: _Site) -> None:
     """Their blocks come back after the time that a save may take, although a writer hangs."""
     known = site.known_prompt()
@@ -158,6 +162,7 @@ def test_writes_that_hang(site: _Site) -> None:
     site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "request aborted while it loads")
 def test_a_request_that_is_dropped_while_it_loads(site: _Site) -> None:
     """Its blocks come back at once, not when the storage answers; other requests do not notice."""
     engine = site.rig.engine
@@ -183,6 +188,7 @@ def test_a_request_that_is_dropped_while_it_loads(site: _Site) -> None:
     site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "storage fails")
 def test_a_storage_that_is_gone_and_comes_back(site: _Site) -> None:
     known = site.known_prompt()
     site.mount.die()
@@ -199,6 +205,7 @@ def test_a_storage_that_is_gone_and_comes_back(site: _Site) -> None:
     site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "block evicted between lookup and load")
 def test_blocks_that_go_between_lookup_and_load(site: _Site) -> None:
     """Evicted, or lost: the lookup has been answered, the blocks are not there any more."""
     engine = site.rig.engine
@@ -220,6 +227,7 @@ def test_blocks_that_go_between_lookup_and_load(site: _Site) -> None:
         site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "engine killed while it saves")
 def test_an_engine_that_is_killed_while_it_saves(
     started: tuple[ManagerProcess, FaultMount],
     new_engine: Callable[..., EngineProcess],

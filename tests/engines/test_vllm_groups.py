@@ -66,6 +66,7 @@ def _parts(locations: list[Location | None], group: int) -> list[str]:
     ]
 
 
+@pytest.mark.feature("vllm", "sliding-window layers")
 def test_another_process_loads_the_same_bytes(rig: Rig, other_rig: Rig, plain: EngineProcess, tmp_path: Path) -> None:
     assert len(rig.engine.ask("groups")) == 3
     prompt = prompt_tokens(300, seed=600)
@@ -85,6 +86,7 @@ def test_another_process_loads_the_same_bytes(rig: Rig, other_rig: Rig, plain: E
             assert rig.stored_digests([rig.keys(prompt)[number]], part) == [loaded[number]]
 
 
+@pytest.mark.feature("vllm", "sliding-window layers")
 def test_the_answer_depends_on_an_early_token_and_on_what_was_loaded(
     rig: Rig, other_rig: Rig, plain: EngineProcess
 ) -> None:
@@ -106,6 +108,7 @@ def test_the_answer_depends_on_an_early_token_and_on_what_was_loaded(
         assert rig.fresh(prompt).tokens == _answer(plain, prompt)  # it compares checksums
 
 
+@pytest.mark.feature("vllm", "sliding-window layers")
 def test_partial_hits_and_later_turns(rig: Rig, other_rig: Rig, plain: EngineProcess) -> None:
     """What follows a block can only be loaded with the windows that end there."""
     first = prompt_tokens(300, seed=610)
@@ -129,6 +132,7 @@ def test_partial_hits_and_later_turns(rig: Rig, other_rig: Rig, plain: EnginePro
     assert last.cached_tokens > 0
 
 
+@pytest.mark.feature("vllm", "sliding-window layers")
 @pytest.mark.parametrize("bad", [(0,), (2,), (5,), (0, 3, 5)], ids=str)
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_blocks_that_cannot_be_loaded(rig: Rig, plain: EngineProcess, group: int, bad: tuple[int, ...]) -> None:
@@ -175,6 +179,7 @@ def small_rig(shared_engines: StartEngine, window: Path, manager: ManagerProcess
     engine.close()
 
 
+@pytest.mark.feature("vllm", "sliding-window layers")
 def test_preempted_requests_and_prompts_in_pieces(
     small_rig: Rig, engines: dict[str, Rig], plain: EngineProcess
 ) -> None:

@@ -74,7 +74,15 @@ def site(
     manager.stop()
 
 
-@pytest.mark.parametrize("manner", [Manner.SLOW, Manner.SILENT, Manner.RUBBISH, Manner.CLOSED])
+@pytest.mark.parametrize(
+    "manner",
+    [
+        pytest.param(Manner.SLOW, marks=pytest.mark.feature("vllm", "manager slow")),
+        Manner.SILENT,
+        pytest.param(Manner.RUBBISH, marks=pytest.mark.feature("vllm", "manager answers nonsense")),
+        Manner.CLOSED,
+    ],
+)
 def test_a_manager_that_does_not_answer_as_it_should(site: _Site, manner: Manner) -> None:
     known = site.known_prompt()
     site.proxy.be(manner)
@@ -99,6 +107,8 @@ def test_a_manager_that_stops_answering_while_blocks_are_on_their_way(site: _Sit
         site.recovers(known)
 
 
+@pytest.mark.feature("vllm", "manager killed and restarted")
+@pytest.mark.feature("vllm", "manager absent at start")
 def test_a_manager_that_is_killed_and_started_again(
     site: _Site, new_engine: StartEngine, tiny_llama: Path, new_manager: Callable[..., ManagerProcess], instance_id: str
 ) -> None:

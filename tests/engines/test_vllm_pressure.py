@@ -18,10 +18,12 @@ from vllm_rig import Rig, connected, forget, overwrite, sessions_open, settle, s
 
 _NEW = 60
 _SMALL = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 64, "max_model_len": 512}
+_BETWEEN = pytest.mark.feature("vllm", "loads between steps")
+_BEFORE = pytest.mark.feature("vllm", "loads before the step")
 _WAYS = [
-    pytest.param({"load_async": True}, id="async"),
-    pytest.param({"load_async": False}, id="sync"),
-    pytest.param({"load_async": False, "layerwise": True}, id="layerwise"),
+    pytest.param({"load_async": True}, id="async", marks=_BETWEEN),
+    pytest.param({"load_async": False}, id="sync", marks=_BEFORE),
+    pytest.param({"load_async": False, "layerwise": True}, id="layerwise", marks=_BEFORE),
 ]
 
 
@@ -41,6 +43,8 @@ def rig(
     engine.close()
 
 
+@pytest.mark.feature("vllm", "preemption")
+@pytest.mark.feature("vllm", "chunked prefill")
 def test_preempted_requests_and_prompts_in_pieces(rig: Rig, plain_vllm: EngineProcess) -> None:
     engine = rig.engine
     prompts = [prompt_tokens(150, seed=200 + number) for number in range(5)]

@@ -41,6 +41,7 @@ def _truth(plain_vllm: EngineProcess, prompt: list[int]) -> list[int]:
     return plain_vllm.generate([prompt], 16)[0].tokens
 
 
+@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 def test_another_engine_loads_what_both_ranks_stored(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
     prompt = prompt_tokens(200, seed=900)
     computed = rigs[0].store(prompt)
@@ -52,6 +53,7 @@ def test_another_engine_loads_what_both_ranks_stored(rigs: list[Rig], plain_vllm
     assert (reused.tokens, reused.cached_tokens) == (computed.tokens, 192)
 
 
+@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 @pytest.mark.parametrize("part", _PARTS)
 def test_the_answer_depends_on_what_each_rank_loaded(rigs: list[Rig], part: str, plain_vllm: EngineProcess) -> None:
     prompt = prompt_tokens(200, seed=901 + _PARTS.index(part))
@@ -62,6 +64,7 @@ def test_the_answer_depends_on_what_each_rank_loaded(rigs: list[Rig], part: str,
     assert rigs[0].fresh(prompt).tokens == _truth(plain_vllm, prompt)
 
 
+@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 @pytest.mark.parametrize("bad", [{0: (2,)}, {1: (2,)}, {0: (5,), 1: (1,)}, {0: (0,), 1: (3, 4)}], ids=str)
 def test_a_block_that_one_rank_cannot_load_is_computed_on_all(
     rigs: list[Rig], bad: dict[int, tuple[int, ...]], plain_vllm: EngineProcess
@@ -82,6 +85,7 @@ def test_a_block_that_one_rank_cannot_load_is_computed_on_all(
     assert "tokens affected" in rigs[0].engine.printed()
 
 
+@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 def test_a_file_of_one_rank_that_is_gone(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
     prompt = prompt_tokens(200, seed=990)
     rigs[0].store(prompt)
@@ -91,6 +95,7 @@ def test_a_file_of_one_rank_that_is_gone(rigs: list[Rig], plain_vllm: EngineProc
     assert rigs[0].fresh(prompt).tokens == _truth(plain_vllm, prompt)
 
 
+@pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 def test_both_engines_at_the_same_time(rigs: list[Rig], plain_vllm: EngineProcess) -> None:
     prompts = [prompt_tokens(200, seed=950 + number) for number in range(5)]
     truth = [answer.tokens for answer in plain_vllm.generate(prompts, 40)]

@@ -36,6 +36,8 @@ def other_rig(rig: Rig, shared_engines: StartEngine, tiny_llama: Path) -> Rig:
     return Rig(shared_engines(VLLM, tiny_llama, **options), rig.manager, rig.instance_id).until_ready()
 
 
+@pytest.mark.feature("vllm", "saves, and another process loads")
+@pytest.mark.feature("vllm", "the same bytes per block")
 @pytest.mark.engines_smoke
 def test_another_process_loads_the_same_bytes(
     rig: Rig, other_rig: Rig, plain_vllm: EngineProcess, tmp_path: Path
@@ -83,6 +85,7 @@ def test_a_prompt_shorter_than_a_block_is_answered(rig: Rig, plain_vllm: EngineP
         assert rig.fresh(prompt).tokens == plain_vllm.generate([prompt], 16)[0].tokens
 
 
+@pytest.mark.feature("vllm", "partial hit")
 def test_only_the_common_beginning_is_loaded(rig: Rig, plain_vllm: EngineProcess) -> None:
     first, second = prompt_tokens(200, seed=5), prompt_tokens(200, seed=6)
     rig.store(first)
@@ -92,6 +95,7 @@ def test_only_the_common_beginning_is_loaded(rig: Rig, plain_vllm: EngineProcess
     assert partly.tokens == plain_vllm.generate([mixed], 16)[0].tokens
 
 
+@pytest.mark.feature("vllm", "partial hit")
 def test_what_follows_the_engines_own_cache_is_loaded(rig: Rig, plain_vllm: EngineProcess) -> None:
     """The engine has the first blocks itself, others have stored the rest."""
     prompt = prompt_tokens(300, seed=7)
@@ -104,6 +108,7 @@ def test_what_follows_the_engines_own_cache_is_loaded(rig: Rig, plain_vllm: Engi
     assert rig.count("loaded_blocks") - before == 5
 
 
+@pytest.mark.feature("vllm", "conversation of several turns")
 def test_a_later_turn_loads_the_answers_before_it(rig: Rig, other_rig: Rig, plain_vllm: EngineProcess) -> None:
     conversation = prompt_tokens(100, seed=8)
     for turn in range(3):
@@ -115,6 +120,7 @@ def test_a_later_turn_loads_the_answers_before_it(rig: Rig, other_rig: Rig, plai
     assert last.cached_tokens == (len(conversation) - 21) // BLOCK_TOKENS * BLOCK_TOKENS  # but for the end
 
 
+@pytest.mark.feature("vllm", "several requests at once")
 def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig, plain_vllm: EngineProcess) -> None:
     base = prompt_tokens(160, seed=9)
     prompts = [base + prompt_tokens(40, seed=90 + number) for number in range(6)]
@@ -125,6 +131,7 @@ def test_prompts_that_share_a_beginning_at_the_same_time(rig: Rig, plain_vllm: E
     assert rig.count("failed_save_blocks") == 0
 
 
+@pytest.mark.feature("vllm", "several requests at once")
 def test_two_engines_store_the_same_at_the_same_time(
     rig: Rig, other_rig: Rig, plain_vllm: EngineProcess, tmp_path: Path
 ) -> None:
@@ -185,6 +192,7 @@ def _k_as_v(stored: bytes) -> bytes:
     return np.frombuffer(stored, np.float32).reshape(_SHAPE)[:, :, :, ::-1].tobytes()
 
 
+@pytest.mark.feature("vllm", "changed bytes, when not looked for, change the tokens")
 @pytest.mark.parametrize("change", [_other_heads, _k_as_v])
 def test_the_answer_depends_on_what_was_loaded(
     rig: Rig, other_rig: Rig, plain_vllm: EngineProcess, change: Callable[[bytes], bytes]
@@ -207,6 +215,7 @@ def test_the_answer_depends_on_what_was_loaded(
     until(lambda: other_rig.fresh(prompt).tokens == truth.tokens)  # an answer of the manager is used for a moment
 
 
+@pytest.mark.feature("vllm", "changed bytes are found")
 def test_one_wrong_bit_is_a_miss(rig: Rig, plain_vllm: EngineProcess, tmp_path: Path) -> None:
     prompt = prompt_tokens(200, seed=15)
     rig.store(prompt)

@@ -73,6 +73,7 @@ def test_an_early_token_changes_the_answer(alone: EngineProcess) -> None:
     assert answer(alone, [prompt[0] + 1, *prompt[1:]]) != answer(alone, prompt)
 
 
+@pytest.mark.feature("vllm", "linear-attention layers")
 def test_a_conversation_goes_on(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
     saver, loader = rigs
     prompt = prompt_tokens(200, seed=2)
@@ -100,6 +101,7 @@ def test_a_shorter_prompt_has_no_state_of_its_own(rigs: tuple[Rig, Rig], alone: 
     assert (again.tokens, again.cached_tokens) == (truth, BLOCK)
 
 
+@pytest.mark.feature("vllm", "linear-attention layers")
 def test_a_damaged_state_is_computed_and_stored_anew(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
     saver, loader = rigs
     prompt = prompt_tokens(300, seed=4)
@@ -115,6 +117,7 @@ def test_a_damaged_state_is_computed_and_stored_anew(rigs: tuple[Rig, Rig], alon
     assert (again.tokens, again.cached_tokens) == (truth, 2 * BLOCK)
 
 
+@pytest.mark.feature("vllm", "linear-attention layers")
 def test_a_wrong_state_changes_the_answer(
     rigs: tuple[Rig, Rig], new_engine: StartEngine, model: Path, alone: EngineProcess
 ) -> None:
@@ -132,6 +135,7 @@ def test_a_wrong_state_changes_the_answer(
     assert told.tokens != truth
 
 
+@pytest.mark.feature("vllm", "linear-attention layers")
 def test_what_was_saved_of_many_at_once_is_right(rigs: tuple[Rig, Rig], alone: EngineProcess) -> None:
     """One at a time again: in bfloat16 the answers of vLLM itself depend on what is computed beside them."""
     saver, loader = rigs

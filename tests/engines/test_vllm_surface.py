@@ -40,6 +40,7 @@ def _grown(rig: Rig, before: dict[str, float], *names: str) -> list[float]:
     return [metrics[name] - before[name] for name in names]
 
 
+@pytest.mark.feature("vllm", "metrics")
 def test_metrics_count_what_was_saved_and_loaded(rig: Rig) -> None:
     rig.fresh([3], 1)
     before = rig.engine.ask("metrics")
@@ -63,12 +64,14 @@ def test_metrics_count_what_was_saved_and_loaded(rig: Rig) -> None:
     assert _grown(rig, before, *(f"vllm:kvcm_{name}" for name in failed)) == [0] * 5
 
 
+@pytest.mark.feature("vllm", "metrics")
 def test_all_that_is_counted_is_shown(rig: Rig) -> None:
     from connectors.reuse.statistics import COUNTERS, TIMES
 
     assert set(_ours(rig.engine.ask("metrics"))) == {*COUNTERS, *TIMES}
 
 
+@pytest.mark.feature("vllm", "KV events")
 def test_events_tell_what_was_stored(rig: Rig) -> None:
     prompt = prompt_tokens(200, seed=3001)
     forget(rig.engine)
@@ -97,11 +100,13 @@ def test_prompts_are_saved_at_once_and_new_tokens_in_batches(rig: Rig) -> None:
     assert rig.count("sessions_finished") - before == 3  # 2 blocks of the prompt, 8 new ones, and the last one
 
 
+@pytest.mark.feature("vllm", "refuses what it does not support")
 def test_a_misspelt_option_ends_the_start(new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess) -> None:
     with pytest.raises(EngineRefusedError, match="option 'load_asinc' is unknown; did you mean 'load_async'"):
         new_engine(VLLM, tiny_llama, **connected(manager.address, "misspelt", load_asinc=True))
 
 
+@pytest.mark.feature("vllm", "refuses what it does not support")
 def test_an_engine_with_other_weights_is_refused_and_serves(
     rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:
