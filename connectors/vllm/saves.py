@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -110,6 +111,7 @@ class SaveQueue:
         self._given_up = 0  # of those that are asked for, the first ones
         self._answers: deque[tuple[BlockRun, WriteGrant | None, float]] = deque()
         self._jobs: dict[int, _Job] = {}
+        self._publications: deque[Future[None]] = deque()
         self._next_id = 0
         # One thread each, so that blocks are begun in their order; ends wait for no begin.
         self._begins = WorkerPool(1, "kvcm-begin")
@@ -118,7 +120,9 @@ class SaveQueue:
     @property
     def is_busy(self) -> bool:
         """Whether blocks are on their way: the engine has to go on stepping, so that they arrive."""
-        return bool(self._asked or self._answers or self._jobs)
+        while self._publications and self._publications[0].done():  # one thread ends them in their order
+            self._publications.popleft()
+        return bool(self._asked or self._answers or self._jobs or self._publications)
 
     def add(self, run: BlockRun) -> None:
         """Save a run; its blocks are unpinned when that has ended, in whatever way."""
@@ -160,7 +164,7 @@ class SaveQueue:
                     self._abort(job.session_id)
                     continue
                 self._unpin(job.run, job.numbers)
-                self._ends.submit(PRIORITY_SAVE, partial(self._end, job, job.result))
+                self._publications.append(self._ends.submit(PRIORITY_SAVE, partial(self._end, job, job.result)))
 
     def drop(self) -> None:
         """Give up what has not begun yet; what the ranks are busy with ends by itself."""
