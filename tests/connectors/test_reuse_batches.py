@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from late_storage import LateStorage
 from manager_process import ManagerProcess
 from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, plain, prompt
 from reuse_models import HYBRIDS, WINDOWS
 
-from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
-from connectors.transfer.mover import Failure, not_moved
+from connectors.transfer import MOVERS, FileMover
 from connectors.transformers import GenerationReport, KVReuse
 from kvcm.model.storages import StorageConfig
 
@@ -199,38 +199,16 @@ def test_a_row_that_fails_costs_only_that_row(connect: Connect, manager: Manager
     assert torch.equal(output, without_us(MODEL, batch))
 
 
-class LateForTheSecondRow:
-    """A storage that is busy with everything behind the eighth block, and changes that memory later."""
-
-    def __init__(self, mover: FileMover) -> None:
-        self._mover = mover
-        self._left = 8
-        self.late: list[memoryview] = []
-
-    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        prompt = min(self._left, len(items))
-        self._left -= prompt
-        self.late += [buffer for item in items[prompt:] for buffer in item.buffers]
-        pending = not_moved(Failure.PENDING, "the deadline passed while the storage was busy with the item")
-        return self._mover.load(items[:prompt], deadline_seconds) + [pending] * (len(items) - prompt)
-
-    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        return self._mover.save(items, deadline_seconds)
-
-    def close(self) -> None:
-        self._mover.close()
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_memory_that_a_late_load_may_change_is_not_used(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     model, batch = model_of(kind), padded([prompt(100), prompt(80, 2)])
     expected, _ = run(connect(model), batch)
-    storages: list[LateForTheSecondRow] = []
+    storages: list[LateStorage] = []
 
-    def make(configs: Sequence[StorageConfig]) -> LateForTheSecondRow:
-        storages.append(LateForTheSecondRow(FileMover.for_storages(configs)))
+    def make(configs: Sequence[StorageConfig]) -> LateStorage:
+        storages.append(LateStorage(FileMover.for_storages(configs), 8))
         return storages[-1]
 
     monkeypatch.setitem(MOVERS, "file", make)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from late_storage import LateStorage
 from manager_process import ManagerProcess
 from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, make_model, plain, prompt, run
 
-from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
-from connectors.transfer.mover import Failure, not_moved
+from connectors.transfer import MOVERS, FileMover
 from connectors.transformers import KVReuse
 from connectors.transformers.block_pool import BlockPool
 from kvcm.model.storages import StorageConfig
@@ -176,36 +176,14 @@ def test_a_call_that_fails_gives_its_blocks_back(connect: Connect) -> None:
     assert pool_of(reuse).available == 40
 
 
-class Late:
-    """A storage that is busy with everything behind the third block, and changes that memory later."""
-
-    def __init__(self, mover: FileMover) -> None:
-        self._mover = mover
-        self._left = 3
-        self.late: list[memoryview] = []
-
-    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        prompt = min(self._left, len(items))
-        self._left -= prompt
-        self.late += [buffer for item in items[prompt:] for buffer in item.buffers]
-        pending = not_moved(Failure.PENDING, "the deadline passed while the storage was busy with the item")
-        return self._mover.load(items[:prompt], deadline_seconds) + [pending] * (len(items) - prompt)
-
-    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
-        return self._mover.save(items, deadline_seconds)
-
-    def close(self) -> None:
-        self._mover.close()
-
-
 @pytest.mark.feature("transformers", "paged KV")
 def test_blocks_that_a_late_load_may_change_never_come_back(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(100)
     expected, _ = run(connect(), ids)
-    storages: list[Late] = []
+    storages: list[LateStorage] = []
 
-    def make(configs: Sequence[StorageConfig]) -> Late:
-        storages.append(Late(FileMover.for_storages(configs)))
+    def make(configs: Sequence[StorageConfig]) -> LateStorage:
+        storages.append(LateStorage(FileMover.for_storages(configs), 3))
         return storages[-1]
 
     monkeypatch.setitem(MOVERS, "file", make)
