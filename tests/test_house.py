@@ -17,7 +17,7 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_CALLS = re.compile(r"\b(pickle|marshal|shelve)\b\.|\beval\(|\bexec\(|\bos\.system\(|shell=True")
 TOP_LEVEL = {
     ".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "connectors", "deploy",
-    "docs", "kvcm", "proto", "pyproject.toml", "tests",
+    "docs", "gpu_tier", "kvcm", "proto", "pyproject.toml", "tests",
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_imported_from_a_conftest() -> None:
         assert not re.search(r"^\s*(from|import) conftest\b", path.read_text(), re.MULTILINE), path
 
 
-@pytest.mark.parametrize("room", ["kvcm", "connectors"])
+@pytest.mark.parametrize("room", ["kvcm", "connectors", "gpu_tier"])
 def test_no_code_is_made_from_data(room: str) -> None:
     for path in OUR_PYTHON:
         if path.is_relative_to(ROOT / room):

@@ -1,0 +1,171 @@
+"""What an algorithm is: a small representation of every key on the device, from which it picks what to attend to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from gpu_tier.config import SparseConfig
+from gpu_tier.geometry import KVGeometry
+from gpu_tier.runtime import DeviceRuntime
+from gpu_tier.types import ForwardBatch, Selection, Unit
+
+__all__ = ["AlgorithmContext", "BaseSparseAlgorithm", "KeySource", "Sidecar"]
+
+
+class KeySource(Protocol):
+    """Reads a request's keys wherever they are; for algorithms that need all of them at times."""
+
+    def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
+        """Return the keys (latents of MLA) of tokens start to stop - 1, ``f32 [n, H, d]`` on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmContext:
+    """What an algorithm works with.
+
+    Attributes:
+        geometry: of the model's KV.
+        config: settings; `config.algo` are the algorithm's own.
+        num_q_heads: query heads Hq.
+        sm_scale: what scores are multiplied by before the softmax, 1/sqrt(d) for most models.
+        max_requests: rows R of the per-request tables.
+        max_tokens: most tokens of one request.
+        total_tokens: most tokens of all requests together; the representations are sized for them.
+        runtime: of the device.
+        keys: reader of all keys of a request.
+    """
+
+    geometry: KVGeometry
+    config: SparseConfig
+    num_q_heads: int
+    sm_scale: float
+    max_requests: int
+    max_tokens: int
+    total_tokens: int
+    runtime: DeviceRuntime
+    keys: KeySource
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.geometry.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """Representations of whole pages of a request, as they are stored beside its KV.
+
+    Attributes:
+        start: first token, a multiple of the page size.
+        data: ``uint8 [pages, bytes of a page]`` in host memory, one row per page.
+    """
+
+    start: int
+    data: Tensor
+
+
+class BaseSparseAlgorithm(ABC):
+    """One algorithm over all layers and requests of one engine.
+
+    Keys and values reach it as numbers (``[T, H, d]``; of MLA latents ``[T, 1, D]``), of fp8 KV already rounded to what
+    is stored. `extra` is what the engine passes to the hooks beyond them (dsa: `index_query`, `index_key`,
+    `index_weight`).
+    """
+
+    unit: ClassVar[Unit]
+    needs_values: ClassVar[bool] = False
+    updates_before_retrieval: ClassVar[bool] = False
+    """Whether the current token's representation has to exist before `retrieve_topk`."""
+    required_sidecar: ClassVar[bool] = False
+    """Whether representations cannot be rebuilt from KV: a prefix without them is a miss."""
+
+    def __init__(self, context: AlgorithmContext) -> None:
+        self.context = context
+        self.initialize_representation_pool()
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of an item."""
+        return 1
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each KV head selects on its own (Hs = H) or all together (Hs = 1)."""
+        return False
+
+    @property
+    def skip_layers(self) -> int:
+        """First layers that attend densely."""
+        return 0
+
+    @property
+    def max_items(self) -> int:
+        """K: the width of every selection."""
+        raise NotImplementedError
+
+    def initialize_representation_pool(self) -> None:  # noqa: B027 - a baseline has none
+        """Allocate the representations of `context.total_tokens` tokens."""
+
+    def reserve(self, request: int, n_tokens: int) -> None:  # noqa: B027 - a baseline has none
+        """Make room for the representations of a request of `n_tokens` tokens; more than before or the same.
+
+        Raises:
+            PoolExhaustedError: there is none; what the request had stays.
+        """
+
+    def construct_representations(  # noqa: B027 - a baseline has none
+        self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, q: Tensor | None = None,
+        **extra: Tensor,
+    ) -> None:  # fmt: skip
+        """Add the tokens of a prefill chunk, after its attention. Called again with the same chunk, nothing changes.
+
+        Args:
+            layer_id: id of the layer.
+            batch: the prefill pass.
+            k: ``[T, H, d]`` keys of the chunk.
+            v: values of the chunk.
+            q: ``[T, Hq, d]`` queries of the chunk.
+            extra: what the engine passed to the hook.
+        """
+
+    def update_representations(  # noqa: B027 - a baseline has none
+        self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, **extra: Tensor
+    ) -> None:
+        """Add the token of a decode step, ``k [B, H, d]``."""
+
+    @abstractmethod
+    def retrieve_topk(
+        self, queries: Tensor, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor, **extra: Tensor
+    ) -> Selection:
+        """Return what each row attends to.
+
+        Args:
+            queries: ``[B, Hq, d]`` after RoPE; of MLA in the absorbed form, ``[B, Hq, D]``.
+            layer_id: id of the layer.
+            batch: the decode step.
+            sparse_mask: ``bool [B]``; rows without it get length 0.
+            extra: what the engine passed to the hook.
+        """
+
+    def free(self, request: int) -> None:  # noqa: B027 - a baseline has none
+        """Forget a request; one that is not known too."""
+
+    @abstractmethod
+    def representation_bytes(self, n_tokens: int) -> int:
+        """Return the bytes on the device for a request of so many tokens."""
+
+    def sidecar_page_bytes(self) -> int:
+        """Return the bytes of one page's sidecar, 0 when there is none."""
+        return 0
+
+    def export_sidecar(self, request: int, start: int, stop: int) -> Sidecar | None:
+        """Return the representations of the whole pages in [start, stop), None when the algorithm has no sidecar."""
+        return None
+
+    def import_sidecar(self, request: int, sidecar: Sidecar) -> int:
+        """Take representations over and return the tokens covered; `reserve` was called before."""
+        return 0

@@ -1,0 +1,1 @@
+"""How the attention kernel is told what to read."""

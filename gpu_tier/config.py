@@ -1,0 +1,340 @@
+"""Settings of the sparse tier: one dataclass for the framework and one for each algorithm.
+
+Defaults are those of the algorithms' documents. Every value is checked when the object is made; unknown keys are
+refused with the nearest known one, so that a misspelt setting never passes silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.geometry import Layout
+
+__all__ = [
+    "AlgorithmConfig", "DsaConfig", "FullConfig", "FullOffloadConfig", "OracleConfig", "QuestConfig", "SnapKVConfig",
+    "SparseConfig", "StreamingLLMConfig",
+]  # fmt: skip
+
+RESIDENCIES = ("lru", "device", "static", "stream")
+
+
+def _check_known(cls: type[Any], data: Mapping[str, Any], where: str) -> None:
+    known = [f.name for f in fields(cls)]
+    for key in data:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(known) or 'none'}"
+            raise ConfigError(f"{where}{key}", data[key], f"no such setting{hint}")
+
+
+def _at_least(config: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(name, value, f"must be an integer of at least {least}")
+
+
+def _ratio(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value <= 1:
+            raise ConfigError(name, value, "must be above 0 and at most 1")
+
+
+def _choice(config: object, name: str, choices: tuple[object, ...]) -> None:
+    if getattr(config, name) not in choices:
+        raise ConfigError.choice(name, getattr(config, name), choices)
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmConfig:
+    """Settings of one algorithm."""
+
+    default_residency: ClassVar[str] = "device"
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Self:
+        """Return the settings in `data`.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is not allowed.
+        """
+        _check_known(cls, data, "algo.")
+        return cls(**data)
+
+    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
+        """Return the prompt length from which requests become sparse when the settings name none."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class FullConfig(AlgorithmConfig):
+    """Dense attention; every request stays on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullOffloadConfig(AlgorithmConfig):
+    """Dense attention over KV in host memory, streamed layer by layer.
+
+    Attributes:
+        chunk_tokens: tokens of one streamed piece per request; two pieces are on the device at a time.
+    """
+
+    default_residency: ClassVar[str] = "stream"
+    chunk_tokens: int = 65536
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "chunk_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class OracleConfig(AlgorithmConfig):
+    """The exact top-k of the attention weights: the ceiling of every top-k method. For tests and evaluation.
+
+    Attributes:
+        k: tokens per KV head.
+        ratio: share of the request's tokens instead of `k`.
+    """
+
+    default_residency: ClassVar[str] = "lru"
+    k: int = 2048
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "k")
+        _ratio(self, "ratio")
+
+    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
+        """Return k: below it every token is selected."""
+        return self.k
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingLLMConfig(AlgorithmConfig):
+    """Attention sinks and a sliding window (Xiao et al., ICLR 2024); nothing is retrieved.
+
+    Attributes:
+        sink: first tokens that are always kept.
+        window: last tokens that are kept.
+        page: tokens of a page: sinks and window are rounded up to whole pages.
+    """
+
+    default_residency: ClassVar[str] = "lru"
+    sink: int = 4
+    window: int = 2048
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "sink")
+        _at_least(self, 1, "window", "page")
+
+    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
+        """Return what is kept anyway."""
+        return self.sink + self.window
+
+
+@dataclass(frozen=True, slots=True)
+class DsaConfig(AlgorithmConfig):
+    """DeepSeek sparse attention: a lightning indexer picks `SparseConfig.top_k` tokens (DeepSeek-V3.2).
+
+    Attributes:
+        index_heads: index query heads HI.
+        index_dim: numbers of an index key dI, quantised to e4m3 with one scale.
+        scale_format: f32, or ue8m0 for scales that are powers of two.
+        index_source: model (the model gives index queries, keys and weights) or proxy (a stand-in for models without an
+            indexer: mean query of the group against the mean key of the heads; this is not DSA).
+    """
+
+    default_residency: ClassVar[str] = "lru"
+    index_heads: int = 64
+    index_dim: int = 128
+    scale_format: str = "f32"
+    index_source: str = "model"
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "index_heads", "index_dim")
+        _choice(self, "scale_format", ("f32", "ue8m0"))
+        _choice(self, "index_source", ("model", "proxy"))
+
+    def min_sparse_prompt_len(self, config: SparseConfig) -> int:
+        """Return the size of the buffer: what fits is not worth moving."""
+        return config.device_buffer_size
+
+
+@dataclass(frozen=True, slots=True)
+class QuestConfig(AlgorithmConfig):
+    """Query-aware page selection by bounds of each page's keys (Tang et al., ICML 2024).
+
+    Attributes:
+        page: tokens of a scoring page; `SparseConfig.page_size` must be a multiple of it.
+        token_budget: tokens selected, recent and sink pages included.
+        sparsity_ratio: share of the request's tokens instead of `token_budget`, which then is the most.
+        recent_pages: last pages that are always selected, the page being written included.
+        sink_pages: first pages that are always selected.
+        skip_layers: first layers that attend densely.
+        group: how the query heads of a KV head vote: mean (of the queries), max (of the bounds) or softmax (sum of the
+            softmax of the bounds).
+        heads: shared (one page table for all KV heads) or per_head.
+    """
+
+    default_residency: ClassVar[str] = "lru"
+    page: int = 16
+    token_budget: int = 2048
+    sparsity_ratio: float | None = None
+    recent_pages: int = 4
+    sink_pages: int = 1
+    skip_layers: int = 2
+    group: str = "softmax"
+    heads: str = "shared"
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "page", "token_budget", "recent_pages")
+        _at_least(self, 0, "sink_pages", "skip_layers")
+        _ratio(self, "sparsity_ratio")
+        _choice(self, "group", ("mean", "max", "softmax"))
+        _choice(self, "heads", ("shared", "per_head"))
+        if self.token_budget < (self.recent_pages + self.sink_pages) * self.page:
+            allowed = f"must hold the {self.recent_pages} recent and {self.sink_pages} sink pages of {self.page} tokens"
+            raise ConfigError("token_budget", self.token_budget, allowed)
+
+    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
+        """Return the budget: below it every page is selected."""
+        return self.token_budget
+
+
+@dataclass(frozen=True, slots=True)
+class SnapKVConfig(AlgorithmConfig):
+    """The prompt's tokens that its last queries attend to, chosen once (Li et al., NeurIPS 2024).
+
+    Attributes:
+        w_obs: last prompt tokens whose queries vote; they are always kept.
+        cap: tokens kept per KV head, the observation window included.
+        ratio: share of the prompt instead of `cap`.
+        pool: avg or max pooling of the votes.
+        kernel: width of the pooling, odd.
+        mode: drop (the rest is freed) or retrievable (the rest stays in host memory).
+        reselect_every: decode steps after which the last `w_obs` queries vote anew; 0 never. Only of retrievable.
+    """
+
+    default_residency: ClassVar[str] = "static"
+    w_obs: int = 32
+    cap: int = 1056
+    ratio: float | None = None
+    pool: str = "avg"
+    kernel: int = 7
+    mode: str = "drop"
+    reselect_every: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "w_obs", "kernel")
+        _at_least(self, self.w_obs + 1, "cap")
+        _at_least(self, 0, "reselect_every")
+        _ratio(self, "ratio")
+        _choice(self, "pool", ("avg", "max"))
+        _choice(self, "mode", ("drop", "retrievable"))
+        if self.kernel % 2 == 0:
+            raise ConfigError("kernel", self.kernel, "must be odd, so that the pooled votes stay in place")
+        if self.reselect_every and self.mode == "drop":
+            raise ConfigError("reselect_every", self.reselect_every, "needs mode='retrievable': dropped KV is gone")
+
+    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
+        """Return the cap: below it everything is kept."""
+        return self.cap
+
+
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
+    "full": FullConfig,
+    "full_offload": FullOffloadConfig,
+    "oracle": OracleConfig,
+    "streaming_llm": StreamingLLMConfig,
+    "dsa": DsaConfig,
+    "quest": QuestConfig,
+    "snapkv": SnapKVConfig,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """Settings of the framework.
+
+    Attributes:
+        algorithm: one of `ALGORITHMS`.
+        top_k: tokens that dsa selects.
+        device_buffer_size: tokens of a request's buffer on the device, per layer; 0 means 2 · top_k.
+        page_size: tokens of a page of the pools, which is the block of the storage.
+        host_to_device_ratio: size of the host pool over that of the device pool, when `host_bytes` is 0.
+        host_bytes: size of the host pool.
+        host_layout: order of the host pool, see `gpu_tier.geometry`.
+        min_sparse_prompt_len: prompt tokens from which a request is sparse; -1 means the algorithm's default.
+        residency: lru (buffer with incremental loads), device (all KV stays on the device), static (a fixed set),
+            stream (all KV is streamed every step); "" means the algorithm's default.
+        io_blocks: multiprocessors that the transfer kernel may use beside attention.
+        kernels: auto, reference, triton or cuda.
+        debug_checks: check selections and device error flags after every step (waits for the device).
+        publish_every: decoded blocks after which a request publishes; 0 means only at its end.
+        promote_newest: keep the token of the previous step in the buffer instead of loading it back.
+        loads_hottest: loaded items are hotter than hits, instead of the other way round.
+        algo: settings of the algorithm.
+    """
+
+    algorithm: str
+    top_k: int = 2048
+    device_buffer_size: int = 0
+    page_size: int = 64
+    host_to_device_ratio: float = 2.0
+    host_bytes: int = 0
+    host_layout: Layout = Layout.PAGE_FIRST
+    min_sparse_prompt_len: int = -1
+    residency: str = ""
+    io_blocks: int = 8
+    kernels: str = "auto"
+    debug_checks: bool = False
+    publish_every: int = 0
+    promote_newest: bool = True
+    loads_hottest: bool = False
+    algo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> SparseConfig:
+        """Return the settings in `data`, whose `algo` is a mapping too.
+
+        Raises:
+            ConfigError: a key is unknown, or a value is not allowed.
+        """
+        _check_known(cls, data, "")
+        name = data.get("algorithm")
+        if name not in ALGORITHMS:
+            raise ConfigError.choice("algorithm", name, ALGORITHMS)
+        layout = data.get("host_layout", Layout.PAGE_FIRST)
+        if layout not in list(Layout):
+            raise ConfigError.choice("host_layout", layout, Layout)
+        return cls(**{**data, "host_layout": Layout(layout), "algo": ALGORITHMS[name].parse(data.get("algo", {}))})
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError.choice("algorithm", self.algorithm, ALGORITHMS)
+        if type(self.algo) is AlgorithmConfig:
+            object.__setattr__(self, "algo", ALGORITHMS[self.algorithm]())
+        if not isinstance(self.algo, ALGORITHMS[self.algorithm]):
+            raise ConfigError("algo", self.algo, f"must be a {ALGORITHMS[self.algorithm].__name__}")
+        _at_least(self, 1, "top_k", "page_size", "io_blocks")
+        _at_least(self, 0, "device_buffer_size", "host_bytes", "publish_every")
+        _at_least(self, -1, "min_sparse_prompt_len")
+        _choice(self, "residency", ("", *RESIDENCIES))
+        _choice(self, "kernels", ("auto", "reference", "triton", "cuda"))
+        if self.host_to_device_ratio <= 0:
+            raise ConfigError("host_to_device_ratio", self.host_to_device_ratio, "must be above 0")
+        if not self.device_buffer_size:
+            object.__setattr__(self, "device_buffer_size", 2 * self.top_k)
+        if not self.residency:
+            object.__setattr__(self, "residency", self.algo.default_residency)
+        if self.min_sparse_prompt_len < 0:
+            object.__setattr__(self, "min_sparse_prompt_len", self.algo.min_sparse_prompt_len(self))
+
+    def replaced(self, **changes: Any) -> SparseConfig:
+        """Return these settings with some changed."""
+        return replace(self, **changes)

@@ -1,0 +1,1 @@
+"""Honest evaluation without downloads: generators, quality, hit rates, roofline and plans."""

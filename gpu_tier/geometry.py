@@ -1,0 +1,193 @@
+"""What the KV of a model is, and where each row lies in a pool of pages.
+
+`KVGeometry` describes the model. `Addressing` gives the byte of every row: each layout is linear in (page, token of the
+page, layer, head), so five strides per part describe all of them and one transfer kernel serves any two pools.
+
+| layout | order, outermost first | contiguous |
+|---|---|---|
+| layer_first | part, layer, page, token, head | a layer of a page |
+| page_first | page, part, token, layer, head | a page: one object of a storage |
+| page_head | page, head, part, token, layer | a page of one head: a tensor-parallel shard of it |
+
+Pools on the device are layer_first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.rows import KVDtype, RowFormat
+
+__all__ = ["Addressing", "KVGeometry", "KVKind", "Layout", "PartStrides"]
+
+
+class KVKind(StrEnum):
+    """Whether keys and values are rows of their own, or one latent row is both."""
+
+    MHA = "mha"
+    MLA = "mla"
+
+
+class Layout(StrEnum):
+    """The order of a pool's dimensions."""
+
+    LAYER_FIRST = "layer_first"
+    PAGE_FIRST = "page_first"
+    PAGE_HEAD = "page_head"
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """The KV of one model on one device.
+
+    Attributes:
+        kind: mha (a key row and a value row per head) or mla (one latent row per token, `num_kv_heads` = 1).
+        num_layers: layers whose KV is held here.
+        num_kv_heads: KV heads.
+        head_dim: numbers of a key row; of MLA of the whole latent row (kv_lora_rank + rope dims, 576 for DeepSeek).
+        v_head_dim: numbers of a value row; of MLA the leading numbers of the latent that are the value (512).
+        dtype: how the numbers are stored.
+        page_size: tokens of a page, the unit of allocation, and the block of the storage.
+        start_layer: id of the first of the layers, for a pipeline stage.
+    """
+
+    kind: KVKind
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: KVDtype
+    page_size: int = 64
+    start_layer: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(field, getattr(self, field), "must be at least 1")
+        if self.start_layer < 0:
+            raise ConfigError("start_layer", self.start_layer, "must not be negative")
+        if self.kind is KVKind.MLA and (self.num_kv_heads != 1 or self.v_head_dim >= self.head_dim):
+            allowed = "MLA has one KV head, and its value is a leading part of the latent row"
+            raise ConfigError("num_kv_heads, v_head_dim", (self.num_kv_heads, self.v_head_dim), allowed)
+
+    @cached_property
+    def parts(self) -> tuple[RowFormat, ...]:
+        """The rows of a token and head: (key, value) of MHA, (latent,) of MLA."""
+        if self.kind is KVKind.MHA:
+            return RowFormat(self.head_dim, self.dtype), RowFormat(self.v_head_dim, self.dtype)
+        rope = self.head_dim - self.v_head_dim if self.dtype is KVDtype.FP8 else 0
+        return (RowFormat(self.head_dim, self.dtype, plain_dims=rope),)
+
+    @property
+    def layers(self) -> range:
+        """Ids of the layers."""
+        return range(self.start_layer, self.start_layer + self.num_layers)
+
+    def layer_index(self, layer_id: int) -> int:
+        """Return the position of a layer in the pools.
+
+        Raises:
+            ConfigError: the layer is not held here.
+        """
+        if layer_id not in self.layers:
+            raise ConfigError("layer_id", layer_id, f"layers here are {self.layers.start} to {self.layers.stop - 1}")
+        return layer_id - self.start_layer
+
+    @property
+    def token_layer_bytes(self) -> int:
+        """Bytes of one token in one layer, all parts and heads."""
+        return self.num_kv_heads * sum(part.row_bytes for part in self.parts)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * self.token_layer_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return self.page_size * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartStrides:
+    """Where the rows of one part lie: byte = base + page·p + token·o + layer·l + head·h, of page p and its token o."""
+
+    base: int
+    page: int
+    token: int
+    layer: int
+    head: int
+    row_bytes: int
+
+    def address(self, page: int, token: int, layer: int, head: int) -> int:
+        """Return the first byte of a row; `layer` is its position in the pool, `token` its offset in the page."""
+        return self.base + self.page * page + self.token * token + self.layer * layer + self.head * head
+
+
+@dataclass(frozen=True, slots=True)
+class Addressing:
+    """The addresses of a pool of pages.
+
+    Attributes:
+        layout: order of its dimensions.
+        page_size: tokens of a page. A slot s is token ``s % page_size`` of page ``s // page_size``.
+        total_bytes: bytes of the pool.
+        parts: strides of each part.
+    """
+
+    layout: Layout
+    page_size: int
+    total_bytes: int
+    parts: tuple[PartStrides, ...]
+
+    @classmethod
+    def of(cls, geometry: KVGeometry, layout: Layout, num_pages: int) -> Addressing:
+        """Return the addresses of `num_pages` pages in `layout`."""
+        strides = {
+            Layout.LAYER_FIRST: _layer_first,
+            Layout.PAGE_FIRST: _page_first,
+            Layout.PAGE_HEAD: _page_head,
+        }[layout](geometry, num_pages)
+        return cls(layout, geometry.page_size, num_pages * geometry.page_bytes, strides)
+
+    def address(self, part: int, slot: int, layer: int, head: int) -> int:
+        """Return the first byte of the row of a slot (page · page_size + token)."""
+        page, token = divmod(slot, self.page_size)
+        return self.parts[part].address(page, token, layer, head)
+
+
+def _bases(sizes: list[int]) -> list[int]:
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+def _layer_first(g: KVGeometry, pages: int) -> tuple[PartStrides, ...]:
+    rows = [part.row_bytes for part in g.parts]
+    tokens = pages * g.page_size * g.num_kv_heads
+    bases = _bases([row * tokens * g.num_layers for row in rows])
+    return tuple(
+        PartStrides(base, row * g.num_kv_heads * g.page_size, row * g.num_kv_heads, row * tokens, row, row)
+        for base, row in zip(bases, rows, strict=True)
+    )
+
+
+def _page_first(g: KVGeometry, _pages: int) -> tuple[PartStrides, ...]:
+    rows = [part.row_bytes for part in g.parts]
+    bases = _bases([row * g.page_size * g.num_layers * g.num_kv_heads for row in rows])
+    return tuple(
+        PartStrides(base, g.page_bytes, row * g.num_kv_heads * g.num_layers, row * g.num_kv_heads, row, row)
+        for base, row in zip(bases, rows, strict=True)
+    )
+
+
+def _page_head(g: KVGeometry, _pages: int) -> tuple[PartStrides, ...]:
+    rows = [part.row_bytes for part in g.parts]
+    bases = _bases([row * g.page_size * g.num_layers for row in rows])
+    head = g.page_bytes // g.num_kv_heads
+    return tuple(
+        PartStrides(base, g.page_bytes, row * g.num_layers, row, head, row)
+        for base, row in zip(bases, rows, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Representations of keys that need more than a reduction: the lightning indexer."""

@@ -1,0 +1,1 @@
+"""Residency: which KV is on the device, and how the rest gets there in time."""

@@ -1,0 +1,121 @@
+"""What the tier needs of a device: streams, events, pinned memory. On a CPU everything is synchronous.
+
+The streams are named: `compute` (where the engine computes), `h2d` (misses), `d2h` (offload). Work is ordered by
+events, never by waiting for the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["CudaRuntime", "DeviceRuntime", "Event", "NullRuntime", "runtime_for"]
+
+
+class Event(ABC):
+    """A point in the work of a stream."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Return whether all work before the point has ended."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the host until it has."""
+
+
+class DeviceRuntime(ABC):
+    """Streams and events of one device."""
+
+    device: torch.device
+
+    @abstractmethod
+    def stream(self, name: str) -> Any:
+        """Return a context in which work goes to the stream `name`."""
+
+    @abstractmethod
+    def record(self, name: str = "compute") -> Event:
+        """Return an event behind all work given to the stream `name` so far."""
+
+    @abstractmethod
+    def fence(self, event: Event, name: str = "compute") -> None:
+        """Let the stream `name` wait for an event; the host does not wait."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether tensors live on a GPU."""
+        return self.device.type == "cuda"
+
+
+class _Done(Event):
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class NullRuntime(DeviceRuntime):
+    """A CPU: one stream, everything done when the call returns."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """See `DeviceRuntime`."""
+        yield
+
+    def record(self, name: str = "compute") -> Event:
+        """See `DeviceRuntime`."""
+        return _Done()
+
+    def fence(self, event: Event, name: str = "compute") -> None:
+        """See `DeviceRuntime`."""
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaRuntime(DeviceRuntime):
+    """A GPU. `compute` is whatever stream the engine has made current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h")}
+
+    def _named(self, name: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if name == "compute" else self._streams[name]
+
+    def stream(self, name: str) -> Any:
+        """See `DeviceRuntime`."""
+        return torch.cuda.stream(self._named(name))
+
+    def record(self, name: str = "compute") -> Event:
+        """See `DeviceRuntime`."""
+        event = torch.cuda.Event()
+        event.record(self._named(name))
+        return _CudaEvent(event)
+
+    def fence(self, event: Event, name: str = "compute") -> None:
+        """See `DeviceRuntime`."""
+        assert isinstance(event, _CudaEvent)
+        self._named(name).wait_event(event.event)
+
+
+def runtime_for(device: torch.device | str) -> DeviceRuntime:
+    """Return the runtime of a device."""
+    device = torch.device(device)
+    return CudaRuntime(device) if device.type == "cuda" else NullRuntime()
