@@ -1,0 +1,117 @@
+"""How much memory a request takes on the device and on the host: every byte that grows with requests.
+
+On the device these are the buffer (or the whole KV), the representations, the layers that stay dense, and the tables
+and the state of the buffer. Statements such as "200 MB per request" for a 128K request of DeepSeek-V3.2 leave out its
+index keys, which take 1.06 GB; these do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_tier.config import DsaConfig, OracleConfig, QuestConfig, SnapKVConfig, SparseConfig
+from gpu_tier.eval.model_shapes import ModelShape
+from gpu_tier.eval.roofline import index_key_bytes, quest_bound_bytes, selected_tokens, skip_layers
+from gpu_tier.geometry import KVGeometry
+
+__all__ = ["Footprint", "footprint"]
+
+_NEWEST_ITEMS = 2
+# Of each slot of the buffer: the item in it and its device slot (int32 each), its place in the LRU order (int16).
+_STATE_BYTES_PER_SLOT = 10
+# Of each token: its slot in the device pool (int32), its slot in the host pool (int64), item → buffer slot (int32).
+_TABLE_BYTES_PER_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one request.
+
+    Attributes:
+        kv: KV on the device: the buffer, or all of it.
+        dense_layers: KV of layers that attend densely.
+        representations: what the algorithm chooses by.
+        tables: state of the buffer and tables of slots.
+        host: KV in host memory.
+    """
+
+    kv: int
+    dense_layers: int
+    representations: int
+    tables: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.kv + self.dense_layers + self.representations + self.tables
+
+
+def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footprint:
+    """Return the bytes of a request of `n_tokens` tokens under an algorithm.
+
+    A request below `min_sparse_prompt_len` is dense and has no copy on the host.
+    """
+    geometry = shape.geometry
+    paged = _pages(geometry, n_tokens) * geometry.page_bytes
+    if config.algorithm == "full" or n_tokens < config.min_sparse_prompt_len:
+        return Footprint(paged, 0, 0, 4 * n_tokens, 0)
+    if config.residency == "stream":
+        # Two pieces of one layer are shared by all requests: `plan` counts them once.
+        return Footprint(0, 0, 0, _TABLE_BYTES_PER_TOKEN * n_tokens, paged)
+    representations = representation_bytes(shape, config, n_tokens)
+    if config.residency == "device":
+        return Footprint(paged, 0, representations, 4 * n_tokens, 0)
+    layers = geometry.num_layers
+    skipped = skip_layers(config, geometry)
+    tokens = buffer_tokens(config, n_tokens)
+    buffer = _pages(geometry, tokens) * geometry.page_size * geometry.token_layer_bytes
+    state = _STATE_BYTES_PER_SLOT * (tokens // unit_tokens(config)) * _selecting_heads(geometry, config)
+    return Footprint(
+        kv=buffer * (layers - skipped),
+        dense_layers=_pages(geometry, n_tokens) * geometry.page_size * geometry.token_layer_bytes * skipped,
+        representations=representations,
+        tables=state * (layers - skipped) + _TABLE_BYTES_PER_TOKEN * n_tokens,
+        host=0 if _drops(config) else paged,
+    )
+
+
+def representation_bytes(shape: ModelShape, config: SparseConfig, n_tokens: int) -> int:
+    """Return the bytes on the device that an algorithm chooses by, of a request of `n_tokens` tokens."""
+    geometry = shape.geometry
+    layers = geometry.num_layers - skip_layers(config, geometry)
+    match config.algo:
+        case DsaConfig() as dsa:
+            return n_tokens * index_key_bytes(dsa) * layers
+        case QuestConfig(page=page):
+            return -(-n_tokens // page) * quest_bound_bytes(geometry) * layers
+        case OracleConfig():
+            return n_tokens * geometry.num_kv_heads * geometry.parts[0].row_bytes * layers
+    return 0
+
+
+def buffer_tokens(config: SparseConfig, n_tokens: int) -> int:
+    """Return the tokens of a request's buffer in a sparse layer, the newest items included."""
+    if config.residency == "static":
+        return selected_tokens(config, n_tokens) + _NEWEST_ITEMS
+    return config.device_buffer_size + _NEWEST_ITEMS * unit_tokens(config)
+
+
+def unit_tokens(config: SparseConfig) -> int:
+    """Return the tokens of an item."""
+    return config.algo.page if isinstance(config.algo, QuestConfig) else 1
+
+
+def _selecting_heads(geometry: KVGeometry, config: SparseConfig) -> int:
+    per_head = isinstance(config.algo, OracleConfig | SnapKVConfig) or (
+        isinstance(config.algo, QuestConfig) and config.algo.heads == "per_head"
+    )
+    return geometry.num_kv_heads if per_head else 1
+
+
+def _pages(geometry: KVGeometry, tokens: int) -> int:
+    return -(-tokens // geometry.page_size)
+
+
+def _drops(config: SparseConfig) -> bool:
+    return isinstance(config.algo, SnapKVConfig) and config.algo.mode == "drop"

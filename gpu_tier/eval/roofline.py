@@ -1,0 +1,226 @@
+"""What a decode step costs at least: bytes over bandwidths and products over their speed, from shapes alone.
+
+`traffic` counts what one request moves in one step under an algorithm, exactly, from the bytes of its rows and
+representations; `step_time` turns that into seconds. How often a selected item is on the device already is an input:
+no model knows it. A real step lies above these figures by launches, queues and whatever is not overlapped.
+
+Bytes of a request of n tokens (L layers, k selected tokens, t bytes of a token and layer, miss = 1 - hit rate):
+
+| algorithm | device memory | link to the host |
+|---|---|---|
+| full | n·t·L | 0 |
+| full_offload | 2·n·t·L (written, read) | n·t·L |
+| oracle | keys of all n, then as dsa | as dsa |
+| dsa | index keys of all n; k·t·L read; misses written | k·t·L·miss |
+| quest | bounds of all pages, in sparse layers; as dsa, and n·t in dense layers | as dsa, in sparse layers |
+| snapkv, streaming_llm | what is kept | 0 |
+| wave (`wave_traffic`) | centroids, estimated part of the index, twice what is retrieved | retrieved·miss |
+
+Products: scores of the representations and attention, 2 per multiply-add. An algorithm whose KV stays on the device
+(`residency="device"`) moves nothing over the link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_tier.config import (
+    DsaConfig,
+    OracleConfig,
+    QuestConfig,
+    SnapKVConfig,
+    SparseConfig,
+    StreamingLLMConfig,
+)
+from gpu_tier.errors import ConfigError
+from gpu_tier.eval.model_shapes import Device, ModelShape
+from gpu_tier.geometry import KVGeometry
+
+__all__ = [
+    "StepTime", "Traffic", "index_key_bytes", "quest_bound_bytes", "selected_tokens", "skip_layers", "step_time",
+    "traffic", "wave_traffic",
+]  # fmt: skip
+
+_WAVE_TOKENS_PER_CENTROID = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one request moves and computes in one decode step, all layers.
+
+    Attributes:
+        hbm_bytes: read from and written to device memory.
+        link_bytes: from host memory.
+        flops: of scores and attention.
+    """
+
+    hbm_bytes: float
+    link_bytes: float
+    flops: float
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.hbm_bytes + other.hbm_bytes, self.link_bytes + other.link_bytes, self.flops + other.flops
+        )  # fmt: skip
+
+    def times(self, factor: float) -> Traffic:
+        """Return the traffic of so many requests."""
+        return Traffic(self.hbm_bytes * factor, self.link_bytes * factor, self.flops * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The parts of a step's time, in seconds.
+
+    Attributes:
+        weights: products with the weights, the larger of reading and computing them.
+        attention: scores and attention, likewise.
+        link: misses.
+        overhead: of launches, as the device says.
+    """
+
+    weights: float
+    attention: float
+    link: float
+    overhead: float
+
+    @property
+    def serial(self) -> float:
+        """Nothing overlaps: what a layer selects is known only once the layer runs."""
+        return self.weights + self.attention + self.link + self.overhead
+
+    @property
+    def overlapped(self) -> float:
+        """The link is busy beside everything else: no schedule is faster."""
+        return max(self.weights + self.attention + self.overhead, self.link)
+
+
+def selected_tokens(config: SparseConfig, n_tokens: int) -> int:
+    """Return how many tokens a row attends to in a sparse layer."""
+    return min(n_tokens, _budget(config, n_tokens))
+
+
+def _budget(config: SparseConfig, n_tokens: int) -> int:
+    match config.algo:
+        case DsaConfig():
+            return config.top_k
+        case OracleConfig(k=k, ratio=ratio):
+            return k if ratio is None else max(1, round(ratio * n_tokens))
+        case QuestConfig(token_budget=budget, sparsity_ratio=ratio):
+            return budget if ratio is None else min(budget, round(ratio * n_tokens))
+        case SnapKVConfig(cap=cap, ratio=ratio):
+            return cap if ratio is None else max(1, round(ratio * n_tokens))
+        case StreamingLLMConfig(sink=sink, window=window, page=page):
+            return -(-sink // page) * page + -(-window // page) * page
+    return n_tokens
+
+
+def skip_layers(config: SparseConfig, geometry: KVGeometry) -> int:
+    """Return how many layers attend densely and keep all their KV on the device."""
+    return min(config.algo.skip_layers, geometry.num_layers) if isinstance(config.algo, QuestConfig) else 0
+
+
+def index_key_bytes(config: DsaConfig) -> int:
+    """Bytes of one index key: e4m3 numbers and an f32 scale."""
+    return config.index_dim + 4
+
+
+def quest_bound_bytes(geometry: KVGeometry) -> int:
+    """Bytes of one page's bounds in one layer: least and greatest key of each head, in bf16."""
+    return 2 * geometry.num_kv_heads * geometry.head_dim * 2
+
+
+def _scoring(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Traffic:
+    geometry, layers = shape.geometry, shape.geometry.num_layers - skip_layers(config, shape.geometry)
+    match config.algo:
+        case DsaConfig(index_heads=heads, index_dim=dim) as dsa:
+            return Traffic(n_tokens * index_key_bytes(dsa) * layers, 0, 2 * n_tokens * heads * dim * layers)
+        case QuestConfig(page=page):
+            pages = -(-n_tokens // page)
+            flops = 4 * pages * shape.num_q_heads * geometry.head_dim * layers
+            return Traffic(pages * quest_bound_bytes(geometry) * layers, 0, flops)
+        case OracleConfig():
+            rows = n_tokens * geometry.num_kv_heads * geometry.parts[0].row_bytes
+            return Traffic(rows * layers, 0, 2 * n_tokens * shape.num_q_heads * geometry.head_dim * layers)
+    return Traffic(0, 0, 0)
+
+
+def _attention(shape: ModelShape, tokens: int, layers: int) -> Traffic:
+    geometry = shape.geometry
+    flops = 2 * tokens * shape.num_q_heads * (geometry.head_dim + geometry.v_head_dim) * layers
+    return Traffic(tokens * geometry.token_layer_bytes * layers, 0, flops)
+
+
+def traffic(shape: ModelShape, config: SparseConfig, n_tokens: int, hit_rate: float) -> Traffic:
+    """Return what one request of `n_tokens` moves in one decode step.
+
+    Args:
+        shape: of the model.
+        config: algorithm, its budget and where its KV is.
+        n_tokens: tokens of the request; below `min_sparse_prompt_len` it attends densely, from the device.
+        hit_rate: share of the selected items that the device holds already.
+
+    Raises:
+        ConfigError: a length or a rate that cannot be.
+    """
+    if n_tokens < 1:
+        raise ConfigError("n_tokens", n_tokens, "must be at least 1")
+    if not 0 <= hit_rate <= 1:
+        raise ConfigError("hit_rate", hit_rate, "must be from 0 to 1")
+    geometry = shape.geometry
+    if config.residency == "stream":
+        streamed = n_tokens * geometry.token_bytes
+        return _attention(shape, n_tokens, geometry.num_layers) + Traffic(streamed, streamed, 0)
+    if config.algorithm == "full" or n_tokens < config.min_sparse_prompt_len:
+        return _attention(shape, n_tokens, geometry.num_layers)
+    skipped = skip_layers(config, geometry)
+    sparse = geometry.num_layers - skipped
+    tokens = selected_tokens(config, n_tokens)
+    loaded = tokens * geometry.token_layer_bytes * sparse * (1 - hit_rate) if _loads(config) else 0.0
+    dense = _attention(shape, n_tokens, skipped)
+    return _scoring(shape, config, n_tokens) + _attention(shape, tokens, sparse) + dense + Traffic(loaded, loaded, 0)
+
+
+def _loads(config: SparseConfig) -> bool:
+    retrieves = isinstance(config.algo, DsaConfig | QuestConfig | OracleConfig)
+    return retrieves and config.residency == "lru"
+
+
+def wave_traffic(
+    shape: ModelShape, n_tokens: int, hit_rate: float, retrieval: float = 0.018, estimation: float = 0.232
+) -> Traffic:
+    """Return what a request moves under a wave index (RetroInfer): one centroid for 16 tokens.
+
+    Device memory: all centroids for ranking, the estimated part of the index, and the retrieved KV twice (gathered,
+    read). Link: the retrieved KV that the block cache lacks.
+    """
+    geometry = shape.geometry
+    heads = geometry.num_kv_heads * geometry.num_layers
+    clusters = n_tokens / _WAVE_TOKENS_PER_CENTROID * heads
+    centroid = geometry.parts[0].row_bytes
+    retrieved = retrieval * n_tokens * geometry.token_bytes
+    index = clusters * (centroid + geometry.parts[-1].row_bytes + 4)
+    flops = (
+        4 * (clusters + retrieval * n_tokens * heads) * geometry.head_dim * shape.num_q_heads / geometry.num_kv_heads
+    )
+    return Traffic(clusters * centroid + estimation * index + 2 * retrieved, retrieved * (1 - hit_rate), flops)
+
+
+def step_time(shape: ModelShape, device: Device, request: Traffic, batch: int, sparse_layers: int = 0) -> StepTime:
+    """Return the time of a decode step.
+
+    Args:
+        shape: of the model.
+        device: that it runs on.
+        request: traffic of one of its requests.
+        batch: requests, all alike.
+        sparse_layers: layers that pay `Device.layer_overhead_seconds`.
+    """
+    if batch < 1:
+        raise ConfigError("batch", batch, "must be at least 1")
+    total = request.times(batch)
+    read = shape.step_weight_bytes(batch) / device.hbm_bytes_per_second
+    computed = 2 * shape.active_params * batch / device.flops_per_second
+    attention = max(total.hbm_bytes / device.hbm_bytes_per_second, total.flops / device.flops_per_second)
+    link = total.link_bytes / (device.link_bytes_per_second * device.link_efficiency)
+    return StepTime(max(read, computed), attention, link, sparse_layers * device.layer_overhead_seconds)
