@@ -1,0 +1,156 @@
+"""Decode attention: the references against a textbook's attention in f64, and Triton against both."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import TOLERANCE, Shape, device_under_test, expected, random_kv, random_query
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
+from gpu_tier.kernels.decode_attn_token import decode_attn_token
+from gpu_tier.rows import KVDtype
+from gpu_tier.types import LayerKV
+
+SLOTS = 96
+MLA = Shape(1, 8, 48, KVDtype.F32, rope=16)
+SHAPES = [
+    Shape(2, 1, 64, KVDtype.F32),
+    Shape(2, 4, 128, KVDtype.F32),
+    Shape(1, 8, 256, KVDtype.F32),
+    Shape(3, 2, 80, KVDtype.F32),
+    Shape(2, 4, 64, KVDtype.F16),
+    Shape(2, 4, 128, KVDtype.BF16),
+    Shape(2, 4, 64, KVDtype.FP8),
+    Shape(1, 20, 128, KVDtype.FP8),
+    MLA,
+    Shape(1, 4, 80, KVDtype.BF16, rope=16),
+    Shape(1, 4, 80, KVDtype.FP8, rope=16),
+    Shape(1, 16, 576, KVDtype.F32, rope=64),
+    Shape(1, 4, 576, KVDtype.BF16, rope=64),
+    Shape(1, 4, 576, KVDtype.FP8, rope=64),
+]
+IMPLEMENTATIONS = ["reference"]
+
+
+def outputs(q: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor]:
+    """Outputs whose old contents would show."""
+    o = torch.full((*q.shape[:2], kv.v_dims), torch.nan, device=q.device)
+    return o, torch.full(q.shape[:2], torch.nan, device=q.device)
+
+
+def close(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], dtype: KVDtype) -> None:
+    for value, want in zip(got, wanted, strict=True):
+        torch.testing.assert_close(value.double().cpu(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def run_token(
+    impl: str, shape: Shape, slots: list[list[list[int]]], width: int, **changes: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return (got, wanted); rows without any slot of `slots` get len 0."""
+    device = device_under_test() if impl != "reference" else torch.device("cpu")
+    kv = random_kv(shape, SLOTS, device=device)
+    q = random_query(shape, len(slots)).to(device)
+    heads = len(slots[0])
+    table = torch.full((len(slots), heads, width), -1, dtype=torch.int32)
+    lens = torch.zeros(len(slots), heads, dtype=torch.int32)
+    for row, per_head in enumerate(slots):
+        for head, chosen in enumerate(per_head):
+            table[row, head, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            lens[row, head] = len(chosen)
+    o, lse = outputs(q, kv)
+    decode_attn_token(q, kv, table.to(device), lens.to(device), shape.dims**-0.5, o, lse, impl=impl, **changes)
+    wide = [[row[min(h, heads - 1)] for h in range(shape.heads)] for row in slots]
+    return (o, lse), expected(q.cpu(), on_cpu(kv), wide, shape.dims**-0.5)
+
+
+def on_cpu(kv: LayerKV) -> LayerKV:
+    def moved(rows: Any) -> Any:
+        return type(rows)(rows.data.cpu(), rows.format)
+
+    return LayerKV(moved(kv.k), None if kv.v is None else moved(kv.v), kv.v_dims)
+
+
+def random_slots(seed: int, lengths: list[list[int]]) -> list[list[list[int]]]:
+    chooser = random.Random(seed)
+    return [[chooser.sample(range(SLOTS), n) for n in row] for row in lengths]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_token_attention_with_one_table_for_all_heads(impl: str, shape: Shape) -> None:
+    got, wanted = run_token(impl, shape, random_slots(1, [[37], [0], [5]]), 48)
+    close(got, wanted, shape.dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", list(KVDtype))
+def test_token_attention_with_a_table_per_head(impl: str, dtype: KVDtype) -> None:
+    got, wanted = run_token(impl, Shape(3, 2, 64, dtype), random_slots(2, [[33, 1, 0], [16, 40, 17]]), 40)
+    close(got, wanted, dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_rows_without_tokens_have_no_output_and_lse_of_minus_infinity(impl: str) -> None:
+    (o, lse), _ = run_token(impl, MLA, [[[]], [[3]], [[]]], 16)
+    assert torch.all(o[[0, 2]] == 0)
+    assert torch.all(lse[[0, 2]] == -torch.inf)
+    assert torch.isfinite(lse[1]).all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_negative_slots_within_the_length_do_not_count(impl: str) -> None:
+    shape = Shape(2, 2, 64, KVDtype.F32)
+    device = device_under_test() if impl != "reference" else torch.device("cpu")
+    kv, q = random_kv(shape, SLOTS, device=device), random_query(shape, 2).to(device)
+    table = torch.tensor([[[-1, 7, -1, 9, 40]], [[-1, -1, -1, -1, -1]]], dtype=torch.int32, device=device)
+    o, lse = outputs(q, kv)
+    decode_attn_token(q, kv, table, torch.full((2, 1), 5, dtype=torch.int32, device=device), 0.125, o, lse, impl=impl)
+    close((o, lse), expected(q.cpu(), on_cpu(kv), [[[7, 9, 40]] * 2, [[]] * 2], 0.125), shape.dtype)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("page_tokens", [1, 5, 16, 64])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[6], MLA, SHAPES[10]], ids=str)
+def test_paged_attention(impl: str, shape: Shape, page_tokens: int) -> None:
+    device = device_under_test() if impl != "reference" else torch.device("cpu")
+    pages = -(-SLOTS // page_tokens)
+    kv = random_kv(shape, pages * page_tokens, device=device)
+    lengths = [0, 1, min(41, pages * page_tokens), pages * page_tokens]
+    q = random_query(shape, len(lengths)).to(device)
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))
+    table = torch.full((len(lengths), pages + 2), -1, dtype=torch.int32)
+    slots: list[list[list[int]]] = []
+    for row, n in enumerate(lengths):
+        used = -(-n // page_tokens)
+        table[row, :used] = order[:used]
+        slots.append([[int(order[t // page_tokens]) * page_tokens + t % page_tokens for t in range(n)]] * shape.heads)
+    o, lse = outputs(q, kv)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    decode_attn_paged(q, kv, table.to(device), seqlens, page_tokens, 0.1, o, lse, impl=impl)
+    close((o, lse), expected(q.cpu(), on_cpu(kv), slots, 0.1), shape.dtype)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    shape = Shape(2, 2, 64, KVDtype.F32)
+    kv, q = random_kv(shape, SLOTS), random_query(shape, 2)
+    o, lse = outputs(q, kv)
+    table, lens = torch.zeros(2, 1, 4, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="query heads"):
+        decode_attn_token(q[:, :3], kv, table, lens, 1.0, o, lse)
+    with pytest.raises(ConfigError, match="last dimension"):
+        decode_attn_token(q[..., :32], kv, table, lens, 1.0, o, lse)
+    with pytest.raises(ConfigError, match="out_o"):
+        decode_attn_token(q, kv, table, lens, 1.0, o[..., :32], lse)
+    with pytest.raises(ConfigError, match="Hs = 1 or 2"):
+        decode_attn_token(q, kv, table.expand(2, 3, 4), lens, 1.0, o, lse)
+    with pytest.raises(ConfigError, match="needs 2 rows"):
+        decode_attn_paged(q, kv, table[0], lens[0], 16, 1.0, o, lse)
+    with pytest.raises(ConfigError, match="page_tokens"):
+        decode_attn_paged(q, kv, table[:, 0], lens[:, 0], 0, 1.0, o, lse)
+    with pytest.raises(ConfigError, match="cache_seqlens"):
+        decode_attn_paged(q, kv, table[:, 0], lens, 16, 1.0, o, lse)
