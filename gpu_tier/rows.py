@@ -102,8 +102,10 @@ class RowFormat:
         groups = x[..., : self.quant_dims].float().unflatten(-1, (self.groups, self.group_dims))
         scale = (groups.abs().amax(-1) / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
         quantised = (groups / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        plain = x[..., self.quant_dims :].to(torch.bfloat16).contiguous().view(torch.uint8)
-        return torch.cat([quantised.flatten(-2).view(torch.uint8), scale.view(torch.uint8), plain], dim=-1)
+        pieces = [quantised.flatten(-2).view(torch.uint8), scale.view(torch.uint8)]
+        if self.plain_dims:
+            pieces.append(x[..., self.quant_dims :].to(torch.bfloat16).contiguous().view(torch.uint8))
+        return torch.cat(pieces, dim=-1)
 
     def decode(self, data: Tensor) -> Tensor:
         """Return bytes ``uint8 [..., row_bytes]`` as numbers ``f32 [..., dims]``."""
@@ -114,9 +116,11 @@ class RowFormat:
         scales_end = self.quant_dims + 4 * self.groups
         groups = data[..., : self.quant_dims].contiguous().view(torch.float8_e4m3fn).float()
         scale = data[..., self.quant_dims : scales_end].contiguous().view(torch.float32)
-        scaled = groups.unflatten(-1, (self.groups, self.group_dims)) * scale[..., None]
+        scaled: Tensor = (groups.unflatten(-1, (self.groups, self.group_dims)) * scale[..., None]).flatten(-2)
+        if not self.plain_dims:
+            return scaled
         plain = data[..., scales_end:].contiguous().view(torch.bfloat16).float()
-        return torch.cat([scaled.flatten(-2), plain], dim=-1)
+        return torch.cat([scaled, plain], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

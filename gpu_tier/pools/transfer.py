@@ -1,0 +1,197 @@
+"""Moves KV between the host pool and the device pool.
+
+Two engines give the same bytes. `kernel` runs on the device and reads and writes host memory itself: for scattered
+rows, and for plans that only the device knows. `dma` hands contiguous runs to the copy engine: for whole pages of pools
+with the same order, whose runs are long. A transfer goes to the stream that is current when it is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from gpu_tier.config import SparseConfig
+from gpu_tier.errors import ConfigError
+from gpu_tier.geometry import Addressing, Layout
+from gpu_tier.kernels.io_transfer import io_transfer
+from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
+from gpu_tier.pools.device_pool import DeviceKVPool
+from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.runtime import DeviceRuntime
+
+__all__ = ["DMA_RUN_BYTES", "Engine", "KVTransfer", "TransferCounters"]
+
+DMA_RUN_BYTES = 64 << 10
+
+
+class Engine(StrEnum):
+    """What moves the bytes."""
+
+    AUTO = "auto"
+    KERNEL = "kernel"
+    DMA = "dma"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCounters:
+    """Bytes moved so far, exactly: skipped entries and those behind a row's count do not count."""
+
+    h2d_bytes: int
+    d2h_bytes: int
+    d2d_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    data: Tensor
+    addressing: Addressing
+    border: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    src: _Side
+    dst: _Side
+    src_idx: Tensor
+    dst_idx: Tensor
+    layers: tuple[tuple[int, int], ...]
+    count: Tensor | None
+    per_head: bool
+    unit_tokens: int
+
+
+_H2D, _D2H, _D2D = range(3)
+
+
+class KVTransfer:
+    """Transfers between one host pool and one device pool of the same model.
+
+    Args:
+        host: the host pool.
+        device: the device pool.
+        runtime: of the device.
+        config: settings; `io_blocks` and `kernels` are used.
+
+    Raises:
+        ConfigError: the pools hold different KV.
+    """
+
+    def __init__(self, host: HostKVPool, device: DeviceKVPool, runtime: DeviceRuntime, config: SparseConfig) -> None:
+        if host.geometry != device.geometry:
+            raise ConfigError("host, device", (host.geometry, device.geometry), "both pools must hold the same KV")
+        self.geometry = host.geometry
+        self._pools = host, device
+        self._runtime = runtime
+        self._config = config
+        # Kernels add to the tensor; what the copy engine moves is known on the host.
+        self._moved = torch.zeros(3, dtype=torch.int64, device=runtime.device)
+        self._by_dma = [0, 0, 0]
+
+    @property
+    def counters(self) -> TransferCounters:
+        """Bytes moved so far. Reading them waits for the device: not in a step."""
+        moved = [kernel + dma for kernel, dma in zip(self._moved.tolist(), self._by_dma, strict=True)]
+        return TransferCounters(*moved)
+
+    def load(
+        self, host_slots: Tensor, device_slots: Tensor, *, layers: range, count: Tensor | None = None,
+        per_head: bool = False, unit_tokens: int = 1, engine: Engine = Engine.AUTO,
+    ) -> None:  # fmt: skip
+        """Copy items from the host to the device.
+
+        Args:
+            host_slots: ``int [R, M]`` host slot of each item's first token; negative ones are skipped.
+            device_slots: ``int [R, M]`` device slot it goes to; likewise.
+            layers: ids of the layers.
+            count: ``int32 [R]`` entries of each row; None for all.
+            per_head: row r concerns only head ``r % H``.
+            unit_tokens: tokens of an item.
+            engine: auto, kernel or dma; dma needs indices on the host.
+
+        Raises:
+            ConfigError: shapes do not fit, a layer is not held here, or dma was asked for with indices on the device.
+        """
+        host, device = self._sides()
+        job = self._job(host, device, host_slots, device_slots, layers, count, per_head, unit_tokens)
+        self._run(job, _H2D, engine)
+
+    def store(
+        self, device_slots: Tensor, host_slots: Tensor, *, layers: range, count: Tensor | None = None,
+        per_head: bool = False, unit_tokens: int = 1, engine: Engine = Engine.AUTO,
+    ) -> None:  # fmt: skip
+        """Copy items from the device to the host; see `load`."""
+        host, device = self._sides()
+        job = self._job(device, host, device_slots, host_slots, layers, count, per_head, unit_tokens)
+        self._run(job, _D2H, engine)
+
+    def move(
+        self, src_slots: Tensor, dst_slots: Tensor, *, layers: range, count: Tensor | None = None,
+        per_head: bool = False, unit_tokens: int = 1, engine: Engine = Engine.AUTO,
+    ) -> None:  # fmt: skip
+        """Copy items inside the device; no target may be a source of the same call. See `load`."""
+        _, device = self._sides()
+        job = self._job(device, device, src_slots, dst_slots, layers, count, per_head, unit_tokens)
+        self._run(job, _D2D, engine)
+
+    def _sides(self) -> tuple[_Side, _Side]:
+        host, device = self._pools
+        return _Side(host.data, host.addressing, host.chunk_bytes), _Side(device.data, device.addressing)
+
+    def _job(
+        self, src: _Side, dst: _Side, src_idx: Tensor, dst_idx: Tensor, layers: range, count: Tensor | None,
+        per_head: bool, unit_tokens: int,
+    ) -> _Job:  # fmt: skip
+        positions = tuple((self.geometry.layer_index(layer),) * 2 for layer in layers)
+        return _Job(src, dst, src_idx, dst_idx, positions, count, per_head, unit_tokens)
+
+    def _run(self, job: _Job, direction: int, engine: Engine) -> None:
+        if engine is Engine.DMA and not _on_host(job):
+            raise ConfigError("engine", engine.value, "needs indices on the host")
+        worth_a_look = engine is Engine.AUTO and _on_host(job) and self._may_have_long_runs(job)
+        runs = self._runs(job) if engine is Engine.DMA or worth_a_look else None
+        if runs is None or (engine is Engine.AUTO and runs.mean_bytes < DMA_RUN_BYTES):
+            self._by_kernel(job, direction)
+        else:
+            self._by_copies(job, runs, direction)
+
+    def _may_have_long_runs(self, job: _Job) -> bool:
+        # Tokens of a layer follow each other only in layer_first pools; looking costs more than a short transfer.
+        tokens = job.src_idx.numel() * job.unit_tokens
+        orders = {job.src.addressing.layout, job.dst.addressing.layout}
+        return orders == {Layout.LAYER_FIRST} and tokens * self.geometry.token_layer_bytes >= DMA_RUN_BYTES
+
+    def _by_copies(self, job: _Job, runs: Runs, direction: int) -> None:
+        for src, dst, size in zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True):
+            job.dst.data[dst : dst + size].copy_(job.src.data[src : src + size], non_blocking=True)
+        self._by_dma[direction] += runs.total_bytes
+
+    def _runs(self, job: _Job) -> Runs:
+        pairs = slot_pairs(job.src_idx, job.dst_idx, job.count, job.unit_tokens)
+        runs = copy_runs(
+            job.src.addressing, job.dst.addressing, pairs, layers=job.layers, num_heads=self.geometry.num_kv_heads,
+            per_head=job.per_head,
+        )  # fmt: skip
+        return runs.split(job.src.border, job.dst.border)
+
+    def _by_kernel(self, job: _Job, direction: int) -> None:
+        device = self._runtime.device
+        host, _ = self._pools
+        # Inside the device nothing is computed beside the transfer: it may use the whole device.
+        blocks = 0 if direction == _D2D else self._config.io_blocks
+        # Kernels cannot reach pageable memory; the reference copies through the host, and waits.
+        readable = direction == _D2D or host.is_device_readable
+        io_transfer(
+            job.src.data, job.dst.data, job.src.addressing, job.dst.addressing, job.src_idx.to(device),
+            job.dst_idx.to(device), layers=job.layers, num_heads=self.geometry.num_kv_heads,
+            count=None if job.count is None else job.count.to(device), per_head=job.per_head,
+            unit_tokens=job.unit_tokens, blocks=blocks, moved=self._moved[direction : direction + 1],
+            impl=self._config.kernels if readable else "reference",
+        )  # fmt: skip
+
+
+def _on_host(job: _Job) -> bool:
+    indices = (job.src_idx, job.dst_idx) if job.count is None else (job.src_idx, job.dst_idx, job.count)
+    return all(index.device.type == "cpu" for index in indices)
