@@ -1,0 +1,43 @@
+"""Runs the layers of a `DecoderModel` through the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gpu_tier.engine.attention_layer import AttentionLayer
+from gpu_tier.engine.hooks import EngineHooks
+from gpu_tier.engine.model import DecoderModel, ModelState
+from gpu_tier.engine.pass_runner import last_tokens
+from gpu_tier.types import ForwardBatch
+
+__all__ = ["LayerDriver"]
+
+
+class LayerDriver:
+    """Implements `gpu_tier.engine.pass_runner.PassRunner`.
+
+    Args:
+        model: whose attention the coordinator computes.
+        hooks: of the coordinator.
+        piece_tokens: most keys of a request that prefill has decoded at a time.
+    """
+
+    def __init__(self, model: DecoderModel, hooks: EngineHooks, piece_tokens: int) -> None:
+        self._model = model
+        self._hooks = hooks
+        self._attention = AttentionLayer(hooks, model.sm_scale, piece_tokens)
+
+    def run(self, batch: ForwardBatch, token_ids: Tensor, states: Sequence[ModelState]) -> Tensor:
+        """See `PassRunner`."""
+        positions = batch.positions[: len(token_ids)]
+        self._hooks.forward_begin(batch)
+        hidden = self._model.embed(token_ids, positions)
+        for layer_id in range(self._model.num_layers):
+            inputs = self._model.attention_inputs(layer_id, hidden, positions, states, batch.extend_lens)
+            self._attention.write(layer_id, batch, inputs.k, inputs.v)
+            attention = self._attention.run(inputs.q, inputs.k, inputs.v, layer_id, batch, inputs.extra)
+            hidden = self._model.attention_output(layer_id, hidden, attention)
+        self._hooks.forward_end(batch)
+        return self._model.logits(hidden[last_tokens(batch)])

@@ -1,0 +1,52 @@
+"""Exact prefill attention over KV that does not fit the device: it is read piece by piece.
+
+The keys of a request, those of the chunk included, are read as they are stored, in pieces that begin at multiples of
+`piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the result
+does not depend on how a prompt is cut into chunks, but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_tier.engine.hooks import KeyReader
+from gpu_tier.errors import ConfigError
+from gpu_tier.kernels.dense import causal_partial, merge_partials
+from gpu_tier.types import ForwardBatch, Partial
+
+__all__ = ["PrefillAttention"]
+
+
+class PrefillAttention:
+    """Attention of prompt chunks over everything before them and themselves.
+
+    Args:
+        reader: of the requests' KV.
+        sm_scale: what scores are multiplied by before the softmax.
+        piece_tokens: tokens of a piece.
+    """
+
+    def __init__(self, reader: KeyReader, sm_scale: float, piece_tokens: int) -> None:
+        if piece_tokens < 1:
+            raise ConfigError("piece_tokens", piece_tokens, "must be at least 1")
+        self._reader = reader
+        self._sm_scale = sm_scale
+        self._piece_tokens = piece_tokens
+
+    def run(self, q: Tensor, layer_id: int, batch: ForwardBatch) -> Tensor:
+        """Return the attention ``f32 [T, Hq, dv]`` of the chunks' queries ``q [T, Hq, D]``."""
+        rows = zip(batch.requests, batch.lengths, q.split(batch.extend_lens), strict=True)
+        return torch.cat([self.chunk(queries, layer_id, request, stop) for request, stop, queries in rows])
+
+    def chunk(self, q: Tensor, layer_id: int, request: int, stop: int) -> Tensor:
+        """Return the attention of one request's tokens, the last of which is token ``stop - 1``."""
+        q = q.float()
+        start = stop - len(q)
+        total: Partial | None = None
+        for first in range(0, stop, self._piece_tokens):
+            k, v = self._reader.rows(layer_id, request, first, min(first + self._piece_tokens, stop))
+            part = causal_partial(q, k, v, self._sm_scale, start - first)
+            total = part if total is None else merge_partials(total, part)
+        assert total is not None
+        return total.o
