@@ -2,7 +2,7 @@
 
 All heads share one latent row per token, ``[c | k_rope]``: `c` is what a token's keys and values of every head are
 linear maps of, k_rope carries its position. Attention runs in the absorbed form: the key map is applied to the query
-and the value map to the output, so that heads read the latent row itself, whose leading `kv_rank` numbers are the value.
+and the value map to the output, so that heads read the latent row itself; its leading `kv_rank` numbers are the value.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ __all__ = ["random_matrix", "rms_norm", "rotate", "swiglu"]
 def random_matrix(generator: torch.Generator, outputs: int, inputs: int, gain: float = 1.0) -> Tensor:
     """Return a weight ``f64 [outputs, inputs]`` that keeps the size of its input's numbers, times `gain`."""
     scale = gain * inputs**-0.5
-    return scale * torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
+    weight: Tensor = scale * torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
+    return weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

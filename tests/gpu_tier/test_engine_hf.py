@@ -1,0 +1,130 @@
+"""A Hugging Face model decodes through the hooks as it does on its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
+from gpu_tier.engine.batch_engine import BatchEngine
+from gpu_tier.engine.generation import generate
+from gpu_tier.engine.hf_attention import ATTENTION_NAME
+from gpu_tier.engine.hf_runner import AttentionShape, HfRunner
+from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.geometry import KVGeometry, KVKind
+from gpu_tier.rows import KVDtype
+from tests.gpu_tier.engine_rig import PlainHooks
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mistral": MistralConfig}
+
+
+def make_model(name: str = "llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = SIZES | ({"sliding_window": None} if name == "mistral" else {}) | changes
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](**sizes), dtype=torch.float32).eval()
+    for parameter in model.parameters():  # the usual start makes attention nearly uniform
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(2, 128), k=length)
+
+
+def own_generate(model: Any, tokens: list[int], count: int) -> list[int]:
+    ids = torch.tensor([tokens])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(tokens) :].tolist()
+
+
+@pytest.fixture(name="engine_of")
+def fixture_engine_of() -> Iterator[Any]:
+    runners = []
+
+    def engine_of(model: Any, chunk_tokens: int = 64, piece_tokens: int = 64) -> BatchEngine:
+        shape = AttentionShape.of(model, 16)
+        hooks = PlainHooks(shape.geometry.v_head_dim)
+        runners.append(HfRunner(model, hooks, shape.sm_scale, piece_tokens))
+        return BatchEngine(runners[-1], hooks, chunk_tokens=chunk_tokens)
+
+    yield engine_of
+    for runner in runners:
+        runner.close()
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_batches_of_unequal_lengths_generate_what_the_model_does(name: str, engine_of: Any) -> None:
+    model = make_model(name)
+    prompts = [prompt(length, length) for length in (1, 33, 12, 50)]
+    expected = [own_generate(model, p, 6) for p in prompts]
+    assert generate(engine_of(model, 17, 9), prompts, 6) == expected
+
+
+def test_logits_equal_the_models(engine_of: Any) -> None:
+    model = make_model()
+    tokens = prompt(40)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    engine = engine_of(model, 64, 7)
+    request = engine.add(tokens[:37])
+    engine.step()
+    torch.testing.assert_close(engine.logits[request], expected[36], rtol=1e-5, atol=1e-5)
+
+
+def test_the_model_gets_its_own_attention_back() -> None:
+    model = make_model()
+    before = model.config._attn_implementation
+    expected = own_generate(model, prompt(9), 4)
+    runner = HfRunner(model, PlainHooks(16), 0.25, 64)
+    assert model.config._attn_implementation == ATTENTION_NAME
+    with pytest.raises(StateError, match="only inside a pass"), torch.no_grad():
+        model(torch.tensor([[5, 6]]))
+    runner.close()
+    assert model.config._attn_implementation == before
+    assert own_generate(model, prompt(9), 4) == expected
+
+
+def test_shape_of_a_model() -> None:
+    shape = AttentionShape.of(make_model(), 16)
+    assert shape == AttentionShape(KVGeometry(KVKind.MHA, 3, 2, 16, 16, KVDtype.F32, 16), 4, 0.25)
+    assert AttentionShape.of(make_model().bfloat16(), 16).geometry.dtype is KVDtype.BF16
+    assert AttentionShape.of(make_model(), 16, KVDtype.FP8).geometry.dtype is KVDtype.FP8
+
+
+def test_models_whose_attention_is_another_are_refused(engine_of: Any) -> None:
+    with pytest.raises(ConfigError, match="training mode"):
+        HfRunner(make_model().train(), PlainHooks(16), 0.25, 64)
+    mixed = make_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(ConfigError, match="layer_types"):
+        AttentionShape.of(mixed, 16)
+    windowed = engine_of(make_model("mistral", sliding_window=8))
+    windowed.add(prompt(4))
+    with pytest.raises(ConfigError, match="sliding_window=8"):
+        windowed.step()
+    with pytest.raises(ConfigError, match="dtype"):
+        AttentionShape.of(make_model().double(), 16)
+
+
+def test_another_scale_than_the_coordinators_is_refused() -> None:
+    hooks = PlainHooks(16)
+    engine = BatchEngine(HfRunner(make_model(), hooks, 0.5, 64), hooks)
+    engine.add(prompt(4))
+    with pytest.raises(ConfigError, match=r"scaling=0\.25"):
+        engine.step()
