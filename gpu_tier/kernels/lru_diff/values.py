@@ -1,0 +1,120 @@
+"""What the diff kernel works on: the state of one layer, where it puts its plan, and why a row may fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntFlag
+from typing import Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["DiffError", "DiffOutputs", "DiffScratch", "LayerState"]
+
+
+class DiffError(IntFlag):
+    """Bits of the kernel's error flag; the item concerned gets slot -1."""
+
+    NOT_BACKED_UP = 1
+    """A selected item is neither on the device nor in host memory."""
+    NO_VICTIM = 2
+    """Too few slots are empty or hold an item that host memory has too."""
+    OUT_OF_RANGE = 4
+    """A selected id is not below the request's number of items."""
+    NOT_ADMITTED = 8
+    """A row's request has no buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The buffers of all requests in one layer. R rows of requests, Hs heads that select on their own, C slots.
+
+    Attributes:
+        slot_item: ``int32 [R, Hs, C]`` item in each slot, -1 when it is empty.
+        lru_slots: ``int16 [R, Hs, C]`` permutation of the slots, coldest first; empty slots are at the front.
+        newest_item: ``int32 [R, Hs]`` newest item of the last step, -1 before the first.
+        slot_loc: ``int32 [R, C]`` device slot of each slot's first token; of all layers.
+        newest_slots: ``int32 [R, 2]`` device slots of the newest item i: entry ``i % 2``; -1 without a buffer; of all
+            layers.
+        host_loc: ``int64 [R, items]`` host slot of each item's first token, -1 while it is not backed up; of all
+            layers.
+    """
+
+    slot_item: Tensor
+    lru_slots: Tensor
+    newest_item: Tensor
+    slot_loc: Tensor
+    newest_slots: Tensor
+    host_loc: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOutputs:
+    """The plan of one step and layer; -1 is padding.
+
+    Attributes:
+        device_slot: ``int32 [B, Hs, K]`` device slot of each selected item.
+        load_host: ``int64 [B, Hs, K]`` host slots to load from, left-aligned.
+        load_device: ``int32 [B, Hs, K]`` device slots to load to.
+        load_count: ``int32 [B, Hs]`` items to load.
+        evicted_items: ``int32 [B, Hs, K]`` items that the loads replace, -1 for an empty slot.
+        promote_src: ``int32 [B, Hs]`` device slot of the previous newest item.
+        promote_dst: ``int32 [B, Hs]`` device slot it moves to.
+        counters: ``int64 [4]`` selected, hits, loads and promotions are added to it.
+        errors: ``int32 [1]`` bits of `DiffError` are added to it.
+    """
+
+    device_slot: Tensor
+    load_host: Tensor
+    load_device: Tensor
+    load_count: Tensor
+    evicted_items: Tensor
+    promote_src: Tensor
+    promote_dst: Tensor
+    counters: Tensor
+    errors: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, width: int, counters: Tensor, errors: Tensor) -> Self:
+        """Return outputs for selections ``[rows, heads, width]``."""
+        device = counters.device
+
+        def ids(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, -1, dtype=dtype, device=device)
+
+        return cls(
+            device_slot=ids(rows, heads, width),
+            load_host=ids(rows, heads, width, dtype=torch.int64),
+            load_device=ids(rows, heads, width),
+            load_count=torch.zeros(rows, heads, dtype=torch.int32, device=device),
+            evicted_items=ids(rows, heads, width),
+            promote_src=ids(rows, heads),
+            promote_dst=ids(rows, heads),
+            counters=counters,
+            errors=errors,
+        )
+
+    def counting(self, counters: Tensor) -> Self:
+        """Return the same outputs with other counters."""
+        return replace(self, counters=counters)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffScratch:
+    """Room for the Triton kernel; the others need none.
+
+    Attributes:
+        item_slot: ``int32 [B, Hs, items]`` slot of each item; -1 between calls.
+        order: ``int32 [B, Hs, 3, C]`` hit marks, old order, and victims.
+    """
+
+    item_slot: Tensor
+    order: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, items: int, capacity: int, device: torch.device) -> Self:
+        """Return scratch for that many rows of a batch."""
+        return cls(
+            torch.full((rows, heads, items), -1, dtype=torch.int32, device=device),
+            torch.zeros(rows, heads, 3, capacity, dtype=torch.int32, device=device),
+        )

@@ -1,0 +1,264 @@
+"""LRU diff residency: a buffer of C items per request, layer and head, kept in the order of use.
+
+A step loads only the selected items that the buffer lacks, into the slots used longest ago. The newest item lives
+outside the buffer, in one of two slots by turns: the engine may write the next step's item before this step's one was
+promoted. All state is on the device and one kernel per layer does a step (`gpu_tier.kernels.lru_diff` has its rules and
+invariants), so that nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.geometry import KVGeometry
+from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, lru_diff
+from gpu_tier.manager.policy import BufferFill
+from gpu_tier.runtime import DeviceRuntime
+from gpu_tier.types import ForwardBatch, MissPlan, Promotion, ResidencyPlan, Selection
+
+__all__ = ["LruCounters", "LruDiffPolicy"]
+
+_MAX_CAPACITY = torch.iinfo(torch.int16).max
+
+
+@dataclass(frozen=True, slots=True)
+class LruCounters:
+    """What happened so far, in items of all rows and heads.
+
+    Attributes:
+        selected: valid selected items.
+        hits: those that were on the device: in the buffer, newest, or promoted in the same step.
+        loads: those that were loaded from host memory.
+        promotions: previous newest items that moved into the buffer.
+    """
+
+    selected: int
+    hits: int
+    loads: int
+    promotions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per selected item; 1 when nothing was selected."""
+        return self.hits / self.selected if self.selected else 1.0
+
+
+class LruDiffPolicy:
+    """See `gpu_tier.manager.policy.ResidencyPolicy`.
+
+    The tensors of a plan are used again by the layer after the next.
+
+    Args:
+        geometry: of the model's KV.
+        capacity: items C of a buffer, at most 32767, at least as many as a selection is wide.
+        unit_tokens: tokens of an item.
+        selecting_heads: heads Hs that select on their own: 1, or all KV heads.
+        max_requests: rows R of the state.
+        max_items: most items of a request.
+        host_loc: ``int64 [R, max_items]`` host slot of each item's first token, -1 while it is not backed up. The
+            manager owns it.
+        runtime: of the device.
+        promote_newest: whether the previous newest item stays on the device; otherwise it has to be backed up by the
+            next step.
+        loads_hottest: whether loaded items are hotter than hits.
+        kernels: which implementation of the kernel.
+        debug_checks: check the selection and the error flag in every step; waits for the device.
+
+    Raises:
+        ConfigError: an argument is not allowed.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, *, capacity: int, unit_tokens: int, selecting_heads: int, max_requests: int,
+        max_items: int, host_loc: Tensor, runtime: DeviceRuntime, promote_newest: bool = True,
+        loads_hottest: bool = False, kernels: str = "auto", debug_checks: bool = False,
+    ) -> None:  # fmt: skip
+        _check_sizes(geometry, capacity, unit_tokens, selecting_heads)
+        if host_loc.shape != (max_requests, max_items) or host_loc.dtype is not torch.int64:
+            raise ConfigError("host_loc", (host_loc.dtype, *host_loc.shape), f"int64 [{max_requests}, {max_items}]")
+        self.geometry = geometry
+        self.capacity = capacity
+        self.unit_tokens = unit_tokens
+        self.selecting_heads = selecting_heads
+        self._promote_newest = promote_newest
+        self._loads_hottest = loads_hottest
+        self._kernels = kernels
+        self._debug_checks = debug_checks
+        self._device = runtime.device
+        self._admitted: set[int] = set()
+        self._host_loc = host_loc
+        per_slot = (geometry.num_layers, max_requests, selecting_heads, capacity)
+        self._slot_item = self._ids(*per_slot)
+        self._lru_slots = torch.arange(capacity, dtype=torch.int16, device=self._device).repeat(*per_slot[:3], 1)
+        self._newest_item = self._ids(*per_slot[:3])
+        self._slot_loc = self._ids(max_requests, capacity)
+        self._newest_slots = self._ids(max_requests, 2)
+        self._counts = torch.zeros(geometry.num_layers, 4, dtype=torch.int64, device=self._device)
+        self._errors = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._outputs: dict[tuple[int, int, int], DiffOutputs] = {}
+        self._scratch: dict[int, DiffScratch] = {}
+
+    def _ids(self, *shape: int) -> Tensor:
+        return torch.full(shape, -1, dtype=torch.int32, device=self._device)
+
+    def admit(self, request: int, buffer_slots: Tensor, newest_slots: Tensor, n_tokens: int) -> BufferFill:
+        """See `ResidencyPolicy`: all full items if they fit, each in the slot of its number, else the last C of them.
+
+        Raises:
+            ConfigError: the slots are not C and 2, or there are more items than a request can have.
+            StateError: the request has a buffer.
+        """
+        self._check_admission(request, buffer_slots, newest_slots, n_tokens)
+        full, part = divmod(n_tokens, self.unit_tokens)
+        first = max(0, full - self.capacity)
+        held = full - first
+        items = torch.arange(first, full, dtype=torch.int64, device=self._device)
+        self._slot_loc[request] = buffer_slots.to(self._slot_loc)
+        self._newest_slots[request] = newest_slots.to(self._newest_slots)
+        self._slot_item[:, request, :, :held] = items.int()
+        order = torch.arange(held, held + self.capacity, device=self._device) % self.capacity
+        self._lru_slots[:, request] = order.short()
+        self._newest_item[:, request] = full if part else -1
+        self._admitted.add(request)
+        slots = self._slot_loc[request, :held].long()
+        if part:
+            items = torch.cat([items, items.new_full((1,), full)])
+            slots = torch.cat([slots, self._newest_slots[request, full % 2 :][:1].long()])
+        return BufferFill(items, slots)
+
+    def _check_admission(self, request: int, buffer_slots: Tensor, newest_slots: Tensor, n_tokens: int) -> None:
+        if request in self._admitted:
+            raise StateError(f"request {request} has a buffer; release it first")
+        if not 0 <= request < len(self._host_loc):
+            raise ConfigError("request", request, f"rows are 0 to {len(self._host_loc) - 1}")
+        if buffer_slots.shape != (self.capacity,) or newest_slots.shape != (2,):
+            shapes = (tuple(buffer_slots.shape), tuple(newest_slots.shape))
+            raise ConfigError("buffer_slots, newest_slots", shapes, f"must be ({self.capacity},) and (2,)")
+        self._check_tokens("n_tokens", n_tokens)
+
+    def _check_tokens(self, field: str, n_tokens: int) -> None:
+        most = self._host_loc.shape[1] * self.unit_tokens
+        if not 0 <= n_tokens <= most:
+            raise ConfigError(field, n_tokens, f"a request has 0 to {most} tokens")
+
+    def release(self, request: int) -> None:
+        """See `ResidencyPolicy`. Nothing of the request is left for the next one in its row."""
+        if request not in self._admitted:
+            return
+        self._admitted.remove(request)
+        self._slot_item[:, request] = -1
+        self._lru_slots[:, request] = torch.arange(self.capacity, dtype=torch.int16, device=self._device)
+        self._newest_item[:, request] = -1
+        self._slot_loc[request] = -1
+        self._newest_slots[request] = -1
+
+    def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
+        """See `ResidencyPolicy`. One kernel, no waiting.
+
+        Raises:
+            ConfigError: the selection is wider than the buffer, or of other heads or items than the policy, or a
+                request is longer than its rows.
+            StateError: with `debug_checks`, the step broke a rule.
+        """
+        self._check_selection(selection)
+        self._check_tokens("lengths", max(batch.lengths, default=0))
+        if self._debug_checks:
+            selection.validate(batch)
+        layer = self.geometry.layer_index(layer_id)
+        out = self._outputs_for(layer, selection.indices)
+        lru_diff(
+            selection.indices, batch.req_pool_indices, batch.seq_lens, sparse_mask, batch.num_real_reqs,
+            self.layer_state(layer_id), out, self._scratch_for(batch.rows), unit_tokens=self.unit_tokens,
+            promote_newest=self._promote_newest, loads_hottest=self._loads_hottest, impl=self._kernels,
+        )  # fmt: skip
+        if self._debug_checks:
+            self.check()
+        return ResidencyPlan(
+            device_slot=out.device_slot,
+            misses=MissPlan(out.load_host, out.load_device, out.load_count),
+            promotion=Promotion(out.promote_src, out.promote_dst) if self._promote_newest else None,
+            evicted_items=out.evicted_items,
+            evicted_slots=out.load_device,
+        )
+
+    def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
+        """Do nothing: `resolve` has updated the order."""
+
+    def check(self) -> None:
+        """Raise what steps have reported since the last check; waits for the device.
+
+        Raises:
+            StateError: a step broke a rule; its plan has -1 for the items concerned.
+        """
+        errors = self.errors
+        self.clear_errors()
+        if errors:
+            raise StateError(f"the LRU diff reported {errors.name}: see gpu_tier.kernels.lru_diff.DiffError")
+
+    @property
+    def errors(self) -> DiffError:
+        """What steps have reported since the errors were cleared; waits for the device."""
+        return DiffError(int(self._errors.item()))
+
+    def clear_errors(self) -> None:
+        """Forget what steps have reported."""
+        self._errors.zero_()
+
+    @property
+    def counters(self) -> LruCounters:
+        """What happened so far in all layers; reading it waits for the device."""
+        return LruCounters(*self._counts.sum(0).tolist())
+
+    def layer_counters(self, layer_id: int) -> LruCounters:
+        """Return what happened so far in a layer; waits for the device."""
+        return LruCounters(*self._counts[self.geometry.layer_index(layer_id)].tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state on the device, without `host_loc`."""
+        state = (self._slot_item, self._lru_slots, self._newest_item, self._slot_loc, self._newest_slots)
+        return sum(tensor.nbytes for tensor in state)
+
+    def layer_state(self, layer_id: int) -> LayerState:
+        """Return views of a layer's state."""
+        layer = self.geometry.layer_index(layer_id)
+        return LayerState(
+            self._slot_item[layer], self._lru_slots[layer], self._newest_item[layer],
+            self._slot_loc, self._newest_slots, self._host_loc,
+        )  # fmt: skip
+
+    def _check_selection(self, selection: Selection) -> None:
+        heads, width = selection.indices.shape[1:]
+        if width > self.capacity:
+            raise ConfigError("capacity", self.capacity, f"selections of {width} items need as many slots")
+        if heads != self.selecting_heads:
+            raise ConfigError("selection", heads, f"must have {self.selecting_heads} heads")
+        if selection.unit_tokens != self.unit_tokens:
+            raise ConfigError("unit_tokens", selection.unit_tokens, f"items here have {self.unit_tokens} tokens")
+
+    def _outputs_for(self, layer: int, items: Tensor) -> DiffOutputs:
+        # Two sets by turns: the plan of a layer stays whole while the next one is made.
+        rows, heads, width = items.shape
+        key = (layer % 2, rows, width)
+        if key not in self._outputs:
+            self._outputs[key] = DiffOutputs.empty(rows, heads, width, self._counts[0], self._errors)
+        return self._outputs[key].counting(self._counts[layer])
+
+    def _scratch_for(self, rows: int) -> DiffScratch:
+        if rows not in self._scratch:
+            items = self._host_loc.shape[1]
+            self._scratch[rows] = DiffScratch.empty(rows, self.selecting_heads, items, self.capacity, self._device)
+        return self._scratch[rows]
+
+
+def _check_sizes(geometry: KVGeometry, capacity: int, unit_tokens: int, selecting_heads: int) -> None:
+    if not 1 <= capacity <= _MAX_CAPACITY:
+        raise ConfigError("capacity", capacity, f"must be 1 to {_MAX_CAPACITY} items")
+    if unit_tokens < 1:
+        raise ConfigError("unit_tokens", unit_tokens, "must be at least 1")
+    if selecting_heads not in (1, geometry.num_kv_heads):
+        raise ConfigError.choice("selecting_heads", selecting_heads, (1, geometry.num_kv_heads))
