@@ -7,6 +7,7 @@ refused with the nearest known one, so that a misspelt setting never passes sile
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
@@ -74,6 +75,10 @@ class AlgorithmConfig:
 @dataclass(frozen=True, slots=True)
 class FullConfig(AlgorithmConfig):
     """Dense attention; every request stays on the device."""
+
+    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
+        """Return more than any prompt has: no request becomes sparse."""
+        return sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)

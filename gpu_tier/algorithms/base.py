@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
-from gpu_tier.config import SparseConfig
+from gpu_tier.config import AlgorithmConfig, SparseConfig
+from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.runtime import DeviceRuntime
 from gpu_tier.types import ForwardBatch, Selection, Unit
 
 __all__ = ["AlgorithmContext", "BaseSparseAlgorithm", "KeySource", "Sidecar"]
+
+_Settings = TypeVar("_Settings", bound=AlgorithmConfig)
 
 
 class KeySource(Protocol):
@@ -54,6 +57,16 @@ class AlgorithmContext:
         """Query heads of a KV head."""
         return self.num_q_heads // self.geometry.num_kv_heads
 
+    def settings(self, kind: type[_Settings]) -> _Settings:
+        """Return the algorithm's own settings.
+
+        Raises:
+            ConfigError: they are another algorithm's.
+        """
+        if not isinstance(self.config.algo, kind):
+            raise ConfigError("algo", self.config.algo, f"must be a {kind.__name__}")
+        return self.config.algo
+
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
@@ -77,6 +90,8 @@ class BaseSparseAlgorithm(ABC):
     """
 
     unit: ClassVar[Unit]
+    selects: ClassVar[bool] = True
+    """Whether it selects at all; dense attention does not."""
     needs_values: ClassVar[bool] = False
     updates_before_retrieval: ClassVar[bool] = False
     """Whether the current token's representation has to exist before `retrieve_topk`."""
@@ -104,7 +119,7 @@ class BaseSparseAlgorithm(ABC):
 
     @property
     def max_items(self) -> int:
-        """K: the width of every selection."""
+        """K: the most items of a selection. Its width, unless the algorithm says that selections grow up to it."""
         raise NotImplementedError
 
     def initialize_representation_pool(self) -> None:  # noqa: B027 - a baseline has none
@@ -136,6 +151,9 @@ class BaseSparseAlgorithm(ABC):
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, **extra: Tensor
     ) -> None:
         """Add the token of a decode step, ``k [B, H, d]``."""
+
+    def finish_prompt(self, request: int, n_prompt: int) -> None:  # noqa: B027 - most need not know
+        """Take note that the prompt is complete: once, after its last chunk and before the request becomes sparse."""
 
     @abstractmethod
     def retrieve_topk(

@@ -1,0 +1,206 @@
+"""Query-aware selection of pages by bounds of their keys (Tang et al., ICML 2024).
+
+The representation of a scoring page is the minimum and the maximum of its keys in each dimension, in bf16, the minimum
+rounded down and the maximum rounded up: ``Σ_j max(q_j·min_j, q_j·max_j)`` is then an upper bound of every ``q·k`` of
+the page. Both start from the identity (+inf, -inf) and only ever widen, hence:
+
+1. chunks of a prefill in any cut, and decoded tokens, leave the same bits as one prefill of everything;
+2. the same chunk again changes nothing.
+
+The page that is being written is always selected and never scored: its bounds need not exist yet.
+
+Group rules, for the query heads of a KV head: `mean` bounds the mean query, `max` takes the largest bound, `softmax`
+sums each head's softmax over the scored pages. With `heads=shared` the KV heads' scores are summed and one set serves
+all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
+from gpu_tier.algorithms.batch_rows import keep_best, real_rows, sparse_lengths
+from gpu_tier.algorithms.chunk_pages import ChunkPages
+from gpu_tier.algorithms.page_sidecars import export_pages, import_pages
+from gpu_tier.config import QuestConfig
+from gpu_tier.errors import ConfigError
+from gpu_tier.kernels.quest_score import quest_score
+from gpu_tier.kernels.quest_score.bounds import round_down, round_up
+from gpu_tier.kernels.topk_select import topk_select
+from gpu_tier.pools.representation import RepresentationPool
+from gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
+
+__all__ = ["Quest"]
+
+_BF16_BYTES = 2
+
+
+class Quest(BaseSparseAlgorithm):
+    """Selects the pages that may hold the largest products, and always the first and the last ones."""
+
+    unit: ClassVar[Unit] = Unit.PAGE
+
+    def initialize_representation_pool(self) -> None:
+        """Allocate two bf16 rows per scoring page, layer and KV head."""
+        context, geometry = self.context, self.context.geometry
+        self.settings = context.settings(QuestConfig)
+        if geometry.page_size % self.settings.page:
+            raise ConfigError("page", self.settings.page, f"must divide the page size {geometry.page_size}")
+        shape = (geometry.num_kv_heads, 2, geometry.head_dim)
+        empty = torch.full(shape, torch.inf, dtype=torch.bfloat16)
+        empty[:, 1] = -torch.inf
+        self.shape = shape
+        self._places: tuple[ForwardBatch, ChunkPages] | None = None  # the same for all layers of a pass
+        self.pool = RepresentationPool(
+            num_layers=geometry.num_layers,
+            page_tokens=self.settings.page,
+            page_bytes=math.prod(shape) * _BF16_BYTES,
+            max_requests=context.max_requests,
+            max_tokens=context.max_tokens,
+            total_tokens=context.total_tokens,
+            device=context.runtime.device,
+            fill=empty.view(torch.uint8).flatten(),
+        )
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of a scoring page."""
+        return self.settings.page
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each KV head has a set of its own."""
+        return self.settings.heads == "per_head"
+
+    @property
+    def skip_layers(self) -> int:
+        """First layers that attend densely."""
+        return self.settings.skip_layers
+
+    @property
+    def max_items(self) -> int:
+        """The budget in pages."""
+        return -(-self.settings.token_budget // self.settings.page)
+
+    def bounds(self, layer_id: int) -> Tensor:
+        """Return ``bf16 [pages + 1, H, 2, d]`` of a layer: minimum and maximum; the last page is the pool's spare."""
+        layer = self.pool.layer(self.context.geometry.layer_index(layer_id))
+        return layer.view(torch.bfloat16).view(-1, *self.shape)
+
+    def reserve(self, request: int, n_tokens: int) -> None:
+        """See `BaseSparseAlgorithm`."""
+        self.pool.reserve(request, n_tokens)
+
+    def construct_representations(
+        self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, q: Tensor | None = None,
+        **extra: Tensor,
+    ) -> None:  # fmt: skip
+        """Widen the bounds of the pages that the chunk touches."""
+        places = self._places_of(batch, k.device)
+        pages = self.pool.locate(places.requests, places.positions)
+        low, high = self._page_bounds(k[: len(places.token)].float(), places)
+        self._widen(layer_id, pages, low, high)
+
+    def _places_of(self, batch: ForwardBatch, device: torch.device) -> ChunkPages:
+        if self._places is None or self._places[0] is not batch:
+            self._places = batch, ChunkPages.of(batch, self.settings.page, device)
+        return self._places[1]
+
+    def _page_bounds(self, k: Tensor, places: ChunkPages) -> tuple[Tensor, Tensor]:
+        shape = (len(places.positions), self.settings.page)
+        padded = k.new_full((shape[0] * shape[1], *k.shape[1:]), torch.inf)
+        padded[places.token] = k
+        low = padded.unflatten(0, shape).amin(1)
+        padded.fill_(-torch.inf)
+        padded[places.token] = k
+        return low, padded.unflatten(0, shape).amax(1)
+
+    def _widen(self, layer_id: int, pages: Tensor, low: Tensor, high: Tensor) -> None:
+        bounds = self.bounds(layer_id)
+        held = bounds[pages]
+        # Rounding is monotone, so the rounded minimum is the minimum of the rounded keys: the cut does not matter.
+        # Adding 0 turns -0 into +0, between which minimum and maximum choose at will.
+        low = torch.minimum(held[:, :, 0], round_down(low) + 0.0)
+        high = torch.maximum(held[:, :, 1], round_up(high) + 0.0)
+        bounds[pages] = torch.stack([low, high], dim=2)
+
+    def update_representations(
+        self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, **extra: Tensor
+    ) -> None:
+        """Widen the bounds of each row's last page."""
+        pages = self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
+        self._widen(layer_id, pages, k.float(), k.float())
+
+    def retrieve_topk(
+        self, queries: Tensor, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor, **extra: Tensor
+    ) -> Selection:
+        """See `BaseSparseAlgorithm`."""
+        settings = self.settings
+        tokens = sparse_lengths(batch, sparse_mask)
+        pages = (tokens + settings.page - 1) // settings.page
+        scores = self._with_always(self._scores(queries, layer_id, batch, pages), pages)
+        heads = scores.shape[1]
+        indices = torch.empty(batch.rows, heads, self.max_items, dtype=torch.int32, device=queries.device)
+        lengths = torch.empty(batch.rows, heads, dtype=torch.int32, device=queries.device)
+        topk_select(scores, pages, self.max_items, indices, lengths, impl=self.context.config.kernels)
+        if settings.sparsity_ratio is not None:
+            indices, lengths = keep_best(indices, lengths, scores, self._share(tokens, pages))
+        always = TokenRanges(settings.sink_pages * settings.page, settings.recent_pages * settings.page)
+        return Selection(self.unit, settings.page, indices, lengths, always)
+
+    def _share(self, tokens: Tensor, pages: Tensor) -> Tensor:
+        assert self.settings.sparsity_ratio is not None
+        wanted = (tokens.double() * self.settings.sparsity_ratio / self.settings.page).ceil().int()
+        least = self.settings.recent_pages + self.settings.sink_pages
+        return torch.minimum(wanted.clamp(least, self.max_items), pages)
+
+    def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, pages: Tensor) -> Tensor:
+        """Return ``f32 [B, Hs, P]``; -inf for the page that is being written and behind it."""
+        context, heads, rule = self.context, self.context.geometry.num_kv_heads, self.settings.group
+        width = max(1, self.pool.pages_of(max((1, *batch.lengths))))
+        grouped = queries.float().unflatten(1, (heads, context.group))
+        asked = grouped.mean(2) if rule == "mean" else queries
+        table = self.pool.table[batch.req_pool_indices, :width]
+        out = torch.empty(batch.rows, asked.shape[1], width, device=queries.device)
+        complete = (pages - 1).clamp_min(0)
+        quest_score(asked, self.bounds(layer_id), table, complete, out, impl=context.config.kernels)
+        if rule == "mean":
+            scores = out
+        else:
+            by_head = out.unflatten(1, (heads, context.group))
+            scores = by_head.amax(2) if rule == "max" else self._softmax(by_head).sum(2)
+        return scores if self.per_head else scores.sum(1, keepdim=True)
+
+    def _softmax(self, bounds: Tensor) -> Tensor:
+        weights = (bounds * self.context.sm_scale).softmax(-1)
+        return torch.where(bounds == -torch.inf, 0.0, weights)
+
+    def _with_always(self, scores: Tensor, pages: Tensor) -> Tensor:
+        page = torch.arange(scores.shape[-1], device=scores.device)
+        recent = page >= (pages - self.settings.recent_pages)[:, None]
+        always = recent | (page < self.settings.sink_pages)
+        return scores.masked_fill(always[:, None], torch.inf)
+
+    def free(self, request: int) -> None:
+        """See `BaseSparseAlgorithm`."""
+        self.pool.free(request)
+
+    def representation_bytes(self, n_tokens: int) -> int:
+        """Return ``2·H·d·2`` bytes for each page and layer."""
+        return self.pool.bytes_of(n_tokens)
+
+    def sidecar_page_bytes(self) -> int:
+        """Return the bounds' bytes of one page of the pools, all layers."""
+        return self.pool.bytes_of(self.context.geometry.page_size)
+
+    def export_sidecar(self, request: int, start: int, stop: int) -> Sidecar | None:
+        """See `BaseSparseAlgorithm`."""
+        return export_pages(self.pool, self.context.geometry.page_size, request, start, stop)
+
+    def import_sidecar(self, request: int, sidecar: Sidecar) -> int:
+        """See `BaseSparseAlgorithm`."""
+        return import_pages(self.pool, self.context.geometry.page_size, request, sidecar)

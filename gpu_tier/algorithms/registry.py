@@ -1,0 +1,35 @@
+"""Which class is which algorithm."""
+
+from __future__ import annotations
+
+from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
+from gpu_tier.algorithms.full import FullAttention
+from gpu_tier.algorithms.oracle import Oracle
+from gpu_tier.algorithms.quest import Quest
+from gpu_tier.algorithms.streaming_llm import StreamingLLM
+from gpu_tier.errors import ConfigError
+
+__all__ = ["ALGORITHMS", "make"]
+
+ALGORITHMS: dict[str, type[BaseSparseAlgorithm]] = {
+    "full": FullAttention,
+    "full_offload": FullAttention,
+    "oracle": Oracle,
+    "streaming_llm": StreamingLLM,
+    "quest": Quest,
+}
+
+
+def make(context: AlgorithmContext) -> BaseSparseAlgorithm:
+    """Return the algorithm that the settings name.
+
+    Raises:
+        ConfigError: nothing is registered under the name, or the settings do not fit the model.
+    """
+    heads, kv_heads = context.num_q_heads, context.geometry.num_kv_heads
+    if heads < 1 or heads % kv_heads:
+        raise ConfigError("num_q_heads", heads, f"must be a multiple of the {kv_heads} KV heads")
+    name = context.config.algorithm
+    if name not in ALGORITHMS:
+        raise ConfigError.choice("algorithm", name, ALGORITHMS)
+    return ALGORITHMS[name](context)
