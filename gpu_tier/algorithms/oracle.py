@@ -6,7 +6,6 @@ rule that the other algorithms are compared under. All keys are read in every st
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
@@ -37,9 +36,8 @@ class Oracle(BaseSparseAlgorithm):
 
     @property
     def max_items(self) -> int:
-        """`k`, or the share of the longest request."""
-        ratio = self.settings.ratio
-        return self.settings.k if ratio is None else math.ceil(ratio * self.context.max_tokens)
+        """`k`, which also is the most that a share of a request may be."""
+        return self.settings.k
 
     def retrieve_topk(
         self, queries: Tensor, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor, **extra: Tensor

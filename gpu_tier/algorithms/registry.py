@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
+from gpu_tier.algorithms.dsa import DSA
 from gpu_tier.algorithms.full import FullAttention
 from gpu_tier.algorithms.oracle import Oracle
 from gpu_tier.algorithms.quest import Quest
@@ -16,6 +17,7 @@ ALGORITHMS: dict[str, type[BaseSparseAlgorithm]] = {
     "full_offload": FullAttention,
     "oracle": Oracle,
     "streaming_llm": StreamingLLM,
+    "dsa": DSA,
     "quest": Quest,
 }
 

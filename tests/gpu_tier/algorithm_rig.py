@@ -86,8 +86,15 @@ class Rig:
         return torch.randn(shape, generator=self.source.random)
 
     def extra(self, layer: int, request: int, start: int, stop: int) -> dict[str, Tensor]:
-        """What a model would pass beside keys and queries of these tokens."""
+        """What the model passes beside keys and queries of these tokens."""
         return {}
+
+    def copy_request(self, source: int, target: int) -> None:
+        """Let a request have another one's keys and queries; nothing of it is revealed yet."""
+        self.n[target] = 0
+        for layer in self.geometry.layers:
+            self.source.of[layer, target] = self.source.of[layer, source]
+            self.queries_seen[layer, target] = self.queries_seen[layer, source]
 
     def _joined(self, layer: int, extend: Mapping[int, int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         keys, queries, extras = [], [], []

@@ -235,9 +235,7 @@ def test_when_the_pool_is_full_a_request_keeps_what_it_had() -> None:
 def test_sidecars_of_pages_give_the_same_selection(geometry: KVGeometry) -> None:
     rig = make(geometry)
     rig.add({0: 100}, spare=1)
-    for layer in rig.geometry.layers:
-        rig.source.of[layer, 1] = rig.source.of[layer, 0]
-        rig.queries_seen[layer, 1] = rig.queries_seen[layer, 0]
+    rig.copy_request(0, 1)
     rig.algorithm.reserve(1, 100)
     parts = [rig.algorithm.export_sidecar(0, *edges) for edges in ((0, 47), (32, 100))]
     assert [(part.start, len(part.data)) for part in parts if part] == [(0, 2), (32, 4)]
