@@ -10,7 +10,7 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Layout
@@ -55,8 +55,6 @@ def _choice(config: object, name: str, choices: tuple[object, ...]) -> None:
 class AlgorithmConfig:
     """Settings of one algorithm."""
 
-    default_residency: ClassVar[str] = "device"
-
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:
         """Return the settings in `data`.
@@ -66,6 +64,14 @@ class AlgorithmConfig:
         """
         _check_known(cls, data, "algo.")
         return cls(**data)
+
+    def default_residency(self) -> str:
+        """Return the residency when the settings name none."""
+        return "lru"
+
+    def selected_tokens(self, config: SparseConfig) -> int:
+        """Return the tokens that a head attends to in a step; the buffer is twice that by default."""
+        return config.top_k
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return the prompt length from which requests become sparse when the settings name none."""
@@ -80,6 +86,10 @@ class FullConfig(AlgorithmConfig):
         """Return more than any prompt has: no request becomes sparse."""
         return sys.maxsize
 
+    def default_residency(self) -> str:
+        """Return device: nothing moves."""
+        return "device"
+
 
 @dataclass(frozen=True, slots=True)
 class FullOffloadConfig(AlgorithmConfig):
@@ -89,11 +99,14 @@ class FullOffloadConfig(AlgorithmConfig):
         chunk_tokens: tokens of one streamed piece per request; two pieces are on the device at a time.
     """
 
-    default_residency: ClassVar[str] = "stream"
     chunk_tokens: int = 65536
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "chunk_tokens")
+
+    def default_residency(self) -> str:
+        """Return stream."""
+        return "stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +115,19 @@ class OracleConfig(AlgorithmConfig):
 
     Attributes:
         k: tokens per KV head.
-        ratio: share of the request's tokens instead of `k`.
+        ratio: share of the request's tokens instead of `k`, which then is the most.
     """
 
-    default_residency: ClassVar[str] = "lru"
     k: int = 2048
     ratio: float | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "k")
         _ratio(self, "ratio")
+
+    def selected_tokens(self, config: SparseConfig) -> int:
+        """Return k, the most that `ratio` may select too."""
+        return self.k
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return k: below it every token is selected."""
@@ -128,7 +144,6 @@ class StreamingLLMConfig(AlgorithmConfig):
         page: tokens of a page: sinks and window are rounded up to whole pages.
     """
 
-    default_residency: ClassVar[str] = "lru"
     sink: int = 4
     window: int = 2048
     page: int = 16
@@ -136,6 +151,10 @@ class StreamingLLMConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         _at_least(self, 0, "sink")
         _at_least(self, 1, "window", "page")
+
+    def selected_tokens(self, config: SparseConfig) -> int:
+        """Return the tokens of the pages that sinks and window can touch."""
+        return (-(-self.sink // self.page) + (self.window + 2 * self.page - 2) // self.page) * self.page
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return what is kept anyway."""
@@ -154,7 +173,6 @@ class DsaConfig(AlgorithmConfig):
             indexer: mean query of the group against the mean key of the heads; this is not DSA).
     """
 
-    default_residency: ClassVar[str] = "lru"
     index_heads: int = 64
     index_dim: int = 128
     scale_format: str = "f32"
@@ -186,7 +204,6 @@ class QuestConfig(AlgorithmConfig):
         heads: shared (one page table for all KV heads) or per_head.
     """
 
-    default_residency: ClassVar[str] = "lru"
     page: int = 16
     token_budget: int = 2048
     sparsity_ratio: float | None = None
@@ -205,6 +222,10 @@ class QuestConfig(AlgorithmConfig):
         if self.token_budget < (self.recent_pages + self.sink_pages) * self.page:
             allowed = f"must hold the {self.recent_pages} recent and {self.sink_pages} sink pages of {self.page} tokens"
             raise ConfigError("token_budget", self.token_budget, allowed)
+
+    def selected_tokens(self, config: SparseConfig) -> int:
+        """Return the budget in whole pages."""
+        return -(-self.token_budget // self.page) * self.page
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return the budget: below it every page is selected."""
@@ -225,7 +246,6 @@ class SnapKVConfig(AlgorithmConfig):
         reselect_every: decode steps after which the last `w_obs` queries vote anew; 0 never. Only of retrievable.
     """
 
-    default_residency: ClassVar[str] = "static"
     w_obs: int = 32
     cap: int = 1056
     ratio: float | None = None
@@ -245,6 +265,19 @@ class SnapKVConfig(AlgorithmConfig):
             raise ConfigError("kernel", self.kernel, "must be odd, so that the pooled votes stay in place")
         if self.reselect_every and self.mode == "drop":
             raise ConfigError("reselect_every", self.reselect_every, "needs mode='retrievable': dropped KV is gone")
+
+    def default_residency(self) -> str:
+        """Return static: the set is fixed; with reselection lru, since sets then change."""
+        return "lru" if self.reselect_every else "static"
+
+    def kept(self, n_prompt: int) -> int:
+        """Return the tokens of the prompt that each head keeps."""
+        most = self.cap if self.ratio is None else max(self.w_obs + 1, round(self.ratio * n_prompt))
+        return min(n_prompt, most)
+
+    def selected_tokens(self, config: SparseConfig) -> int:
+        """Return the set and the tokens decoded until the next reselection."""
+        return self.cap + self.reselect_every
 
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return the cap: below it everything is kept."""
@@ -269,7 +302,7 @@ class SparseConfig:
     Attributes:
         algorithm: one of `ALGORITHMS`.
         top_k: tokens that dsa selects.
-        device_buffer_size: tokens of a request's buffer on the device, per layer; 0 means 2 · top_k.
+        device_buffer_size: tokens of a request's buffer on the device, per layer; 0 means twice what is selected.
         page_size: tokens of a page of the pools, which is the block of the storage.
         host_to_device_ratio: size of the host pool over that of the device pool, when `host_bytes` is 0.
         host_bytes: size of the host pool.
@@ -280,6 +313,8 @@ class SparseConfig:
         io_blocks: multiprocessors that the transfer kernel may use beside attention.
         kernels: auto, reference, triton or cuda.
         debug_checks: check selections and device error flags after every step (waits for the device).
+        prefill_window_tokens: prompt tokens of a request that stay on the device while it is prefilled, for prompts
+            larger than the device pool; 0 means all.
         publish_every: decoded blocks after which a request publishes; 0 means only at its end.
         promote_newest: keep the token of the previous step in the buffer instead of loading it back.
         loads_hottest: loaded items are hotter than hits, instead of the other way round.
@@ -298,6 +333,7 @@ class SparseConfig:
     io_blocks: int = 8
     kernels: str = "auto"
     debug_checks: bool = False
+    prefill_window_tokens: int = 0
     publish_every: int = 0
     promote_newest: bool = True
     loads_hottest: bool = False
@@ -327,16 +363,16 @@ class SparseConfig:
         if not isinstance(self.algo, ALGORITHMS[self.algorithm]):
             raise ConfigError("algo", self.algo, f"must be a {ALGORITHMS[self.algorithm].__name__}")
         _at_least(self, 1, "top_k", "page_size", "io_blocks")
-        _at_least(self, 0, "device_buffer_size", "host_bytes", "publish_every")
+        _at_least(self, 0, "device_buffer_size", "host_bytes", "prefill_window_tokens", "publish_every")
         _at_least(self, -1, "min_sparse_prompt_len")
         _choice(self, "residency", ("", *RESIDENCIES))
         _choice(self, "kernels", ("auto", "reference", "triton", "cuda"))
         if self.host_to_device_ratio <= 0:
             raise ConfigError("host_to_device_ratio", self.host_to_device_ratio, "must be above 0")
         if not self.device_buffer_size:
-            object.__setattr__(self, "device_buffer_size", 2 * self.top_k)
+            object.__setattr__(self, "device_buffer_size", 2 * self.algo.selected_tokens(self))
         if not self.residency:
-            object.__setattr__(self, "residency", self.algo.default_residency)
+            object.__setattr__(self, "residency", self.algo.default_residency())
         if self.min_sparse_prompt_len < 0:
             object.__setattr__(self, "min_sparse_prompt_len", self.algo.min_sparse_prompt_len(self))
 

@@ -93,6 +93,8 @@ class BaseSparseAlgorithm(ABC):
     selects: ClassVar[bool] = True
     """Whether it selects at all; dense attention does not."""
     needs_values: ClassVar[bool] = False
+    can_start_late: ClassVar[bool] = True
+    """Whether a request that was short can become sparse when it has grown."""
     updates_before_retrieval: ClassVar[bool] = False
     """Whether the current token's representation has to exist before `retrieve_topk`."""
     required_sidecar: ClassVar[bool] = False
@@ -168,6 +170,13 @@ class BaseSparseAlgorithm(ABC):
             sparse_mask: ``bool [B]``; rows without it get length 0.
             extra: what the engine passed to the hook.
         """
+
+    def finish_prompt(self, request: int, n_prompt: int) -> None:  # noqa: B027 - most do nothing then
+        """Take note that all of a prompt is there; called once, before the request becomes sparse."""
+
+    def static_set(self, request: int, layer_id: int) -> Tensor:
+        """Return the tokens that a request keeps for good, ``int32 [Hs, m]``; only of algorithms with a fixed set."""
+        raise NotImplementedError
 
     def free(self, request: int) -> None:  # noqa: B027 - a baseline has none
         """Forget a request; one that is not known too."""

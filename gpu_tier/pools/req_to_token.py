@@ -50,6 +50,17 @@ class ReqToTokenPool:
         self._held.add(request)
         return request
 
+    def take(self, request: int) -> None:
+        """Take a certain row, for a second table that follows another one.
+
+        Raises:
+            AllocationError: somebody holds the row.
+        """
+        if request not in self._free:
+            raise AllocationError(f"request row {request} is taken")
+        self._free.remove(request)
+        self._held.add(request)
+
     def free(self, request: int) -> None:
         """Empty a row and give it back.
 

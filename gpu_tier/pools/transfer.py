@@ -7,7 +7,7 @@ with the same order, whose runs are long. A transfer goes to the stream that is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu_tier.config import SparseConfig
 from gpu_tier.errors import ConfigError
-from gpu_tier.geometry import Addressing, Layout
+from gpu_tier.geometry import Addressing, KVGeometry, Layout
 from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
 from gpu_tier.pools.device_pool import DeviceKVPool
@@ -48,7 +48,18 @@ class TransferCounters:
 class _Side:
     data: Tensor
     addressing: Addressing
+    geometry: KVGeometry
     border: int = 0
+
+    def position(self, layer: int) -> int:
+        return self.geometry.layer_index(layer)
+
+
+class _OneLayer(_Side):
+    """A pool that holds one layer, whichever was loaded last."""
+
+    def position(self, layer: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ class KVTransfer:
 
     Args:
         host: the host pool.
-        device: the device pool.
+        device: the device pool; it may hold fewer layers.
         runtime: of the device.
         config: settings; `io_blocks` and `kernels` are used.
 
@@ -80,7 +91,7 @@ class KVTransfer:
     """
 
     def __init__(self, host: HostKVPool, device: DeviceKVPool, runtime: DeviceRuntime, config: SparseConfig) -> None:
-        if host.geometry != device.geometry:
+        if replace(device.geometry, num_layers=host.geometry.num_layers) != host.geometry:
             raise ConfigError("host, device", (host.geometry, device.geometry), "both pools must hold the same KV")
         self.geometry = host.geometry
         self._pools = host, device
@@ -89,6 +100,18 @@ class KVTransfer:
         # Kernels add to the tensor; what the copy engine moves is known on the host.
         self._moved = torch.zeros(3, dtype=torch.int64, device=runtime.device)
         self._by_dma = [0, 0, 0]
+        self._is_one_layer = False
+
+    def to(self, device: DeviceKVPool, *, is_one_layer: bool = False) -> KVTransfer:
+        """Return transfers to another device pool, whose bytes count here.
+
+        Args:
+            device: the pool; it may hold fewer layers.
+            is_one_layer: the pool holds one layer at a time, whichever was loaded last.
+        """
+        other = KVTransfer(self._pools[0], device, self._runtime, self._config)
+        other._moved, other._by_dma, other._is_one_layer = self._moved, self._by_dma, is_one_layer
+        return other
 
     @property
     def counters(self) -> TransferCounters:
@@ -138,13 +161,17 @@ class KVTransfer:
 
     def _sides(self) -> tuple[_Side, _Side]:
         host, device = self._pools
-        return _Side(host.data, host.addressing, host.chunk_bytes), _Side(device.data, device.addressing)
+        on_device = _OneLayer if self._is_one_layer else _Side
+        return (
+            _Side(host.data, host.addressing, host.geometry, host.chunk_bytes),
+            on_device(device.data, device.addressing, device.geometry),
+        )
 
     def _job(
         self, src: _Side, dst: _Side, src_idx: Tensor, dst_idx: Tensor, layers: range, count: Tensor | None,
         per_head: bool, unit_tokens: int,
     ) -> _Job:  # fmt: skip
-        positions = tuple((self.geometry.layer_index(layer),) * 2 for layer in layers)
+        positions = tuple((src.position(layer), dst.position(layer)) for layer in layers)
         return _Job(src, dst, src_idx, dst_idx, positions, count, per_head, unit_tokens)
 
     def _run(self, job: _Job, direction: int, engine: Engine) -> None:

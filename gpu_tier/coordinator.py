@@ -1,0 +1,309 @@
+"""SparseCoordinator: the hooks that an engine calls, and what happens in them.
+
+| hook | when | what |
+|---|---|---|
+| `on_request_begin` | a request arrives | memory for its prompt is held, an attached prefix is taken over |
+| `plan_prefill`, `plan_decode` | before a pass | states advance, slots for the new tokens are allocated |
+| `forward_begin` | before any layer | compute waits for what the pass depends on |
+| `attention_begin` | before a layer's attention | retrieve → resolve → fetch → adapt |
+| `attention_end` | after it | representations of the new tokens, commit |
+| `forward_end` | after the last layer | the new tokens go to the host; lengths advance once |
+| `prompt_finished` | after the last chunk | the request goes to STAGING, SPARSE or DENSE |
+| `on_request_end` | finished, aborted, retracted | everything is released |
+
+States advance in `plan_decode` and not in `forward_begin`: they decide where a new token's KV is written, which an
+engine must know before the pass begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_tier.algorithms.base import BaseSparseAlgorithm
+from gpu_tier.attention import attend
+from gpu_tier.backend.adaptor import BackendAdaptor
+from gpu_tier.backend.flash_adaptor import FlashAdaptor
+from gpu_tier.config import SparseConfig
+from gpu_tier.manager.prefix_attach import AttachedPrefix
+from gpu_tier.errors import StateError
+from gpu_tier.lifetime import Lifetimes
+from gpu_tier.manager.key_reader import KVReader
+from gpu_tier.manager.resident_layers import ResidentLayers
+from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
+from gpu_tier.manager.stream import HostStream
+from gpu_tier.runtime import DeviceRuntime, Event
+from gpu_tier.step import Step
+from gpu_tier.trackers import RequestState, RequestTrackers
+from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
+
+__all__ = ["SparseCoordinator"]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerInputs:
+    """What `attention_end` needs of `attention_begin`."""
+
+    layer_id: int
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    extra: dict[str, Tensor]
+    plan: ResidencyPlan | None
+
+
+class SparseCoordinator:
+    """Calls algorithm, manager and adaptor at the hooks of an engine. `gpu_tier.assembly.build` makes one.
+
+    Args:
+        config: settings.
+        lifetimes: the requests.
+        adaptor: how sparse attention is told what to read.
+        stream: full attention from the host; None for other residencies.
+        runtime: of the device.
+        sm_scale: what scores are multiplied by.
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        lifetimes: Lifetimes,
+        adaptor: BackendAdaptor,
+        stream: HostStream | None,
+        runtime: DeviceRuntime,
+        sm_scale: float,
+    ) -> None:
+        self.config = config
+        self.runtime = runtime
+        self.sm_scale = sm_scale
+        self._lifetimes = lifetimes
+        self._adaptor = adaptor
+        self._dense_adaptor = FlashAdaptor(config.page_size)
+        self._stream = stream
+        self._step: Step | None = None
+        self._inputs: _LayerInputs | None = None
+        self._offloads: deque[Event] = deque(maxlen=2)
+
+    @property
+    def trackers(self) -> RequestTrackers:
+        """The requests."""
+        return self._lifetimes.trackers
+
+    @property
+    def manager(self) -> SparseKVCacheManager:
+        """Pools and residency."""
+        return self._lifetimes.manager
+
+    @property
+    def algorithm(self) -> BaseSparseAlgorithm:
+        """What selects."""
+        return self._lifetimes.algorithm
+
+    @property
+    def resident(self) -> ResidentLayers | None:
+        """Layers that attend densely, None when there are none."""
+        return self._lifetimes.resident
+
+    @property
+    def key_reader(self) -> KVReader:
+        """Reads a request's KV wherever it lies."""
+        return self.manager.reader
+
+    # Requests.
+
+    def on_request_begin(self, n_prompt: int, prefix: AttachedPrefix | None = None) -> int:
+        """Take a request in and return its row in the per-request tables.
+
+        Args:
+            n_prompt: tokens of its prompt.
+            prefix: host pages with the KV of its first tokens; with this call they are the coordinator's to release.
+
+        Raises:
+            ConfigError: the prompt or the prefix is too long, or side data that cannot be rebuilt is missing.
+            PoolExhaustedError: there is too little memory. In each case nothing is held, the prefix neither.
+        """
+        return self._lifetimes.begin(n_prompt, prefix)
+
+    def prompt_finished(self, request: int) -> None:
+        """Take note that the last chunk of a prompt was computed.
+
+        Raises:
+            StateError: the prompt is not complete.
+        """
+        self._lifetimes.prompt_finished(request)
+
+    def on_request_end(self, request: int, reason: str = "finished") -> None:
+        """Release everything of a request; a row that is not in use is passed over.
+
+        Args:
+            request: its row, which may be given to another request from now on.
+            reason: finished, aborted or retracted.
+        """
+        self._lifetimes.end(request, reason)
+
+    def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
+        """Return the pass that brings the next `extend_lens[i]` prompt tokens of each request.
+
+        Raises:
+            ConfigError: more tokens than the prompt has left.
+            StateError: a request's prompt is complete already.
+            PoolExhaustedError: the device pool has too few pages; no request lost anything.
+        """
+        return self._lifetimes.plan_prefill(requests, extend_lens)
+
+    def plan_decode(self, requests: Sequence[int], pad_to: int = 0) -> ForwardBatch:
+        """Return the pass that brings one token of each request, padded to `pad_to` rows.
+
+        Raises:
+            ConfigError: a request has `max_tokens` tokens.
+            StateError: a request's prompt is not complete.
+            PoolExhaustedError: a pool has too few pages; no request lost anything, one has to be retracted.
+        """
+        return self._lifetimes.plan_decode(requests, pad_to)
+
+    # A forward pass.
+
+    def forward_begin(self, batch: ForwardBatch) -> None:
+        """Begin a pass."""
+        if len(self._offloads) == 2:  # the newest slots of the step before the last are about to be overwritten
+            self.runtime.fence(self._offloads[0], "compute")
+        self.manager.poll()
+        trackers = [self.trackers[request] for request in batch.requests]
+        sparse = [t.state is RequestState.SPARSE and batch.mode is Mode.DECODE for t in trackers]
+        self._step = Step.of(batch, sparse, self.manager.tables.table)
+        if self._stream is not None and any(sparse):
+            totals = [t.seq_len if is_sparse else 0 for t, is_sparse in zip(trackers, sparse, strict=True)]
+            self._stream.begin(batch.requests, tuple(totals))
+
+    def write_kv(self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None) -> None:
+        """Write the pass's KV to `out_cache_loc`; for engines that do not do so themselves.
+
+        Args:
+            layer_id: id of the layer.
+            batch: the pass.
+            k: ``[T, H, d]`` keys after RoPE, or latents ``[T, 1, D]``.
+            v: ``[T, H, dv]`` values; None for MLA.
+        """
+        self.manager.device.write(layer_id, batch.out_cache_loc, k, v)
+
+    def attention_begin(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        layer_id: int,
+        batch: ForwardBatch,
+        meta: AttnMetadata | None = None,
+        **extra: Tensor,
+    ) -> tuple[AttnMetadata | None, list[Partial]]:
+        """Prepare a layer's attention; the KV of the pass is written already.
+
+        Args:
+            q: ``[T, Hq, D]`` queries after RoPE; of MLA absorbed.
+            k: ``[T, H, D]`` keys of the pass.
+            v: its values; None for MLA.
+            layer_id: id of the layer.
+            batch: the pass.
+            meta: the engine's own metadata of this layer, returned as it is when no row is sparse.
+            extra: what the algorithm needs beyond them.
+
+        Returns:
+            Of a decode step what the attention kernel is to read, and partials to merge with what it computes; of
+            prefill (None, []): the engine computes exact attention.
+        """
+        step = self._current(batch)
+        k, v = self._as_stored(k, v)
+        is_resident = self.resident is not None and layer_id in self.resident.layers
+        if self.resident is not None and is_resident:
+            self.resident.write(layer_id, batch, step.token_requests, k, v)
+        plan: ResidencyPlan | None = None
+        partials: list[Partial] = []
+        if batch.mode is Mode.DECODE:
+            if is_resident:
+                meta = self._resident_meta(layer_id, step)
+            elif self._stream is not None and step.any_sparse:
+                meta, partials = self._streamed(q, layer_id, step)
+            else:
+                selected, plan = self._selected(q, k, v, layer_id, step, extra)
+                meta = meta if meta is not None and not step.any_sparse else selected
+        self._inputs = _LayerInputs(layer_id, q, k, v, extra, plan)
+        return meta, partials
+
+    def _current(self, batch: ForwardBatch) -> Step:
+        if self._step is None or self._step.batch is not batch:
+            raise StateError("forward_begin was not called for this batch")
+        return self._step
+
+    def _as_stored(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the numbers as attention will read them: representations must describe what is stored."""
+        formats = self.manager.device.geometry.parts
+        stored = formats[0].decode(formats[0].encode(k))
+        return stored, None if v is None else formats[1].decode(formats[1].encode(v))
+
+    def _selected(
+        self, q: Tensor, k: Tensor, v: Tensor | None, layer_id: int, step: Step, extra: dict[str, Tensor]
+    ) -> tuple[AttnMetadata, ResidencyPlan | None]:
+        batch, kv = step.batch, self.manager.device.layer(layer_id)
+        if self.algorithm.selects and self.algorithm.updates_before_retrieval:
+            self.algorithm.update_representations(layer_id, batch, k, v, **extra)
+        if not step.any_sparse:
+            return self._dense_adaptor.dense_metadata(batch, kv, step.dense), None
+        selection = self.algorithm.retrieve_topk(q, layer_id, batch, step.sparse_mask, **extra)
+        if self.config.debug_checks:
+            selection.validate(batch)
+        plan = self.manager.resolve(layer_id, batch, selection, step.sparse_mask)
+        if (fetched := self.manager.fetch(layer_id, plan)) is not None:
+            self.runtime.fence(fetched, "compute")
+        meta = self._adaptor.adapt_for_attn_metadata(selection, plan, step.sparse_mask, batch, kv, step.dense)
+        return meta, plan
+
+    def _resident_meta(self, layer_id: int, step: Step) -> PagedMeta:
+        assert self.resident is not None
+        kv: LayerKV = self.resident.pool.layer(layer_id)
+        return self._dense_adaptor.dense_metadata(step.batch, kv, step.all_dense(self.resident.table))
+
+    def _streamed(self, q: Tensor, layer_id: int, step: Step) -> tuple[AttnMetadata, list[Partial]]:
+        """The tokens that are not yet on the host from the arena, the others streamed."""
+        assert self._stream is not None
+        kv = self.manager.device.layer(layer_id)
+        newest = step.newest_token()
+        meta = self._adaptor.adapt_for_attn_metadata(newest[0], newest[1], step.sparse_mask, step.batch, kv, step.dense)
+        return meta, self._stream.partials(q, layer_id, self.sm_scale)
+
+    def attend(self, q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float) -> Tensor:
+        """Return the attention of a decode step, ``f32 [B, Hq, dv]``; for engines without a kernel of their own."""
+        return attend(q, meta, partials, sm_scale, self.config.kernels)
+
+    def attention_end(self, out: Tensor, layer_id: int, batch: ForwardBatch) -> None:
+        """Finish a layer's attention, whose output was `out`."""
+        self._current(batch)
+        inputs, self._inputs = self._inputs, None
+        if inputs is None or inputs.layer_id != layer_id:
+            raise StateError(f"attention_begin was not called for layer {layer_id}")
+        if self.algorithm.selects and not (self.resident and layer_id in self.resident.layers):
+            self._represent(inputs, batch)
+        if inputs.plan is not None:
+            self.manager.commit(layer_id, inputs.plan)
+
+    def _represent(self, inputs: _LayerInputs, batch: ForwardBatch) -> None:
+        k, v = inputs.k, inputs.v if self.algorithm.needs_values else None
+        if batch.mode is Mode.PREFILL:
+            self.algorithm.construct_representations(inputs.layer_id, batch, k, v, inputs.q, **inputs.extra)
+        elif not self.algorithm.updates_before_retrieval:
+            self.algorithm.update_representations(inputs.layer_id, batch, k, v, **inputs.extra)
+
+    def forward_end(self, batch: ForwardBatch) -> None:
+        """Finish a pass: its tokens begin their way to the host, and lengths advance."""
+        self._current(batch)
+        self._step = None
+        self._lifetimes.offload_pass(batch)
+        if (ticket := self.manager.offloads.newest()) is not None:
+            self._offloads.append(ticket.done)
+        for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
+            tracker = self.trackers[request]
+            if self._lifetimes.is_exact(tracker):
+                tracker.exact_tokens += extend
+            tracker.seq_len = length

@@ -1,0 +1,315 @@
+"""What a request holds in each state, and when its state advances.
+
+| state | its KV |
+|---|---|
+| PREFILL | dense pages (of a window of the prompt, if set), and a host copy that grows chunk by chunk |
+| STAGING | dense pages until the host copy is complete; a buffer is set aside from the start |
+| SPARSE, lru and stream | host pages, a buffer |
+| SPARSE, static | a buffer with the kept tokens; host pages only if they stay retrievable |
+| SPARSE, device | dense pages |
+| DENSE | dense pages; a host copy only if the request is to be published |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
+from gpu_tier.config import SnapKVConfig, SparseConfig
+from gpu_tier.manager.prefix_attach import AttachedPrefix
+from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from gpu_tier.manager.resident_layers import ResidentLayers
+from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
+from gpu_tier.rebuild import rebuild_representations
+from gpu_tier.step import BatchPlan, make_batch
+from gpu_tier.trackers import RequestState, RequestTrackers, Tracker
+from gpu_tier.types import ForwardBatch, Mode
+
+__all__ = ["Lifetimes"]
+
+_S = RequestState
+
+
+@dataclass(slots=True)
+class Lifetimes:
+    """The requests of one engine and what they hold.
+
+    Attributes:
+        config: settings.
+        manager: pools and residency.
+        algorithm: representations.
+        resident: layers that attend densely, None when there are none.
+        max_tokens: most tokens of a request.
+        publishes: whether prompts are to be published, so that all of them get a host copy.
+        trackers: the requests.
+    """
+
+    config: SparseConfig
+    manager: SparseKVCacheManager
+    algorithm: BaseSparseAlgorithm
+    resident: ResidentLayers | None
+    max_tokens: int
+    publishes: bool
+    trackers: RequestTrackers = field(default_factory=RequestTrackers)
+    _kept: dict[int, int] = field(default_factory=dict)
+
+    # Begin and end.
+
+    def begin(self, n_prompt: int, prefix: AttachedPrefix | None) -> int:
+        """Take a request in; see `SparseCoordinator.on_request_begin`."""
+        cached = prefix.n_tokens if prefix else 0
+        self._check_lengths(n_prompt, cached)
+        request = self.manager.tables.alloc()
+        tracker = Tracker(request, n_prompt, self._wants_sparse(n_prompt), cached, cached, exact_tokens=cached)
+        self.trackers.register(tracker)
+        try:
+            if prefix:
+                self.manager.host_tokens.adopt(request, prefix.pages, cached)
+            self._hold(tracker)
+            if prefix:
+                self._take_over(tracker, prefix)
+        except Exception:
+            self.end(request, "aborted")
+            raise
+        return request
+
+    def _check_lengths(self, n_prompt: int, cached: int) -> None:
+        if not 1 <= n_prompt <= self.max_tokens:
+            raise ConfigError("n_prompt", n_prompt, f"must be 1 to max_tokens={self.max_tokens}")
+        if cached >= n_prompt or cached % self.config.page_size:
+            allowed = f"whole pages of {self.config.page_size} tokens, and fewer than the prompt's {n_prompt}"
+            raise ConfigError("prefix.n_tokens", cached, allowed)
+
+    def _wants_sparse(self, n_prompt: int) -> bool:
+        return self.config.algorithm != "full" and n_prompt >= self.config.min_sparse_prompt_len
+
+    def _hold(self, tracker: Tracker) -> None:
+        request, n = tracker.request, tracker.n_prompt
+        if self.resident:
+            self.resident.begin(request)
+            self.resident.cover(request, n)
+        if self.algorithm.selects:
+            self.algorithm.reserve(request, n)
+        if self._backs_up(tracker):
+            self.manager.host_tokens.cover(request, n)
+        if self._is_buffered(tracker):
+            self.manager.buffers.cover(request, self._capacity(tracker))
+        on_host = tracker.cached_tokens if self._leaves_device(tracker) else 0
+        window = self.config.prefill_window_tokens if self._leaves_device(tracker) else 0
+        dense = min(n - on_host, window or n)
+        self.manager.dense.hold(request, -(-dense // self.config.page_size))
+
+    def _take_over(self, tracker: Tracker, prefix: AttachedPrefix) -> None:
+        request, cached = tracker.request, tracker.cached_tokens
+        manager = self.manager
+        slots = manager.host_tokens.slots(request, 0, cached)
+        if not self._leaves_device(tracker):
+            manager.dense.cover(request, 0, cached)
+            target = manager.tables.slots(request, 0, cached).long()
+            manager.transfer.load(slots[None].to(target.device), target[None], layers=manager.layers)
+        if self.resident:
+            self.resident.fill(request, slots)
+        if not self.algorithm.selects:
+            return
+        sidecars = [Sidecar(0, data) for data in prefix.sidecars.values()]
+        covered = max((self.algorithm.import_sidecar(request, sidecar) for sidecar in sidecars), default=0)
+        if covered < cached and self.algorithm.required_sidecar:
+            allowed = f"{self.config.algorithm} cannot rebuild its representations from KV: they must cover {cached}"
+            raise ConfigError("prefix.sidecars", covered, allowed)
+        rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
+
+    def end(self, request: int, reason: str) -> None:
+        """Release a request; one that is not known is passed over."""
+        if request not in self.trackers:
+            return
+        tracker = self.trackers.remove(request)
+        tracker.state = _S.FINISHED if reason == "finished" else _S.ABORTED
+        self.algorithm.free(request)
+        self.manager.release(request)
+        if self.resident:
+            self.resident.release(request)
+        self._kept.pop(request, None)
+        self.manager.tables.free(request)
+
+    # What a state means.
+
+    def _leaves_device(self, tracker: Tracker) -> bool:
+        """Whether the request's dense pages are given up when it becomes sparse."""
+        return tracker.wants_sparse and self.config.residency != "device"
+
+    def _is_buffered(self, tracker: Tracker) -> bool:
+        return self._leaves_device(tracker)
+
+    def _backs_up(self, tracker: Tracker) -> bool:
+        """Whether the request has a host copy."""
+        drops = isinstance(self.config.algo, SnapKVConfig) and self.config.algo.mode == "drop"
+        needs = self._leaves_device(tracker) and not drops
+        return needs or self.publishes or (tracker.cached_tokens > 0 and tracker.state is not _S.SPARSE)
+
+    def is_exact(self, tracker: Tracker) -> bool:
+        """Whether the request's next token is computed with exact attention over exact KV."""
+        dense = tracker.state is not _S.SPARSE or not self.algorithm.selects
+        return dense and tracker.exact_tokens == tracker.seq_len
+
+    def _capacity(self, tracker: Tracker) -> int:
+        if self.config.residency == "stream":
+            return 0
+        if self.config.residency == "static":
+            assert isinstance(self.config.algo, SnapKVConfig)
+            return self.config.algo.kept(tracker.n_prompt)
+        return self.config.device_buffer_size // self.algorithm.unit_tokens
+
+    # Passes.
+
+    def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
+        """See `SparseCoordinator.plan_prefill`."""
+        slots = []
+        for request, extend in zip(requests, extend_lens, strict=True):
+            tracker = self.trackers[request]
+            tracker.require(_S.REGISTERED, _S.PREFILL)
+            start, stop = tracker.seq_len, tracker.seq_len + extend
+            if not 1 <= extend <= tracker.n_prompt - start:
+                raise ConfigError("extend_lens", extend, f"must be 1 to {tracker.n_prompt - start}, what is left")
+            self._trim(tracker)
+            self.manager.dense.cover(request, start, stop)
+            tracker.move(_S.PREFILL)
+            slots.append(self.manager.tables.slots(request, start, stop).cpu())
+        starts = tuple(self.trackers[request].seq_len for request in requests)
+        plan = BatchPlan(tuple(requests), starts, tuple(extend_lens), torch.cat(slots))
+        return make_batch(Mode.PREFILL, plan, self.manager.runtime.device)
+
+    def plan_decode(self, requests: Sequence[int], pad_to: int) -> ForwardBatch:
+        """See `SparseCoordinator.plan_decode`."""
+        trackers = [self.trackers[request] for request in requests]
+        for tracker in trackers:
+            tracker.require(_S.STAGING, _S.SPARSE, _S.DENSE)
+            if tracker.seq_len >= self.max_tokens:
+                raise ConfigError("max_tokens", self.max_tokens, f"request {tracker.request} has as many tokens")
+            self._advance(tracker)
+            self._grow(tracker)
+        slots = torch.tensor([self._next_slot(tracker) for tracker in trackers], dtype=torch.int32)
+        starts = tuple(tracker.seq_len for tracker in trackers)
+        plan = BatchPlan(tuple(requests), starts, (1,) * len(trackers), slots)
+        return make_batch(Mode.DECODE, plan, self.manager.runtime.device, pad_to)
+
+    def _trim(self, tracker: Tracker) -> None:
+        """Release dense pages of the prompt beyond the window; their tokens are on the host."""
+        window = self.config.prefill_window_tokens
+        if not window or not self._leaves_device(tracker):
+            return
+        self.manager.settle(tracker.request)
+        page = self.config.page_size
+        self.manager.dense.drop(tracker.request, range(self.manager.host_tokens.backed_up(tracker.request) // page))
+
+    def _grow(self, tracker: Tracker) -> None:
+        request, n = tracker.request, tracker.seq_len + 1
+        manager = self.manager
+        if self._backs_up(tracker):
+            manager.host_tokens.cover(request, n)
+        if tracker.state is not _S.SPARSE or self.config.residency == "device":
+            manager.dense.cover(request, n - 1, n)
+        elif self.config.residency == "static":
+            manager.grow_static(request, self._kept[request] + n - tracker.n_prompt, n)
+        if self.algorithm.selects:
+            self.algorithm.reserve(request, n)
+        if self.resident:
+            self.resident.cover(request, n)
+
+    def _next_slot(self, tracker: Tracker) -> int:
+        request, token = tracker.request, tracker.seq_len
+        manager, tables = self.manager, self.manager.tables
+        if tracker.state is not _S.SPARSE or self.config.residency == "device":
+            return manager.dense.slot(request, token)
+        if self.config.residency == "static":
+            slot = manager.buffers.item_slot(request, self._kept[request] + token - tracker.n_prompt)
+        else:
+            slot = manager.buffers.newest_slot(request, token)
+            overwritten = token - 2 * self.algorithm.unit_tokens
+            if overwritten >= 0:
+                tables.table[request, overwritten] = -1
+        tables.table[request, token] = slot
+        return slot
+
+    # States.
+
+    def prompt_finished(self, request: int) -> None:
+        """See `SparseCoordinator.prompt_finished`."""
+        tracker = self.trackers[request]
+        tracker.require(_S.PREFILL)
+        if tracker.seq_len != tracker.n_prompt:
+            raise StateError(f"request {request} has {tracker.seq_len} of its prompt's {tracker.n_prompt} tokens")
+        if self.algorithm.selects:
+            self.algorithm.finish_prompt(request, tracker.n_prompt)
+        if not tracker.wants_sparse:
+            tracker.move(_S.DENSE)
+        elif self.config.residency == "device":
+            tracker.move(_S.SPARSE)
+        else:
+            tracker.move(_S.STAGING)
+            self._advance(tracker)
+
+    def _advance(self, tracker: Tracker) -> None:
+        """Let a request go on to the next state if what that needs is there."""
+        if tracker.state is _S.DENSE and self._has_outgrown(tracker):
+            self._stage(tracker)
+        if tracker.state is not _S.STAGING:
+            return
+        self.manager.poll()
+        on_host = self.manager.host_tokens.backed_up(tracker.request) >= tracker.seq_len
+        if on_host or not self._backs_up(tracker):
+            self._enter_sparse(tracker)
+
+    def _has_outgrown(self, tracker: Tracker) -> bool:
+        limit = max(self.config.device_buffer_size, self.config.min_sparse_prompt_len)
+        may = self.config.algorithm != "full" and self.algorithm.can_start_late
+        return may and tracker.seq_len > limit
+
+    def _stage(self, tracker: Tracker) -> None:
+        request, n = tracker.request, tracker.seq_len
+        tracker.wants_sparse = True
+        if self.config.residency == "device":
+            tracker.move(_S.SPARSE)
+            return
+        try:
+            self.manager.host_tokens.cover(request, n)
+            self.manager.buffers.cover(request, self._capacity(tracker))
+        except PoolExhaustedError:
+            tracker.wants_sparse = False  # it goes on densely and tries again with its next token
+            return
+        tracker.move(_S.STAGING)
+        copied = self.manager.host_tokens.backed_up(request)
+        if copied < n:
+            self.manager.offload_prompt(request, copied, n)
+
+    def _enter_sparse(self, tracker: Tracker) -> None:
+        request, n = tracker.request, tracker.seq_len
+        if self.config.residency == "static":
+            sets = [self.algorithm.static_set(request, layer_id) for layer_id in self.manager.layers]
+            self._kept[request] = sets[0].shape[-1] + n - tracker.n_prompt
+            self.manager.enter_static(request, sets, n - tracker.n_prompt, n)
+        else:
+            self.manager.enter_buffer(request, self._capacity(tracker), n)
+        tracker.move(_S.SPARSE)
+        self.manager.dense.release(request)
+
+    def offload_pass(self, batch: ForwardBatch) -> None:
+        """Begin to copy the tokens of a pass to the host."""
+        wanted = [i for i, request in enumerate(batch.requests) if self._backs_up(self.trackers[request])]
+        if not wanted:
+            return
+        offsets = [0]
+        for extend in batch.extend_lens:
+            offsets.append(offsets[-1] + extend)
+        slots = [batch.out_cache_loc[offsets[i] : offsets[i + 1]] for i in wanted]
+        self.manager.offload(
+            [batch.requests[i] for i in wanted],
+            [batch.lengths[i] - batch.extend_lens[i] for i in wanted],
+            [batch.lengths[i] for i in wanted],
+            torch.cat(slots),
+        )
+
+

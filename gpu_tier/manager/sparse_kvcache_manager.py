@@ -1,0 +1,210 @@
+"""Makes sure that the bytes attention reads are on the device, and that all KV gets to the host.
+
+Ordering rules, each kept by events between streams:
+
+O1. The host copy of a token is complete before the token can be evicted: an item enters `host_loc` only when its copy
+    has ended, and policies evict nothing without an entry there.
+O2. `fetch` of a layer is complete before the layer's attention reads the buffer: compute waits for its event.
+O3. A slot written by `fetch` is not overwritten by the next step's before attention has read it: the copy stream waits
+    for compute before it begins.
+O4. `commit` comes after the layer's attention on the compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpu_tier.config import SparseConfig
+from gpu_tier.manager.buffers import SparseBuffers
+from gpu_tier.manager.dense_tokens import DenseTokens
+from gpu_tier.manager.host_tokens import HostTokens
+from gpu_tier.manager.key_reader import KVReader
+from gpu_tier.manager.offload import Offloads, OffloadTicket
+from gpu_tier.manager.policy import ResidencyPolicy
+from gpu_tier.pools.device_pool import DeviceKVPool
+from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.pools.req_to_token import ReqToTokenPool
+from gpu_tier.pools.transfer import KVTransfer
+from gpu_tier.runtime import DeviceRuntime, Event
+from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection
+
+__all__ = ["SparseKVCacheManager"]
+
+
+class SparseKVCacheManager:
+    """The memory of all requests of one engine.
+
+    Args:
+        config: settings.
+        device: the arena.
+        host: the host pool.
+        tables: rows of requests and their dense slots.
+        policy: residency.
+        host_tokens: who holds which host pages.
+        runtime: of the device.
+        unit_tokens: tokens of an item.
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        device: DeviceKVPool,
+        host: HostKVPool,
+        tables: ReqToTokenPool,
+        policy: ResidencyPolicy,
+        host_tokens: HostTokens,
+        runtime: DeviceRuntime,
+        unit_tokens: int,
+    ) -> None:
+        self.device = device
+        self.host = host
+        self.tables = tables
+        self.policy = policy
+        self.host_tokens = host_tokens
+        self.runtime = runtime
+        self.unit = unit_tokens
+        self.layers = device.geometry.layers
+        self.dense = DenseTokens(device, tables)
+        self.buffers = SparseBuffers(device, unit_tokens)
+        self.transfer = KVTransfer(host, device, runtime, config)
+        self.offloads = Offloads()
+        self.reader = KVReader(device, tables.table, host_tokens, self.settle)
+
+    # Residency of one layer.
+
+    def resolve(
+        self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor
+    ) -> ResidencyPlan:
+        """Return where the selected items will be; no bytes move."""
+        return self.policy.resolve(layer_id, batch, selection, sparse_mask)
+
+    def fetch(self, layer_id: int, plan: ResidencyPlan) -> Event | None:
+        """Begin to move what a plan asks for; attention must wait for the event (O2). None when nothing can move."""
+        if plan.misses is None and plan.promotion is None:
+            return None
+        self.runtime.fence(self.runtime.record("compute"), "h2d")  # the plan exists, and O3
+        layers = range(layer_id, layer_id + 1)
+        with self.runtime.stream("h2d"):
+            if plan.promotion is not None:
+                src, dst = plan.promotion.src, plan.promotion.dst
+                self.transfer.move(
+                    src.reshape(-1, 1), dst.reshape(-1, 1), layers=layers, per_head=src.shape[1] > 1,
+                    unit_tokens=self.unit,
+                )  # fmt: skip
+            if plan.misses is not None:
+                misses, width = plan.misses, plan.misses.src_host.shape[-1]
+                self.transfer.load(
+                    misses.src_host.reshape(-1, width), misses.dst_dev.reshape(-1, width), layers=layers,
+                    count=misses.count.flatten(), per_head=misses.src_host.shape[1] > 1, unit_tokens=self.unit,
+                )  # fmt: skip
+        return self.runtime.record("h2d")
+
+    def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
+        """Tell the policy that the layer's attention was issued (O4)."""
+        self.policy.commit(layer_id, plan)
+
+    # Movement to the host.
+
+    def offload(
+        self, requests: Sequence[int], starts: Sequence[int], stops: Sequence[int], device_slots: Tensor
+    ) -> OffloadTicket:
+        """Begin to copy tokens ``[starts[i], stops[i])`` of each request to the host, all layers.
+
+        Args:
+            requests: rows.
+            starts: first token of each.
+            stops: token behind the last of each.
+            device_slots: ``int64 [M]`` where they lie, request after request.
+        """
+        spans = zip(requests, starts, stops, strict=True)
+        host_slots = torch.cat([self.host_tokens.slots(request, start, stop) for request, start, stop in spans])
+        self.runtime.fence(self.runtime.record("compute"), "d2h")
+        with self.runtime.stream("d2h"):
+            self.transfer.store(
+                device_slots[None].long(), host_slots[None].to(self.runtime.device), layers=self.layers
+            )
+        done = self.runtime.record("d2h")
+        ticket = self.offloads.add(OffloadTicket(tuple(requests), tuple(stops), done))
+        self.poll()
+        return ticket
+
+    def offload_prompt(self, request: int, start: int, stop: int) -> OffloadTicket:
+        """Begin to copy prompt tokens of a request to the host; they are dense."""
+        return self.offload([request], [start], [stop], self.tables.slots(request, start, stop))
+
+    def poll(self) -> list[OffloadTicket]:
+        """Take note of the copies that have ended, and return them."""
+        ended = self.offloads.finished()
+        for ticket in ended:
+            live = [pair for pair in zip(ticket.requests, ticket.totals, strict=True) if self.host_tokens.holds(pair[0])]
+            self.host_tokens.back_up([request for request, _ in live], [total for _, total in live])
+        return ended
+
+    def settle(self, request: int) -> None:
+        """Wait until no copy of a request is on its way."""
+        for ticket in self.offloads.of([request]):
+            ticket.done.wait()
+        self.poll()
+
+    # Lifetime of a request.
+
+    def enter_buffer(self, request: int, capacity: int, n_tokens: int) -> None:
+        """Give a request its buffer with `capacity` items, filled with the latest; all of its KV is on the host.
+
+        Raises:
+            PoolExhaustedError: there are too few pages; then nothing changed.
+        """
+        self.buffers.cover(request, capacity)
+        buffer = self.buffers.buffer(request)
+        fill = self.policy.admit(request, buffer.items[:capacity], buffer.newest, n_tokens)
+        if len(fill.items):
+            tokens = fill.items.cpu() * self.unit
+            self._fill(request, tokens[None], fill.slots[None], self.layers, per_head=False, n_tokens=n_tokens)
+
+    def enter_static(self, request: int, sets: Sequence[Tensor], room: int, n_tokens: int) -> None:
+        """Give a request a buffer with the set of each layer, ``int [Hs, m]`` tokens, and room for more behind it.
+
+        Raises:
+            PoolExhaustedError: there are too few pages; then nothing changed.
+        """
+        kept = sets[0].shape[-1]
+        self.grow_static(request, kept + room, n_tokens)
+        slots = self.buffers.buffer(request).items[:kept]
+        for layer_id, tokens in zip(self.layers, sets, strict=True):
+            targets = slots.expand(tokens.shape[0], -1)
+            layers = range(layer_id, layer_id + 1)
+            self._fill(request, tokens.cpu().long(), targets, layers, per_head=tokens.shape[0] > 1, n_tokens=n_tokens)
+
+    def grow_static(self, request: int, capacity: int, n_tokens: int) -> None:
+        """Let the buffer of a static set hold so many tokens; n_tokens is the request's length.
+
+        Raises:
+            PoolExhaustedError: there are too few pages; then nothing changed.
+        """
+        if self.buffers.cover(request, capacity):
+            buffer = self.buffers.buffer(request)
+            self.policy.admit(request, buffer.items, buffer.newest, n_tokens)
+
+    def _fill(
+        self, request: int, tokens: Tensor, slots: Tensor, layers: range, *, per_head: bool, n_tokens: int
+    ) -> None:
+        device = self.runtime.device
+        target = slots.to(device, torch.int64)
+        if self.dense.has(request, 0, n_tokens):
+            source = self.tables.slots(request, 0, n_tokens)[tokens.to(device)].long()
+            self.transfer.move(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
+            return
+        self.settle(request)
+        source = self.host_tokens.slots(request, 0, n_tokens)[tokens].to(device)
+        self.transfer.load(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
+
+    def release(self, request: int) -> None:
+        """Release everything of a request, after the copies that touch it."""
+        self.settle(request)
+        self.policy.release(request)
+        self.buffers.release(request)
+        self.dense.release(request)
+        self.host_tokens.release(request)

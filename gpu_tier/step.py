@@ -1,0 +1,101 @@
+"""One forward pass, as the coordinator knows it: which rows are sparse, and whose each token is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_tier.backend.adaptor import DenseRows
+from gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
+
+__all__ = ["BatchPlan", "Step", "make_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The rows of a pass on the host.
+
+    Attributes:
+        requests: row of each request in the per-request tables.
+        starts: tokens of each before the pass.
+        extend_lens: tokens that each brings.
+        slots: device slot of each token, row after row.
+    """
+
+    requests: tuple[int, ...]
+    starts: tuple[int, ...]
+    extend_lens: tuple[int, ...]
+    slots: Tensor
+
+
+def make_batch(mode: Mode, plan: BatchPlan, device: torch.device, pad_to: int = 0) -> ForwardBatch:
+    """Return the batch of a plan, with padding rows up to `pad_to`; a padding row is one token without a slot."""
+    lengths = tuple(start + extend for start, extend in zip(plan.starts, plan.extend_lens, strict=True))
+    padding = max(0, pad_to - len(plan.requests))
+    spans = [torch.arange(start, stop) for start, stop in zip(plan.starts, lengths, strict=True)]
+    positions = torch.cat([*spans, torch.zeros(padding, dtype=torch.int64)])
+    slots = torch.nn.functional.pad(plan.slots.long(), (0, padding), value=-1)
+    return ForwardBatch(
+        mode=mode,
+        req_pool_indices=_tensor([*plan.requests, *[0] * padding], torch.int64, device),
+        seq_lens=_tensor([*lengths, *[0] * padding], torch.int32, device),
+        out_cache_loc=slots.to(device),
+        positions=positions.to(device),
+        num_real_reqs=_tensor([len(plan.requests)], torch.int32, device),
+        requests=plan.requests,
+        lengths=lengths,
+        extend_lens=plan.extend_lens,
+    )
+
+
+def _tensor(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a pass needs beside its batch.
+
+    Attributes:
+        batch: the pass.
+        sparse_mask: ``bool [B]`` rows that are sparse.
+        any_sparse: whether there is one.
+        dense: slots of the other rows.
+        token_requests: ``int64 [T]`` row of each token in the per-request tables, -1 for padding.
+    """
+
+    batch: ForwardBatch
+    sparse_mask: Tensor
+    any_sparse: bool
+    dense: DenseRows
+    token_requests: Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, is_sparse: Sequence[bool], table: Tensor) -> Step:
+        """Return the step of a batch whose real rows are sparse or not."""
+        device = batch.seq_lens.device
+        padding = batch.rows - batch.num_real
+        owners = [request for request, n in zip(batch.requests, batch.extend_lens, strict=True) for _ in range(n)]
+        dense = [length for length, sparse in zip(batch.lengths, is_sparse, strict=True) if not sparse]
+        return cls(
+            batch=batch,
+            sparse_mask=torch.tensor([*is_sparse, *[False] * padding], dtype=torch.bool).to(device),
+            any_sparse=any(is_sparse),
+            dense=DenseRows(table, max(dense, default=0)),
+            token_requests=_tensor([*owners, *[-1] * padding], torch.int64, device),
+        )
+
+    def all_dense(self, table: Tensor) -> DenseRows:
+        """Return the slots of every row in another table."""
+        return DenseRows(table, max(self.batch.lengths, default=0))
+
+    def newest_token(self) -> tuple[Selection, ResidencyPlan]:
+        """Return the current token of every sparse row as a selection, and where it is."""
+        batch = self.batch
+        mask = self.sparse_mask[:, None]
+        indices = torch.where(mask, batch.seq_lens[:, None] - 1, -1)[:, None].int()
+        slots = torch.where(mask, batch.out_cache_loc[:, None], -1)[:, None].int()
+        return Selection(Unit.TOKEN, 1, indices, mask.int()), ResidencyPlan(slots)
