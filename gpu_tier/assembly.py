@@ -82,16 +82,12 @@ def build(
     host = HostKVPool(geometry, max(1, host_pages), config.host_layout, runtime)
     keys = _Keys()
     total = min(max_requests * max_tokens, (host_pages + device_pages) * page)
-    context = AlgorithmContext(
-        geometry, config, num_q_heads, sm_scale, max_requests, max_tokens, total, runtime, keys
-    )
+    context = AlgorithmContext(geometry, config, num_q_heads, sm_scale, max_requests, max_tokens, total, runtime, keys)
     algorithm = registry.make(context)
     tables = ReqToTokenPool(max_requests, max_tokens, runtime.device)
     host_tokens = HostTokens(host, max_requests, max_tokens, algorithm.unit_tokens, runtime.device)
     policy = _policy(context, algorithm, host_tokens, tables)
-    manager = SparseKVCacheManager(
-        config, arena, host, tables, policy, host_tokens, runtime, algorithm.unit_tokens
-    )
+    manager = SparseKVCacheManager(config, arena, host, tables, policy, host_tokens, runtime, algorithm.unit_tokens)
     keys.manager = manager
     resident = None
     if algorithm.skip_layers:

@@ -28,10 +28,10 @@ from gpu_tier.attention import attend
 from gpu_tier.backend.adaptor import BackendAdaptor
 from gpu_tier.backend.flash_adaptor import FlashAdaptor
 from gpu_tier.config import SparseConfig
-from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.errors import StateError
 from gpu_tier.lifetime import Lifetimes
 from gpu_tier.manager.key_reader import KVReader
+from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.manager.resident_layers import ResidentLayers
 from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
 from gpu_tier.manager.stream import HostStream

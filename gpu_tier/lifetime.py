@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
 from gpu_tier.config import SnapKVConfig, SparseConfig
-from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.manager.resident_layers import ResidentLayers
 from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
 from gpu_tier.rebuild import rebuild_representations
@@ -288,9 +287,10 @@ class Lifetimes:
     def _enter_sparse(self, tracker: Tracker) -> None:
         request, n = tracker.request, tracker.seq_len
         if self.config.residency == "static":
-            sets = [self.algorithm.static_set(request, layer_id) for layer_id in self.manager.layers]
-            self._kept[request] = sets[0].shape[-1] + n - tracker.n_prompt
-            self.manager.enter_static(request, sets, n - tracker.n_prompt, n)
+            decoded = torch.arange(tracker.n_prompt, n, dtype=torch.int32)
+            sets = [self.algorithm.static_items(request, layer_id).cpu() for layer_id in self.manager.layers]
+            self._kept[request] = sets[0].shape[-1]
+            self.manager.enter_static(request, [torch.cat([s, decoded.expand(len(s), -1)], 1) for s in sets], n)
         else:
             self.manager.enter_buffer(request, self._capacity(tracker), n)
         tracker.move(_S.SPARSE)
@@ -311,5 +311,3 @@ class Lifetimes:
             [batch.lengths[i] for i in wanted],
             torch.cat(slots),
         )
-
-

@@ -171,10 +171,7 @@ class BaseSparseAlgorithm(ABC):
             extra: what the engine passed to the hook.
         """
 
-    def finish_prompt(self, request: int, n_prompt: int) -> None:  # noqa: B027 - most do nothing then
-        """Take note that all of a prompt is there; called once, before the request becomes sparse."""
-
-    def static_set(self, request: int, layer_id: int) -> Tensor:
+    def static_items(self, request: int, layer_id: int) -> Tensor:
         """Return the tokens that a request keeps for good, ``int32 [Hs, m]``; only of algorithms with a fixed set."""
         raise NotImplementedError
 

@@ -77,5 +77,3 @@ def pad_to(table: Tensor, width: int) -> Tensor:
     """Return the table with -1 in new last columns."""
     missing = width - table.shape[-1]
     return torch.nn.functional.pad(table, (0, missing), value=-1) if missing > 0 else table
-
-

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from gpu_tier.manager.host_tokens import HostTokens
@@ -26,9 +25,7 @@ class KVReader:
         settle: waits until the copies to the host of a request are complete.
     """
 
-    def __init__(
-        self, device: DeviceKVPool, table: Tensor, host: HostTokens, settle: Callable[[int], None]
-    ) -> None:
+    def __init__(self, device: DeviceKVPool, table: Tensor, host: HostTokens, settle: Callable[[int], None]) -> None:
         self._device = device
         self._table = table
         self._host = host

@@ -75,9 +75,7 @@ class SparseKVCacheManager:
 
     # Residency of one layer.
 
-    def resolve(
-        self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor
-    ) -> ResidencyPlan:
+    def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
         """Return where the selected items will be; no bytes move."""
         return self.policy.resolve(layer_id, batch, selection, sparse_mask)
 
@@ -123,9 +121,7 @@ class SparseKVCacheManager:
         host_slots = torch.cat([self.host_tokens.slots(request, start, stop) for request, start, stop in spans])
         self.runtime.fence(self.runtime.record("compute"), "d2h")
         with self.runtime.stream("d2h"):
-            self.transfer.store(
-                device_slots[None].long(), host_slots[None].to(self.runtime.device), layers=self.layers
-            )
+            self.transfer.store(device_slots[None].long(), host_slots[None].to(self.runtime.device), layers=self.layers)
         done = self.runtime.record("d2h")
         ticket = self.offloads.add(OffloadTicket(tuple(requests), tuple(stops), done))
         self.poll()
@@ -139,7 +135,9 @@ class SparseKVCacheManager:
         """Take note of the copies that have ended, and return them."""
         ended = self.offloads.finished()
         for ticket in ended:
-            live = [pair for pair in zip(ticket.requests, ticket.totals, strict=True) if self.host_tokens.holds(pair[0])]
+            live = [
+                pair for pair in zip(ticket.requests, ticket.totals, strict=True) if self.host_tokens.holds(pair[0])
+            ]
             self.host_tokens.back_up([request for request, _ in live], [total for _, total in live])
         return ended
 
@@ -164,14 +162,15 @@ class SparseKVCacheManager:
             tokens = fill.items.cpu() * self.unit
             self._fill(request, tokens[None], fill.slots[None], self.layers, per_head=False, n_tokens=n_tokens)
 
-    def enter_static(self, request: int, sets: Sequence[Tensor], room: int, n_tokens: int) -> None:
-        """Give a request a buffer with the set of each layer, ``int [Hs, m]`` tokens, and room for more behind it.
+    def enter_static(self, request: int, sets: Sequence[Tensor], n_tokens: int) -> None:
+        """Give a request a buffer with the set of each layer, ``int [Hs, m]`` tokens.
 
         Raises:
             PoolExhaustedError: there are too few pages; then nothing changed.
         """
         kept = sets[0].shape[-1]
-        self.grow_static(request, kept + room, n_tokens)
+        self.buffers.cover(request, kept)
+        self._admit_all(request, n_tokens)
         slots = self.buffers.buffer(request).items[:kept]
         for layer_id, tokens in zip(self.layers, sets, strict=True):
             targets = slots.expand(tokens.shape[0], -1)
@@ -185,8 +184,11 @@ class SparseKVCacheManager:
             PoolExhaustedError: there are too few pages; then nothing changed.
         """
         if self.buffers.cover(request, capacity):
-            buffer = self.buffers.buffer(request)
-            self.policy.admit(request, buffer.items, buffer.newest, n_tokens)
+            self._admit_all(request, n_tokens)
+
+    def _admit_all(self, request: int, n_tokens: int) -> None:
+        buffer = self.buffers.buffer(request)
+        self.policy.admit(request, buffer.items, buffer.newest, n_tokens)
 
     def _fill(
         self, request: int, tokens: Tensor, slots: Tensor, layers: range, *, per_head: bool, n_tokens: int
