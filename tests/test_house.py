@@ -14,7 +14,7 @@ from kvcm.model.errors import ErrorCode
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 400
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
-FORBIDDEN_CALLS = re.compile(r"\b(pickle|marshal|shelve)\b\.|\beval\(|\bexec\(|\bos\.system\(|shell=True")
+FORBIDDEN_CALLS = re.compile(r"\b(pickle|marshal|shelve)\b\.|(?<!\.)\b(?:eval|exec)\(|\bos\.system\(|shell=True")
 TOP_LEVEL = {
     ".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "connectors", "deploy",
     "docs", "gpu_tier", "kvcm", "proto", "pyproject.toml", "tests",
