@@ -1,7 +1,7 @@
 """Trains the recall transformer and writes its checkpoint.
 
 The seed fixes the data and the first weights; sums on another machine may round differently, so a new checkpoint has
-another hash, and `CHECKPOINT_SHA256` changes with it. Questions come last in two steps of three and first in the third.
+another hash, and `CHECKPOINT_SHA256` changes with it. In one step of three the prompt begins with its questions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gpu_tier.engine.recall_data import SLOTS, QuestionPosition, RecallBatch, recall_batch
+from gpu_tier.engine.recall_data import QuestionPosition, RecallBatch, recall_batch
 from gpu_tier.engine.recall_model import CHECKPOINT, RecallModel, save_recall_model
 
 _FIRST_NEEDLES, _LAST_NEEDLES = 4, 96
 _ENOUGH = 0.9
-_QUESTIONS_LAST = 32
+_QUESTIONS, _QUESTIONS_FIRST = 32, 8
 
 
 def main() -> None:
@@ -60,10 +60,10 @@ def train(steps: int, rows: int, seed: int) -> RecallModel:
     model = RecallModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps, pct_start=0.1)
-    last, first = Curriculum("last", _QUESTIONS_LAST), Curriculum("first", SLOTS)
+    none, first = Curriculum("none", _QUESTIONS), Curriculum("first", _QUESTIONS_FIRST)
     begin = time.perf_counter()
     for step in range(steps):
-        form = first if step % 3 == 2 else last
+        form = first if step % 3 == 2 else none
         loss, accuracy = _loss(model, form.batch(rows, generator))
         form.learned(accuracy)
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def train(steps: int, rows: int, seed: int) -> RecallModel:
         optimizer.step()
         schedule.step()
         if step % 50 == 49:
-            state = ", ".join(f"{f.position} {f.accuracy:.3f} at {f.needles:.0f} needles" for f in (last, first))
+            state = ", ".join(f"{f.position} {f.accuracy:.3f} at {f.needles:.0f} needles" for f in (none, first))
             print(f"{step + 1} {time.perf_counter() - begin:.0f} s: {state}", flush=True)
     return model.requires_grad_(False).eval()
 

@@ -67,11 +67,13 @@ class KVSample:
         k: ``[n, d]`` keys after RoPE.
         v: ``[n, d]`` values.
         q: ``[T, G, d]`` queries after RoPE, at the positions n, n+1, ...
+        observed: ``[W, G, d]`` queries of the last W tokens of the context, for methods that look at them.
     """
 
     k: Tensor
     v: Tensor
     q: Tensor
+    observed: Tensor
 
     @property
     def scale(self) -> float:
@@ -79,8 +81,11 @@ class KVSample:
         return float(self.k.shape[-1] ** -0.5)
 
 
-def kv(n: int, d: int, steps: int, group: int, regime: Regime, seed: int) -> KVSample:
-    """Return S1: a context of `n` tokens and the queries of `steps` decode steps of `group` query heads."""
+def kv(n: int, d: int, steps: int, group: int, regime: Regime, seed: int, observed: int = 0) -> KVSample:
+    """Return S1: a context of `n` tokens and the queries of `steps` decode steps of `group` query heads.
+
+    The drift of the queries begins with the first of the `observed` last tokens of the context.
+    """
     generator = torch.Generator().manual_seed(seed)
     topics = _unit_in_low_frequencies(_TOPICS, d, generator)
     mean_dir = _unit_in_low_frequencies(1, d, generator)
@@ -88,12 +93,13 @@ def kv(n: int, d: int, steps: int, group: int, regime: Regime, seed: int) -> KVS
     topic_of = _topics_of_tokens(n, generator)
     k = 8 * mean_dir + 6 * topics[topic_of] + 0.45 * torch.randn(n, d, generator=generator)
     v = 0.5 * torch.randn(n, d, generator=generator) + 0.5 * values[topic_of]
-    mix = _topic_weights(topic_of, steps, group, generator)
-    q = regime.amplitude * (mix @ topics) + 0.6 * torch.randn(steps, group, d, generator=generator)
+    queries = observed + steps
+    mix = _topic_weights(topic_of, queries, group, generator)
+    q = regime.amplitude * (mix @ topics) + 0.6 * torch.randn(queries, group, d, generator=generator)
     k = rotated(k, torch.arange(n))
-    q = rotated(q, torch.arange(n, n + steps)[:, None])
+    q = rotated(q, torch.arange(n - observed, n + steps)[:, None])
     k[:_SINKS] += _SINK_PUSH * torch.nn.functional.normalize(q.mean((0, 1)), dim=-1)
-    return KVSample(k, v, q)
+    return KVSample(k, v, q[observed:], q[:observed])
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -154,12 +160,12 @@ def _topic_weights(topic_of: Tensor, steps: int, group: int, generator: torch.Ge
     return out
 
 
-def adversarial(case: Adversarial, n: int, d: int, steps: int, group: int, seed: int) -> KVSample:
-    """Return S5: `n` keys and the queries of `steps` steps, of one adversarial case."""
+def adversarial(case: Adversarial, n: int, d: int, steps: int, group: int, seed: int, observed: int = 0) -> KVSample:
+    """Return S5: `n` keys and the queries of `steps` steps and `observed` tokens before, of one adversarial case."""
     generator = torch.Generator().manual_seed(seed)
     k = torch.randn(n, d, generator=generator)
     v = torch.randn(n, d, generator=generator)
-    q = torch.randn(steps, group, d, generator=generator)
+    q = torch.randn(observed + steps, group, d, generator=generator)
     if case is Adversarial.EQUAL:
         k = k[:1].expand(n, -1).clone()
     elif case is Adversarial.ONE_CLUSTER:
@@ -171,4 +177,4 @@ def adversarial(case: Adversarial, n: int, d: int, steps: int, group: int, seed:
         q = q + k[place] / 2
     elif case is Adversarial.OFFSET:
         k = k + 10 * torch.randn(d, generator=generator)
-    return KVSample(k, v, q)
+    return KVSample(k, v, q[observed:], q[:observed])
