@@ -7,14 +7,14 @@ that keeps its own pool writes there itself), `attention_begin`, the layer's att
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from gpu_tier.types import AttnMetadata, ForwardBatch, Partial
 
-__all__ = ["EndReason", "EngineHooks", "KeyReader", "Tracker"]
+__all__ = ["EndReason", "EngineHooks", "KeyReader", "Tracker", "Trackers"]
 
 EndReason = Literal["finished", "aborted", "retracted"]
 
@@ -34,11 +34,18 @@ class Tracker(Protocol):
         """Tokens of the prompt whose KV was attached, so that nobody computes them."""
 
 
+class Trackers(Protocol):
+    """The requests that are known."""
+
+    def __getitem__(self, request: int, /) -> Tracker:
+        """Return what is known of a request."""
+
+
 class EngineHooks(Protocol):
     """The hooks of `gpu_tier.coordinator.SparseCoordinator`."""
 
     @property
-    def trackers(self) -> Mapping[int, Tracker]:
+    def trackers(self) -> Trackers:
         """The requests."""
 
     @property
