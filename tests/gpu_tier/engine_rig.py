@@ -73,6 +73,7 @@ class PlainHooks:
     def on_request_begin(self, n_prompt: int, prefix: Any = None) -> int:
         self._check_room(1)
         self._next += 1
+        self.calls.append(("begin", self._next, ""))
         self.trackers[self._next] = _Row(n_prompt)
         if prefix is not None:
             row = self.trackers[self._next]
@@ -161,5 +162,6 @@ class PlainHooks:
         row.prompt_finished = True
 
     def on_request_end(self, request: int, reason: str = "finished") -> None:
-        del self.trackers[request]
+        row = self.trackers.pop(request)
+        assert row.prompt_finished == (row.seq_len >= row.n_prompt)
         self.calls.append(("end", request, reason))

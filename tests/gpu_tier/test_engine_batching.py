@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_hooks_are_called_in_order() -> None:
     expected: list[tuple[Any, ...]] = []
     for mode in (Mode.PREFILL, Mode.DECODE):
         expected += [("forward_begin", mode), *layers, ("forward_end", mode)]
-    assert hooks.calls == [*expected, ("end", request, "finished")]
+    assert hooks.calls == [("begin", request, ""), *expected, ("end", request, "finished")]
 
 
 def test_an_attached_prefix_is_not_computed_again() -> None:
@@ -129,7 +130,10 @@ def test_a_prompt_that_finds_no_room_waits_until_others_end() -> None:
     engine, hooks = engine_of(LLAMA, capacity=30)
     prompts = [prompt(12, seed) for seed in range(4)]
     assert generate(engine, prompts, 4) == [greedy(LLAMA, p, 4) for p in prompts]
-    assert "retracted" in [call[2] for call in hooks.calls if call[0] == "end"]
+    lives = [call[::2] for call in hooks.calls if call[0] in ("begin", "end")]
+    assert ("end", "retracted") in lives
+    # Who was retracted comes back only when somebody ended, not to be retracted again at once.
+    assert not any(a == ("end", "retracted") and b == ("begin", "") for a, b in pairwise(lives))
     assert not hooks.trackers
 
 
