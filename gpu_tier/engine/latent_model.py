@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_tier.engine.layers import random_matrix, rms_norm, rotate, swiglu
 from gpu_tier.engine.model import AttentionInputs, ModelState
 from gpu_tier.geometry import KVKind
+from gpu_tier.index.lightning_indexer import LightningIndexer
 
 __all__ = ["LatentDecoder", "LatentShape"]
 
@@ -71,6 +72,7 @@ class LatentDecoder:
         self.head_dim = shape.kv_rank + shape.rope_dim
         self.v_head_dim = shape.kv_rank
         self.sm_scale = (shape.nope_dim + shape.rope_dim) ** -0.5
+        self._indexers = [self._indexer(layer) for layer in range(shape.num_layers)] if shape.index_heads else []
 
     @classmethod
     def random(
@@ -89,6 +91,8 @@ class LatentDecoder:
                 weights[f"{layer}.{name}"] = random_matrix(generator, outputs, inputs)
             for name, size in _norm_sizes(shape).items():
                 weights[f"{layer}.{name}"] = torch.ones(size)
+            if shape.index_heads:
+                weights |= _indexer_weights(shape, layer, generator)
         weights |= {"head": random_matrix(generator, shape.vocab, shape.d_model), "norm": torch.ones(shape.d_model)}
         return cls(shape, {name: weight.to(device, dtype) for name, weight in weights.items()})
 
@@ -108,7 +112,8 @@ class LatentDecoder:
         x = self._norm(hidden, f"{layer_id}.attention_norm")
         q_latent = self._norm(x @ self.weights[f"{layer_id}.q_a"].T, f"{layer_id}.q_norm")
         q = self._queries(q_latent, positions, layer_id)
-        return AttentionInputs(q, self._latents(x, positions, layer_id), None)
+        extra = self._indexers[layer_id](x, q_latent, positions) if self._indexers else {}
+        return AttentionInputs(q, self._latents(x, positions, layer_id), None, extra)
 
     def attention_output(self, layer_id: int, hidden: Tensor, attention: Tensor) -> Tensor:
         """See `DecoderModel`."""
@@ -120,6 +125,16 @@ class LatentDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DecoderModel`."""
         return self._norm(hidden, "norm") @ self.weights["head"].T
+
+    def _indexer(self, layer_id: int) -> LightningIndexer:
+        shape, prefix = self.shape, f"{layer_id}.indexer."
+        with torch.device("meta"):
+            indexer = LightningIndexer(
+                shape.d_model, shape.q_rank, shape.index_heads, shape.index_dim, shape.index_rope_dim, shape.rope_theta
+            )
+        own = {name.removeprefix(prefix): x for name, x in self.weights.items() if name.startswith(prefix)}
+        indexer.load_state_dict(own, assign=True)
+        return indexer.requires_grad_(False)
 
     def _queries(self, q_latent: Tensor, positions: Tensor, layer_id: int) -> Tensor:
         q = (q_latent @ self.weights[f"{layer_id}.q_b"].T).unflatten(-1, (self.num_q_heads, -1))
@@ -163,3 +178,14 @@ def _norm_sizes(shape: LatentShape) -> dict[str, int]:
         "kv_norm": shape.kv_rank,
         "mlp_norm": shape.d_model,
     }
+
+
+def _indexer_weights(shape: LatentShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
+    weights = {
+        "query.weight": random_matrix(generator, shape.index_heads * shape.index_dim, shape.q_rank),
+        "key.weight": random_matrix(generator, shape.index_dim, shape.d_model),
+        "weight.weight": random_matrix(generator, shape.index_heads, shape.d_model),
+        "key_norm.weight": torch.ones(shape.index_dim),
+        "key_norm.bias": torch.zeros(shape.index_dim),
+    }
+    return {f"{layer}.indexer.{name}": weight for name, weight in weights.items()}

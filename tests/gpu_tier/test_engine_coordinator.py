@@ -1,0 +1,206 @@
+"""The engine over the real coordinator: exact where the settings make every algorithm exact, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_tier.assembly import build
+from gpu_tier.config import SparseConfig
+from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.engine.decode_engine import DecodeEngine
+from gpu_tier.engine.generation import generate
+from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
+from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
+from gpu_tier.geometry import KVGeometry
+from gpu_tier.rows import KVDtype
+from gpu_tier.trackers import RequestState
+from tests.gpu_tier.engine_rig import SelectingHooks, plain_forward
+
+LLAMA = LlamaDecoder.random(LlamaShape())
+LATENT = LatentDecoder.random(LatentShape())
+MODELS = {"llama": LLAMA, "latent": LATENT}
+PAGE = 16
+# With these settings each algorithm attends to every token of at most 160.
+WHOLE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full_offload": {"algo": {"chunk_tokens": 48}},
+    "oracle": {"top_k": 160, "algo": {"k": 160}},
+    "streaming_llm": {"top_k": 192, "algo": {"window": 160}},
+    "quest": {"top_k": 160, "algo": {"token_budget": 160, "skip_layers": 1}},
+    "dsa": {"top_k": 160, "algo": {"index_heads": 4, "index_dim": 32}},
+    "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
+}
+
+
+def config_of(algorithm: str, **changes: Any) -> SparseConfig:
+    settings = {"algorithm": algorithm, "page_size": PAGE, "min_sparse_prompt_len": 1, "debug_checks": True}
+    whole = {**WHOLE[algorithm]}
+    return SparseConfig.parse(settings | whole | changes)
+
+
+def coordinator_of(
+    model: Any, config: SparseConfig, pages: int = 64, dtype: KVDtype = KVDtype.F32, device: str = "cpu"
+) -> SparseCoordinator:
+    geometry = KVGeometry(
+        model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
+    )
+    return build(
+        config,
+        geometry,
+        num_q_heads=model.num_q_heads,
+        sm_scale=model.sm_scale,
+        device_pages=pages,
+        max_requests=8,
+        max_tokens=256,
+        device=device,
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(128), k=length)
+
+
+def check_against_plain(engine: DecodeEngine, model: Any, requests: list[int], steps: int) -> None:
+    """Every token and its logits must be those of a whole forward pass over the request's tokens."""
+    for _ in range(steps):
+        for request, token in engine.step().items():
+            tokens = engine.tokens(request)
+            expected = plain_forward(model, tokens[:-1])[-1]
+            torch.testing.assert_close(engine.logits[request], expected, rtol=1e-5, atol=1e-5)
+            assert token == tokens[-1] == int(expected.argmax())
+    assert set(requests) == set(engine.requests)
+
+
+def cases() -> list[Any]:
+    combinations = [(algorithm, name) for algorithm in WHOLE for name in MODELS]
+    return [pytest.param(a, n, id=f"{a}-{n}") for a, n in combinations]
+
+
+@pytest.mark.parametrize(("algorithm", "name"), cases())
+def test_an_algorithm_that_selects_everything_equals_a_whole_forward_pass(algorithm: str, name: str) -> None:
+    model = MODELS[name]
+    changes: dict[str, Any] = {}
+    if algorithm == "dsa" and name == "llama":
+        changes = {"algo": {"index_source": "proxy"}}
+    coordinator = coordinator_of(model, config_of(algorithm, **changes), pages=96)
+    engine = DecodeEngine(model, coordinator, chunk_tokens=40, piece_tokens=24, pad_to=5)
+    requests = [engine.add(prompt(length, length)) for length in (1, 17, 63, 64, 100)]
+    check_against_plain(engine, model, requests, 12)
+    if algorithm != "full":
+        assert RequestState.SPARSE in {coordinator.trackers[r].state for r in requests}
+
+
+def best_tokens(count: int, sm_scale: float) -> Any:
+    def select(q: Tensor, k: Tensor) -> Tensor:
+        mass = (q @ k.T * sm_scale).softmax(-1).sum(0)
+        return mass.topk(min(count, len(k))).indices
+
+    return select
+
+
+def sinks_and_window(sink_pages: int, window: int) -> Any:
+    def select(q: Tensor, k: Tensor) -> Tensor:
+        ids = torch.arange(len(k))
+        first = max(0, len(k) - window) // PAGE * PAGE
+        return ids[(ids < sink_pages * PAGE) | (ids >= first)]
+
+    return select
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("algorithm", ["oracle", "streaming_llm"])
+def test_sparse_decoding_equals_attention_over_the_selected_tokens_alone(algorithm: str, name: str) -> None:
+    model = MODELS[name]
+    settings = {
+        "oracle": ({"top_k": 12, "device_buffer_size": 20, "algo": {"k": 12}}, best_tokens(12, model.sm_scale)),
+        "streaming_llm": ({"top_k": 80, "algo": {"sink": 4, "window": 40, "page": PAGE}}, sinks_and_window(1, 40)),
+    }
+    changes, select = settings[algorithm]
+    coordinator = coordinator_of(model, config_of(algorithm, **changes))
+    plain = SelectingHooks(model.v_head_dim, model.sm_scale, select)
+    engines = [DecodeEngine(model, hooks, chunk_tokens=64) for hooks in (coordinator, plain)]
+    for length in (40, 90, 130):
+        for engine in engines:
+            engine.add(prompt(length, length))
+    for _ in range(20):
+        engines[0].step(), engines[1].step()
+        ours, theirs = (sorted(engine.requests) for engine in engines)
+        assert [engines[0].tokens(r) for r in ours] == [engines[1].tokens(r) for r in theirs]
+        for mine, expected in zip(ours, theirs, strict=True):
+            if mine in engines[0].logits:
+                logits = engines[1].logits[expected]
+                torch.testing.assert_close(engines[0].logits[mine], logits, rtol=1e-4, atol=1e-4)
+    assert coordinator.manager.transfer.counters.h2d_bytes > 0
+
+
+def test_dense_and_sparse_requests_share_a_batch() -> None:
+    coordinator = coordinator_of(LLAMA, config_of("quest", min_sparse_prompt_len=60))
+    engine = DecodeEngine(LLAMA, coordinator)
+    requests = [engine.add(prompt(length, length)) for length in (20, 59, 60, 110)]
+    check_against_plain(engine, LLAMA, requests, 6)
+    states = [coordinator.trackers[request].state for request in requests]
+    assert states == [RequestState.DENSE] * 2 + [RequestState.SPARSE] * 2
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.FP8, KVDtype.BF16, KVDtype.F16])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_rounded_kv_does_not_depend_on_the_chunks_of_a_prompt(name: str, dtype: KVDtype) -> None:
+    model = MODELS[name]
+    logits = []
+    for chunk in (100, 7):
+        engine = DecodeEngine(model, coordinator_of(model, config_of("full"), dtype=dtype), chunk_tokens=chunk)
+        request = engine.add(prompt(90))
+        while request not in engine.logits:
+            engine.step()
+        logits.append(engine.logits[request])
+    exact = plain_forward(model, prompt(90))[-1]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    assert (logits[0] - exact).norm() / exact.norm() < (0.2 if dtype is KVDtype.FP8 else 0.02)
+
+
+@pytest.mark.parametrize("algorithm", sorted(WHOLE))
+def test_a_small_arena_gives_the_same_tokens_and_gets_all_its_pages_back(algorithm: str) -> None:
+    config = config_of(algorithm, host_bytes=1 << 22)
+    if algorithm == "dsa":
+        config = config_of(algorithm, host_bytes=1 << 22, algo={"index_source": "proxy"})
+    prompts = [prompt(length, length) for length in (30, 70, 50, 90, 10)]
+    roomy = coordinator_of(LLAMA, config, pages=200)
+    expected = generate(DecodeEngine(LLAMA, roomy), prompts, 8)
+    tight = coordinator_of(LLAMA, config, pages=26)
+    assert generate(DecodeEngine(LLAMA, tight, chunk_tokens=32), prompts, 8) == expected
+    for coordinator in (roomy, tight):
+        assert coordinator.manager.device.allocator.in_use == 0
+        assert coordinator.manager.host.allocator.in_use == 0
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_requests_abort_in_every_state(steps: int) -> None:
+    coordinator = coordinator_of(LLAMA, config_of("quest", min_sparse_prompt_len=40))
+    engine = DecodeEngine(LLAMA, coordinator, chunk_tokens=48)
+    requests = [engine.add(prompt(length)) for length in (20, 70, 90)]
+    for _ in range(steps):
+        engine.step()
+    for request in requests:
+        engine.abort(request)
+        engine.abort(request)
+    assert coordinator.manager.device.allocator.in_use == 0
+    assert coordinator.manager.host.allocator.in_use == 0
+    again = engine.add(prompt(64, 64))
+    check_against_plain(engine, LLAMA, [again], 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("algorithm", sorted(WHOLE))
+def test_a_gpu_decodes_what_a_cpu_does(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_TIER_KERNELS", "auto")
+    model = LatentDecoder.random(LatentShape(), device="cuda")
+    coordinator = coordinator_of(model, config_of(algorithm), pages=96, device="cuda")
+    prompts = [prompt(length, length) for length in (17, 64, 100)]
+    tokens = generate(DecodeEngine(model, coordinator, device="cuda"), prompts, 8)
+    cpu = coordinator_of(LATENT, config_of(algorithm), pages=96)
+    assert tokens == generate(DecodeEngine(LATENT, cpu), prompts, 8)

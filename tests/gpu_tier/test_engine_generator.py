@@ -1,0 +1,78 @@
+"""SparseGenerator: a Hugging Face model generates over the real coordinator what it generates on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_tier.config import SparseConfig
+from gpu_tier.engine.sparse_generator import SparseGenerator
+from gpu_tier.errors import PoolExhaustedError
+from tests.gpu_tier.hf_models import make_model, own_generate, prompt
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full_offload": {"algo": {"chunk_tokens": 48}},
+    "oracle": {"top_k": 160, "algo": {"k": 160}},
+    "streaming_llm": {"top_k": 192, "algo": {"window": 160}},
+    "quest": {"top_k": 160, "algo": {"token_budget": 160}},
+    "dsa": {"top_k": 160, "algo": {"index_source": "proxy"}},
+    "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
+}
+
+
+def generator_of(model: Any, algorithm: str, **options: int) -> SparseGenerator:
+    settings = {"algorithm": algorithm, "page_size": 16, "min_sparse_prompt_len": 20} | WHOLE[algorithm]
+    sizes = {"device_pages": 96, "max_requests": 8, "max_tokens": 256} | options
+    return SparseGenerator(model, SparseConfig.parse(settings), **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", sorted(WHOLE))
+def test_batches_of_unequal_lengths_generate_what_the_model_does(algorithm: str) -> None:
+    model = make_model()
+    prompts = [prompt(length, length) for length in (1, 33, 12, 100)]
+    expected = [own_generate(model, p, 8) for p in prompts]
+    with generator_of(model, algorithm, chunk_tokens=40, piece_tokens=24) as generator:
+        assert generator.generate(prompts, 8) == expected
+        assert generator.generate(prompts[1:], 8) == expected[1:]
+    assert own_generate(model, prompts[0], 8) == expected[0]
+
+
+def test_generation_ends_at_the_models_own_stop_token() -> None:
+    whole = own_generate(make_model(), prompt(20), 10)
+    model = make_model(eos_token_id=whole[3])
+    with generator_of(model, "full") as generator:
+        assert generator.generate([prompt(20)], 10) == [whole[: whole.index(whole[3]) + 1]]
+        assert generator.generate([prompt(20)], 10, stop_tokens=()) == [whole]
+
+
+def test_more_prompts_than_fit_wait() -> None:
+    model = make_model()
+    prompts = [prompt(40, seed) for seed in range(6)]
+    with generator_of(model, "full", device_pages=8, max_requests=3) as generator:
+        assert generator.generate(prompts, 5) == [own_generate(model, p, 5) for p in prompts]
+        with pytest.raises(PoolExhaustedError):
+            generator.generate([prompt(200)], 5)
+        assert generator.generate(prompts[:1], 5) == [own_generate(model, prompts[0], 5)]
+
+
+def test_a_model_in_bf16_generates() -> None:
+    model = make_model().bfloat16()
+    with generator_of(model, "quest") as generator:
+        tokens = generator.generate([prompt(50)], 6)[0]
+    expected = own_generate(model, prompt(50), 6)
+    assert tokens[0] == expected[0]
+    assert len(tokens) == 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("algorithm", sorted(WHOLE))
+def test_a_gpu_generates_what_the_model_does_there(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_TIER_KERNELS", "auto")
+    model = make_model().cuda()
+    prompts = [prompt(length, length) for length in (1, 33, 100)]
+    expected = [own_generate(model, p, 8) for p in prompts]
+    with generator_of(model, algorithm) as generator:
+        assert generator.generate(prompts, 8) == expected
