@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from gpu_tier.config import SparseConfig
 from gpu_tier.assembly import build
+from gpu_tier.config import SparseConfig
 from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.hf_runner import AttentionShape, HfRunner

@@ -15,17 +15,16 @@ from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 WHOLE: dict[str, dict[str, Any]] = {
     "full": {},
     "full_offload": {"algo": {"chunk_tokens": 48}},
-    "oracle": {"top_k": 160, "algo": {"k": 160}},
-    "streaming_llm": {"top_k": 192, "algo": {"window": 160}},
-    "quest": {"top_k": 160, "algo": {"token_budget": 160}},
-    "dsa": {"top_k": 160, "algo": {"index_source": "proxy"}},
-    "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
+    "oracle": {"top_k": 160, "device_buffer_size": 160, "algo": {"k": 160}},
+    "streaming_llm": {"top_k": 192, "device_buffer_size": 192, "algo": {"window": 160}},
+    "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160}},
+    "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_source": "proxy"}},
 }
 
 
 def generator_of(model: Any, algorithm: str, **options: int) -> SparseGenerator:
     settings = {"algorithm": algorithm, "page_size": 16, "min_sparse_prompt_len": 20} | WHOLE[algorithm]
-    sizes = {"device_pages": 96, "max_requests": 8, "max_tokens": 256} | options
+    sizes = {"device_pages": 200, "max_requests": 8, "max_tokens": 256} | options
     return SparseGenerator(model, SparseConfig.parse(settings), **sizes)  # type: ignore[arg-type]
 
 
@@ -51,11 +50,12 @@ def test_generation_ends_at_the_models_own_stop_token() -> None:
 def test_more_prompts_than_fit_wait() -> None:
     model = make_model()
     prompts = [prompt(40, seed) for seed in range(6)]
+    expected = [own_generate(model, p, 5) for p in prompts]
     with generator_of(model, "full", device_pages=8, max_requests=3) as generator:
-        assert generator.generate(prompts, 5) == [own_generate(model, p, 5) for p in prompts]
+        assert generator.generate(prompts, 5) == expected
         with pytest.raises(PoolExhaustedError):
             generator.generate([prompt(200)], 5)
-        assert generator.generate(prompts[:1], 5) == [own_generate(model, prompts[0], 5)]
+        assert generator.generate(prompts[:1], 5) == expected[:1]
 
 
 def test_a_model_in_bf16_generates() -> None:
