@@ -150,6 +150,7 @@ class Case:
     jumps: bool
     requests: int = 3
     max_items: int = 40
+    layers: int = 2
 
 
 def random_case(seed: int) -> Case:
@@ -178,7 +179,7 @@ class World:
 
     def __init__(self, case: Case, kernels: str = "reference") -> None:
         self.case, self.rng = case, Random(case.seed)
-        self.geometry = geometry_of(layers=2, heads=2, start_layer=case.seed % 3)
+        self.geometry = geometry_of(layers=case.layers, heads=2, start_layer=case.seed % 3)
         self.host_loc = torch.full((case.requests, case.max_items), -1, dtype=torch.int64)
         self.policy = LruDiffPolicy(
             self.geometry, capacity=case.capacity, unit_tokens=case.unit, selecting_heads=case.heads,

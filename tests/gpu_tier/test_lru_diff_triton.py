@@ -1,0 +1,158 @@
+"""P1: the Triton kernel is bit-exact with the reference in everything it writes, at every block size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from random import Random
+
+import pytest
+import torch
+from lru_model import World, clone_state, random_case
+from thoroughness import examples
+
+from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, lru_diff, ref
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs Triton's interpreter"
+)
+
+
+def outputs_equal(ours: DiffOutputs, theirs: DiffOutputs) -> None:
+    for field in fields(DiffOutputs):
+        assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+
+
+def both_worlds_agree(seed: int) -> None:
+    case = random_case(seed)
+    # The interpreter takes about 10 ms for a row and head.
+    case = replace(case, steps=min(case.steps, 4), requests=2, layers=1)
+    reference, ours = World(case, kernels="reference"), World(case, kernels="triton")
+    for _ in range(case.steps):
+        assert reference.admit_another() == ours.admit_another()
+        for theirs, mine in zip(reference.step(), ours.step(), strict=True):
+            assert theirs.selected == mine.selected
+            first, second = theirs.plan, mine.plan
+            assert torch.equal(first.device_slot, second.device_slot)
+            for name in ("src_host", "dst_dev", "count"):
+                assert torch.equal(getattr(first.misses, name), getattr(second.misses, name)), name
+            for name in ("src", "dst") if case.promote else ():
+                assert torch.equal(getattr(first.promotion, name), getattr(second.promotion, name)), name
+            assert first.evicted_items is not None
+            assert second.evicted_items is not None
+            assert torch.equal(first.evicted_items, second.evicted_items)
+            state, other = clone_state(reference.policy, theirs.layer), clone_state(ours.policy, mine.layer)
+            for name, rows in state.items():
+                assert torch.equal(rows, other[name]), name
+    assert reference.policy.errors == ours.policy.errors
+    assert reference.policy.counters == ours.policy.counters
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_random_histories_equal_the_reference(part: int) -> None:
+    each = examples(300) // 5
+    for seed in range(part * each, (part + 1) * each):
+        both_worlds_agree(seed)
+
+
+def random_state(capacity: int, n_items: int, rng: torch.Generator) -> LayerState:
+    """Two requests of two heads: full buffers of random items, of which some have no copy in host memory."""
+    held = torch.stack([torch.randperm(n_items - 2, generator=rng)[:capacity] for _ in range(4)])
+    orders = torch.stack([torch.randperm(capacity, generator=rng) for _ in range(4)])
+    host_loc = torch.randperm(2 * n_items, generator=rng).reshape(2, n_items)
+    host_loc[torch.rand(2, n_items, generator=rng) < 0.02] = -1
+    return LayerState(
+        slot_item=held.int().reshape(2, 2, capacity).contiguous(),
+        lru_slots=orders.short().reshape(2, 2, capacity).contiguous(),
+        newest_item=torch.full((2, 2), n_items - 2, dtype=torch.int32),
+        slot_loc=torch.randperm(2 * capacity, generator=rng).int().reshape(2, capacity),
+        newest_slots=torch.tensor([[9001, 9002], [9003, 9004]], dtype=torch.int32),
+        host_loc=host_loc,
+    )
+
+
+def copied(state: LayerState) -> LayerState:
+    return LayerState(**{field.name: getattr(state, field.name).clone() for field in fields(LayerState)})
+
+
+@pytest.mark.parametrize(
+    ("width", "capacity", "n_items", "block"),
+    [
+        (1, 1, 4, 16), (16, 16, 100, 16), (17, 33, 100, 16), (31, 64, 500, 32), (128, 256, 4096, 64),
+        (100, 300, 4096, 128), (512, 1024, 32768, 1024), (2048, 4096, 131072, 1024), (2048, 4096, 131072, 4096),
+    ],
+)  # fmt: skip
+def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: int, block: int) -> None:
+    from gpu_tier.kernels.lru_diff import triton_impl
+
+    rng = torch.Generator().manual_seed(width + capacity + block)
+    theirs = random_state(capacity, n_items, rng)
+    mine = copied(theirs)
+    counters, errors = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    first = DiffOutputs.empty(3, 2, width, counters, errors)
+    second = DiffOutputs.empty(3, 2, width, counters.clone(), errors.clone())
+    scratch = DiffScratch.empty(3, 2, n_items, capacity, torch.device("cpu"))
+    requests, num_real = torch.tensor([1, 0, 7]), torch.tensor([2], dtype=torch.int32)
+    mask = torch.ones(3, dtype=torch.bool)
+    for step in range(2):
+        items = torch.full((3, 2, width), -1, dtype=torch.int32)
+        for row in range(2):
+            for head in range(2):
+                held = mine.slot_item[1 - row, head]
+                picked = torch.cat([held[: width // 2], torch.randperm(n_items, generator=rng)[:width]])
+                picked = torch.tensor(list(dict.fromkeys(picked.tolist()))[:width], dtype=torch.int32)
+                items[row, head] = picked[torch.randperm(width, generator=rng)]
+        seq_lens = torch.tensor([n_items - 1 + step, n_items, 1], dtype=torch.int32)
+        options = {"unit_tokens": 1, "promote_newest": True, "loads_hottest": bool(step)}
+        arguments = (items, requests, seq_lens, mask, num_real)
+        ref.run(*arguments, theirs, first, scratch, **options)
+        triton_impl.run(*arguments, mine, second, scratch, **options, block=block)
+        outputs_equal(second, first)
+        for field in fields(LayerState):
+            assert torch.equal(getattr(mine, field.name), getattr(theirs, field.name)), field.name
+        assert (scratch.item_slot == -1).all(), "the direct map has to be empty between calls"
+    assert counters.sum() > 0
+
+
+def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
+    state = random_state(8, 40, torch.Generator().manual_seed(0))
+    errors = []
+    for impl in ("reference", "triton"):
+        out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+        scratch = DiffScratch.empty(1, 2, 40, 8, torch.device("cpu"))
+        items = torch.tensor([[[40, -1], [10**9, 3]]], dtype=torch.int32)
+        lru_diff(
+            items, torch.tensor([0]), torch.tensor([40], dtype=torch.int32), torch.tensor([True]),
+            torch.tensor([1], dtype=torch.int32), copied(state), out, scratch, unit_tokens=1, impl=impl,
+        )  # fmt: skip
+        assert out.device_slot[0, :, 0].tolist() == [-1, -1]
+        errors.append(int(out.errors) & 4)
+    assert errors == [4, 4]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("impl", ["triton", "cuda"])
+@pytest.mark.parametrize("seed", range(40))
+def test_on_the_gpu_random_states_equal_the_reference(impl: str, seed: int) -> None:
+    rng, shape = torch.Generator().manual_seed(seed), Random(seed)
+    capacity = shape.choice((1, 5, 32, 100, 1000, 4096))
+    width, n_items = shape.randint(1, capacity), 4 * capacity + 3
+    theirs = random_state(capacity, n_items, rng)
+    mine = LayerState(**{field.name: getattr(theirs, field.name).cuda() for field in fields(LayerState)})
+    first = DiffOutputs.empty(2, 2, width, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+    second = DiffOutputs.empty(2, 2, width, first.counters.cuda(), first.errors.cuda())
+    scratch = DiffScratch.empty(2, 2, n_items, capacity, torch.device("cuda"))
+    for step in range(4):
+        items = torch.stack([torch.randperm(n_items - 1, generator=rng)[:width] for _ in range(4)]).reshape(2, 2, width)
+        arguments = (
+            items.int(), torch.tensor([1, 0]), torch.tensor([n_items - 1 + step % 2, n_items], dtype=torch.int32),
+            torch.tensor([True, True]), torch.tensor([2], dtype=torch.int32),
+        )  # fmt: skip
+        options = {"unit_tokens": 1, "promote_newest": seed % 4 != 0, "loads_hottest": seed % 3 == 0}
+        lru_diff(*arguments, theirs, first, scratch, **options, impl="reference")
+        lru_diff(*(a.cuda() for a in arguments), mine, second, scratch, **options, impl=impl)
+        for field in fields(DiffOutputs):
+            assert torch.equal(getattr(second, field.name).cpu(), getattr(first, field.name)), field.name
+        for field in fields(LayerState):
+            assert torch.equal(getattr(mine, field.name).cpu(), getattr(theirs, field.name)), field.name
