@@ -34,7 +34,7 @@ SHAPES = [
     Shape(1, 4, 576, KVDtype.BF16, rope=64),
     Shape(1, 4, 576, KVDtype.FP8, rope=64),
 ]
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "triton"]
 
 
 def outputs(q: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from gpu_tier.kernels.dense import causal_partial, empty_partial, merge_partials
 from gpu_tier.kernels.lse_merge import lse_merge
 from gpu_tier.types import Partial
 
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "triton"]
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Partial:

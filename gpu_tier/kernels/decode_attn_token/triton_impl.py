@@ -1,0 +1,15 @@
+"""Decode attention over single tokens in Triton."""
+
+from torch import Tensor
+
+from gpu_tier.kernels.split_decode.triton_impl import SlotTable, attend
+from gpu_tier.types import LayerKV
+
+__all__ = ["run"]
+
+
+def run(
+    q: Tensor, kv: LayerKV, token_table: Tensor, lens: Tensor, sm_scale: float, out_o: Tensor, out_lse: Tensor
+) -> None:
+    """See `decode_attn_token`."""
+    attend(q, kv, SlotTable(token_table, lens), sm_scale, out_o, out_lse)

@@ -1,0 +1,75 @@
+"""The rows of a layer as typed tensors, which is what a Triton kernel can point into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.rows import KVDtype, Rows
+from gpu_tier.types import LayerKV
+
+__all__ = ["Operand", "RowOperands", "operands_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Numbers of one type of all rows, ``[slots, heads, n]``; never read when `n` is 0.
+
+    Attributes:
+        data: a view of the rows.
+        n: numbers of a row.
+    """
+
+    data: Tensor
+    n: int
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Elements from slot to slot, and from head to head."""
+        return self.data.stride(0), self.data.stride(1)
+
+    @property
+    def alignment(self) -> int:
+        """What both strides are multiples of, a power of two up to 16: it allows wide loads."""
+        return gcd(16, *self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOperands:
+    """Rows as typed numbers.
+
+    Attributes:
+        main: the numbers that are scaled (fp8), or all of a plain row; of MLA the part that is the value too.
+        scale: f32 scales of the groups of `main`; n is 0 of plain rows.
+        rope: the trailing numbers of MLA.
+    """
+
+    main: Operand
+    scale: Operand
+    rope: Operand
+
+
+def operands_of(kv: LayerKV) -> tuple[RowOperands, RowOperands]:
+    """Return keys and values (of MLA the latents twice)."""
+    if kv.v is None:
+        latent = _split(kv.k, kv.k.format.dims - kv.v_dims)
+        return latent, latent
+    return _split(kv.k, 0), _split(kv.v, 0)
+
+
+def _split(rows: Rows, rope: int) -> RowOperands:
+    row = rows.format
+    main = row.dims - rope
+    if row.dtype is not KVDtype.FP8:
+        typed = rows.typed
+        return RowOperands(Operand(typed, main), Operand(typed, 0), Operand(typed[..., main:] if rope else typed, rope))
+    if row.quant_dims % 4 or rows.data.storage_offset() % 4:
+        raise ConfigError("dims", row.quant_dims, "the quantised dims must be a multiple of 4, and rows aligned to it")
+    quantised = rows.data.view(torch.float8_e4m3fn)
+    scale = rows.data.view(torch.float32)[..., row.quant_dims // 4 :]
+    plain = rows.data.view(torch.bfloat16)[..., (row.quant_dims + 4 * row.groups) // 2 :] if rope else quantised
+    return RowOperands(Operand(quantised, main), Operand(scale, row.groups), Operand(plain, rope))

@@ -1,0 +1,364 @@
+"""Split-K decode attention in Triton.
+
+A program holds up to 64 query heads of one KV head (they read the same rows; a dot needs 16 of them at least) and walks
+over one piece of the keys with a running softmax. Each row divides its own length by the number of pieces, so rows of
+any lengths share one launch. Pieces are merged by `lse_merge`; a single one writes the result itself.
+
+The tile of keys is ``[BLOCK_N, dims]``, gathered row by row: its loads are wide because the dims of a row are
+contiguous, and the slots of the next tiles are read ahead by the pipeline. Of MLA the value is the leading part of the
+same row, so it is loaded once. fp8 of MHA has one scale per row: those of the keys multiply the scores, those of the
+values the weights, and the rows themselves are only converted. fp8 of MLA has one per group of dims.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_tier.kernels.lse_merge.triton_impl import run as merge
+from gpu_tier.kernels.split_decode.operands import RowOperands, operands_of
+from gpu_tier.kernels.split_decode.splits import plan_splits
+from gpu_tier.kernels.tuning import Tiling, interpreting, next_power_of_2, processors, tunable
+from gpu_tier.types import LayerKV
+
+__all__ = ["SlotTable", "attend", "kernel"]
+
+triton: Any = import_module("triton")  # optional, and without types
+tl: Any = import_module("triton.language")
+
+_MOST_HEADS = 64
+_LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """Which slots each row attends to.
+
+    Attributes:
+        table: ``int32 [B, Hs, K]`` slots, or pages.
+        lens: ``int32 [B, Hs]`` tokens that count.
+        page_tokens: tokens of an entry: 1 for slots.
+    """
+
+    table: Tensor
+    lens: Tensor
+    page_tokens: int = 1
+
+
+@triton.jit
+def _slots(table: "Any", position: "Any", inside: "Any", PAGE_TOKENS: tl.constexpr) -> "Any":
+    """Return the slots of positions, negative for none."""
+    entry = tl.load(table + position // PAGE_TOKENS, mask=inside, other=-1).to(tl.int64)
+    return tl.where(entry < 0, -1, entry * PAGE_TOKENS + position % PAGE_TOKENS)
+
+
+@triton.jit
+def _operand(x: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
+    """Return a tile in the type that dots take; the interpreter's arithmetic is right in f32 only."""
+    if UPCAST:
+        return x.to(tl.float32)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _plain_rows(
+    data: "Any",
+    row: "Any",
+    valid: "Any",
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> "Any":
+    """Return ``[BLOCK_N, PADDED]`` numbers of rows that begin at the offsets `row`."""
+    dim = tl.arange(0, PADDED)
+    x = tl.load(data + row[:, None] + dim[None, :], mask=valid[:, None] & (dim < N)[None, :], other=0.0)
+    return _operand(x, DTYPE, UPCAST)
+
+
+@triton.jit
+def _scaled_rows(
+    data: "Any",
+    row: "Any",
+    scale: "Any",
+    scale_row: "Any",
+    valid: "Any",
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> "Any":
+    """Return ``[BLOCK_N, GROUPS_PADDED * GROUP_PADDED]`` numbers, each group multiplied by its scale."""
+    group = tl.arange(0, GROUPS_PADDED)
+    dim = tl.arange(0, GROUP_PADDED)
+    at = row[:, None, None] + (group * GROUP)[None, :, None] + dim[None, None, :]
+    exists = (group < GROUPS)[None, :, None] & (dim < GROUP)[None, None, :]
+    x = tl.load(data + at, mask=valid[:, None, None] & exists, other=0.0).to(tl.float32)
+    factors = tl.load(
+        scale + scale_row[:, None] + group[None, :], mask=valid[:, None] & (group < GROUPS)[None, :], other=0.0
+    )
+    x = x * factors[:, :, None]
+    return _operand(tl.reshape(x, (x.shape[0], GROUPS_PADDED * GROUP_PADDED)), DTYPE, UPCAST)
+
+
+def _split(
+    q: "Any",
+    k: "Any",
+    k_scale: "Any",
+    rope: "Any",
+    v: "Any",
+    v_scale: "Any",
+    table: "Any",
+    lens: "Any",
+    o: "Any",
+    lse: "Any",
+    q_row: "Any",
+    q_head: "Any",
+    k_slot: "Any",
+    k_head: "Any",
+    k_scale_slot: "Any",
+    k_scale_head: "Any",
+    rope_slot: "Any",
+    rope_head: "Any",
+    v_slot: "Any",
+    v_head: "Any",
+    v_scale_slot: "Any",
+    v_scale_head: "Any",
+    table_row: "Any",
+    table_head: "Any",
+    lens_row: "Any",
+    lens_head: "Any",
+    o_split: "Any",
+    lse_split: "Any",
+    sm_scale_log2: "Any",
+    splits: "Any",
+    heads: "Any",
+    GROUP_HEADS: tl.constexpr,
+    SHARED_TABLE: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    K_DIMS: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+    V_DIMS: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    LATENT: tl.constexpr,
+    FP8: tl.constexpr,
+    K_ALIGN: tl.constexpr,
+    ROPE_ALIGN: tl.constexpr,
+    V_ALIGN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    # Blocks of heads that read the same rows are neighbours, so that the later ones find them in the L2 cache.
+    HEAD_BLOCKS: tl.constexpr = (GROUP_HEADS + BLOCK_M - 1) // BLOCK_M
+    block = tl.program_id(0) % HEAD_BLOCKS
+    head = tl.program_id(0) // HEAD_BLOCKS % heads
+    row = (tl.program_id(0) // HEAD_BLOCKS // heads).to(tl.int64)
+    split = tl.program_id(1)
+    selector = 0 if SHARED_TABLE else head
+
+    length = tl.load(lens + row * lens_row + selector * lens_head)
+    piece = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    start = split * piece
+    stop = tl.minimum(start + piece, length)
+
+    member = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = member < GROUP_HEADS
+    q_at = q + row * q_row + (head * GROUP_HEADS + member).to(tl.int64)[:, None] * q_head
+    # Padded dims of a group lie between the real ones, as in the tile of keys.
+    GROUP: tl.constexpr = K_DIMS // GROUPS
+    GROUP_PADDED: tl.constexpr = K_PADDED // GROUPS_PADDED
+    column = tl.arange(0, K_PADDED)
+    k_dim = column // GROUP_PADDED * GROUP + column % GROUP_PADDED
+    k_exists = (column // GROUP_PADDED < GROUPS) & (column % GROUP_PADDED < GROUP)
+    q_main = tl.load(q_at + k_dim[None, :], mask=real[:, None] & k_exists[None, :], other=0.0)
+    q_main = _operand(q_main, DTYPE, UPCAST)
+    if ROPE > 0:
+        r_dim = tl.arange(0, ROPE_PADDED)
+        q_rope = tl.load(q_at + K_DIMS + r_dim[None, :], mask=real[:, None] & (r_dim < ROPE)[None, :], other=0.0)
+        q_rope = _operand(q_rope, DTYPE, UPCAST)
+
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
+    slots_of_row = table + row * table_row + selector * table_head
+    head = head.to(tl.int64)
+    for at in tl.range(start, stop, BLOCK_N):
+        position = at + tl.arange(0, BLOCK_N)
+        slot = _slots(slots_of_row, position, position < stop, PAGE_TOKENS)
+        valid = slot >= 0
+        slot = tl.where(valid, slot, 0)
+        k_row = tl.multiple_of(slot * k_slot + head * k_head, K_ALIGN)
+        if LATENT and FP8:
+            s_row = slot * k_scale_slot + head * k_scale_head
+            keys = _scaled_rows(
+                k, k_row, k_scale, s_row, valid, GROUPS, GROUP, GROUPS_PADDED, GROUP_PADDED, DTYPE, UPCAST
+            )
+        else:
+            keys = _plain_rows(k, k_row, valid, K_DIMS, K_PADDED, DTYPE, UPCAST)
+        score = tl.dot(q_main, tl.trans(keys), input_precision="ieee")
+        if ROPE > 0:
+            r_row = tl.multiple_of(slot * rope_slot + head * rope_head, ROPE_ALIGN)
+            ropes = _plain_rows(rope, r_row, valid, ROPE, ROPE_PADDED, DTYPE, UPCAST)
+            score += tl.dot(q_rope, tl.trans(ropes), input_precision="ieee")
+        score *= sm_scale_log2
+        if FP8 and not LATENT:
+            score *= tl.load(k_scale + slot * k_scale_slot + head * k_scale_head, mask=valid, other=0.0)[None, :]
+        score = tl.where(valid[None, :], score, -float("inf"))
+
+        raised = tl.maximum(highest, tl.max(score, axis=1))
+        base = tl.where(raised == -float("inf"), 0.0, raised)
+        shrink = tl.exp2(highest - base)
+        weight = tl.exp2(score - base[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        highest = raised
+        if LATENT:
+            values = keys
+        else:
+            v_row = tl.multiple_of(slot * v_slot + head * v_head, V_ALIGN)
+            values = _plain_rows(v, v_row, valid, V_DIMS, V_PADDED, DTYPE, UPCAST)
+            if FP8:
+                v_factor = tl.load(v_scale + slot * v_scale_slot + head * v_scale_head, mask=valid, other=0.0)
+                weight *= v_factor[None, :]
+        acc = tl.dot(_operand(weight, DTYPE, UPCAST), values, acc * shrink[:, None], input_precision="ieee")
+
+    some = tl.where(total > 0.0, total, 1.0)
+    q_heads = heads * GROUP_HEADS
+    out_row = row * q_heads + head * GROUP_HEADS + member
+    log_total = tl.where(total > 0.0, (highest + tl.log2(some)) * LN2, -float("inf"))
+    tl.store(lse + split.to(tl.int64) * lse_split + out_row, log_total, mask=real)
+    if LATENT:
+        v_dim = k_dim
+        v_exists = k_exists
+    else:
+        v_dim = tl.arange(0, V_PADDED)
+        v_exists = v_dim < V_DIMS
+    # Nobody reads the output of an empty piece, but for the only one.
+    written = member < tl.where(tl.maximum(stop - start, 2 - splits) > 0, GROUP_HEADS, 0)
+    o_at = o + split.to(tl.int64) * o_split + out_row[:, None] * V_DIMS + v_dim[None, :]
+    tl.store(o_at, acc / some[:, None], mask=written[:, None] & v_exists[None, :])
+
+
+_TILINGS = (
+    Tiling.of(BLOCK_N=64, num_warps=4, num_stages=3),
+    Tiling.of(BLOCK_N=32, num_warps=4, num_stages=4),
+    Tiling.of(BLOCK_N=32, num_warps=8, num_stages=3),
+    Tiling.of(BLOCK_N=64, num_warps=8, num_stages=2),
+    Tiling.of(BLOCK_N=128, num_warps=8, num_stages=2),
+)
+kernel = tunable(_TILINGS, key=("K_PADDED", "V_PADDED", "ROPE_PADDED", "BLOCK_M", "FP8", "SHARED_TABLE"))(_split)
+
+
+def attend(
+    q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Tensor, out_lse: Tensor, splits: int = 0
+) -> None:
+    """Attend to the slots of a table; see `decode_attn_token` for shapes.
+
+    Args:
+        splits: pieces of the keys; 0 chooses them from the number of programs.
+    """
+    if not q.shape[0]:
+        return
+    heads = kv.k.data.shape[1]
+    group = q.shape[1] // heads
+    block_m = min(_MOST_HEADS, max(16, next_power_of_2(group)))
+    programs = q.shape[0] * heads * triton.cdiv(group, block_m)
+    if not splits:
+        splits = plan_splits(programs, slots.table.shape[-1] * slots.page_tokens, processors(q.device))
+    if splits == 1:
+        _launch(q, kv, slots, sm_scale, (programs, 1), block_m, out_o[None], out_lse[None])
+        return
+    o, lse = _scratch(q.device, _stream(q.device), splits, *out_o.shape)
+    _launch(q, kv, slots, sm_scale, (programs, splits), block_m, o, lse)
+    merge(o, lse, out_o, out_lse)
+
+
+def _launch(
+    q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, grid: tuple[int, int], block_m: int, o: Tensor, lse: Tensor
+) -> None:
+    keys, values = operands_of(kv)
+    heads = kv.k.data.shape[1]
+    tensors = (keys.main, keys.scale, keys.rope, values.main, values.scale)
+    kernel[grid](
+        q if q.stride(2) == 1 else q.contiguous(),
+        *(operand.data for operand in tensors),
+        slots.table,
+        slots.lens,
+        o,
+        lse,
+        q.stride(0),
+        q.stride(1),
+        *(stride for operand in tensors for stride in operand.strides),
+        slots.table.stride(0),
+        slots.table.stride(1),
+        slots.lens.stride(0),
+        slots.lens.stride(1),
+        o.stride(0),
+        lse.stride(0),
+        sm_scale * _LOG2E,
+        grid[1],
+        heads,
+        GROUP_HEADS=q.shape[1] // heads,
+        SHARED_TABLE=slots.table.shape[1] == 1,
+        PAGE_TOKENS=slots.page_tokens,
+        LATENT=kv.v is None,
+        DTYPE=_dot_type(keys.main.data.dtype),
+        UPCAST=interpreting(),
+        BLOCK_M=block_m,
+        **_sizes(keys, values, latent=kv.v is None),
+    )
+
+
+def _sizes(keys: RowOperands, values: RowOperands, *, latent: bool) -> dict[str, int | bool]:
+    groups = max(1, keys.scale.n) if latent else 1
+    groups_padded = next_power_of_2(groups)
+    k_padded = max(16, groups_padded * next_power_of_2(keys.main.n // groups))
+    return {
+        "K_DIMS": keys.main.n,
+        "K_PADDED": k_padded,
+        "GROUPS": groups,
+        "GROUPS_PADDED": groups_padded,
+        "ROPE": keys.rope.n,
+        "ROPE_PADDED": max(16, next_power_of_2(max(1, keys.rope.n))),
+        "V_DIMS": values.main.n,
+        "V_PADDED": k_padded if latent else max(16, next_power_of_2(values.main.n)),
+        "FP8": keys.scale.n > 0,
+        "K_ALIGN": keys.main.alignment,
+        "ROPE_ALIGN": keys.rope.alignment,
+        "V_ALIGN": values.main.alignment,
+    }
+
+
+def _dot_type(dtype: torch.dtype) -> Any:
+    return {torch.float32: tl.float32, torch.float16: tl.float16}.get(dtype, tl.bfloat16)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _scratch(
+    device: torch.device, stream: int, splits: int, rows: int, heads: int, dims: int
+) -> tuple[Tensor, Tensor]:
+    """Return room for partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
+    numbers = splits * rows * heads
+    room = _room(device, stream, next_power_of_2(numbers * (dims + 1)))
+    o, lse = room[: numbers * dims], room[numbers * dims : numbers * (dims + 1)]
+    return o.view(splits, rows, heads, dims), lse.view(splits, rows, heads)
+
+
+@lru_cache(maxsize=None)
+def _room(device: torch.device, _stream_id: int, numbers: int) -> Tensor:
+    """Return f32 scratch. It is never freed: a captured CUDA graph may point into it; sizes are powers of two."""
+    return torch.empty(numbers, dtype=torch.float32, device=device)
