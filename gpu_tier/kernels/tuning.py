@@ -1,7 +1,7 @@
 """Tile sizes of Triton kernels: measured on a GPU, fixed where Triton interprets.
 
-`triton.autotune` needs a driver, so in the interpreter the first tiling is taken. On a GPU the first call with a new key
-measures all of them: call every shape once before it is captured in a CUDA graph.
+`triton.autotune` needs a driver, so in the interpreter the first tiling is taken. On a GPU the first call with a new
+key measures all of them: call every shape once before it is captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class TunedKernel:
     @cached_property
     def _measured(self) -> Any:
         triton: Any = import_module("triton")
-        configs = [
-            triton.Config(dict(t.sizes), num_warps=t.num_warps, num_stages=t.num_stages) for t in self._tilings
-        ]
+        configs = [triton.Config(dict(t.sizes), num_warps=t.num_warps, num_stages=t.num_stages) for t in self._tilings]
         return triton.autotune(configs=configs, key=self._key)(self._kernel)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:

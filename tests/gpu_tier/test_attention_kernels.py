@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
+from gpu_tier.kernels.split_decode.splits import plan_splits
+from gpu_tier.kernels.tuning import Tiling
 from gpu_tier.rows import KVDtype
 from gpu_tier.types import LayerKV
 
@@ -133,6 +136,27 @@ def test_paged_attention(impl: str, shape: Shape, page_tokens: int) -> None:
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     decode_attn_paged(q, kv, table.to(device), seqlens, page_tokens, 0.1, o, lse, impl=impl)
     close((o, lse), expected(q.cpu(), on_cpu(kv), slots, 0.1), shape.dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 20])
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("shape", [SHAPES[5], SHAPES[10]], ids=str)
+def test_triton_in_any_pieces_and_tiles(shape: Shape, block: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_impl = import_module("gpu_tier.kernels.split_decode.triton_impl")
+    monkeypatch.setattr(triton_impl.kernel, "forced", Tiling.of(BLOCK_N=block))
+    monkeypatch.setattr(triton_impl, "plan_splits", lambda *_: splits)
+    got, wanted = run_token("triton", shape, random_slots(4, [[70], [0], [33]]), 72)
+    close(got, wanted, shape.dtype)
+
+
+def test_splits_fill_the_processors_and_no_more() -> None:
+    assert plan_splits(1000, 4096, 132) == 1
+    assert plan_splits(1, 64, 132) == 2  # no piece below 32 tokens
+    assert plan_splits(1, 1 << 17, 132) > 132
+    for programs in (1, 8, 64, 200, 300):
+        splits = plan_splits(programs, 1 << 17, 132)
+        waves = programs * splits / 264
+        assert waves / -(-waves // 1) >= 0.8
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

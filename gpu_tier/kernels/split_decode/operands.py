@@ -28,14 +28,14 @@ class Operand:
     n: int
 
     @property
-    def strides(self) -> tuple[int, int]:
-        """Elements from slot to slot, and from head to head."""
-        return self.data.stride(0), self.data.stride(1)
+    def alignment(self) -> int:
+        """A power of two up to 16 that both strides are multiples of."""
+        return gcd(16, self.data.stride(0), self.data.stride(1))
 
     @property
-    def alignment(self) -> int:
-        """What both strides are multiples of, a power of two up to 16: it allows wide loads."""
-        return gcd(16, *self.strides)
+    def strides(self) -> tuple[int, int]:
+        """From slot to slot, and from head to head, in units of `alignment` elements."""
+        return self.data.stride(0) // self.alignment, self.data.stride(1) // self.alignment
 
 
 @dataclass(frozen=True, slots=True)

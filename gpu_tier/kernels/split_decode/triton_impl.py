@@ -10,8 +10,9 @@ same row, so it is loaded once. fp8 of MHA has one scale per row: those of the k
 values the weights, and the rows themselves are only converted. fp8 of MLA has one per group of dims.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = ["SlotTable", "attend", "kernel"]
 
 triton: Any = import_module("triton")  # optional, and without types
 tl: Any = import_module("triton.language")
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 _MOST_HEADS = 64
 _LOG2E = 1.4426950408889634
@@ -49,14 +51,14 @@ class SlotTable:
     page_tokens: int = 1
 
 
-@triton.jit
+@_jit
 def _slots(table: "Any", position: "Any", inside: "Any", PAGE_TOKENS: tl.constexpr) -> "Any":
     """Return the slots of positions, negative for none."""
     entry = tl.load(table + position // PAGE_TOKENS, mask=inside, other=-1).to(tl.int64)
     return tl.where(entry < 0, -1, entry * PAGE_TOKENS + position % PAGE_TOKENS)
 
 
-@triton.jit
+@_jit
 def _operand(x: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
     """Return a tile in the type that dots take; the interpreter's arithmetic is right in f32 only."""
     if UPCAST:
@@ -64,7 +66,7 @@ def _operand(x: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
     return x.to(DTYPE)
 
 
-@triton.jit
+@_jit
 def _plain_rows(
     data: "Any",
     row: "Any",
@@ -80,7 +82,7 @@ def _plain_rows(
     return _operand(x, DTYPE, UPCAST)
 
 
-@triton.jit
+@_jit
 def _scaled_rows(
     data: "Any",
     row: "Any",
@@ -152,9 +154,12 @@ def _split(
     V_PADDED: tl.constexpr,
     LATENT: tl.constexpr,
     FP8: tl.constexpr,
+    # Strides of rows are counted in these, so that the compiler sees how wide a load may be.
     K_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
     ROPE_ALIGN: tl.constexpr,
     V_ALIGN: tl.constexpr,
+    V_SCALE_ALIGN: tl.constexpr,
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -199,9 +204,9 @@ def _split(
         slot = _slots(slots_of_row, position, position < stop, PAGE_TOKENS)
         valid = slot >= 0
         slot = tl.where(valid, slot, 0)
-        k_row = tl.multiple_of(slot * k_slot + head * k_head, K_ALIGN)
+        k_row = (slot * k_slot + head * k_head) * K_ALIGN
         if LATENT and FP8:
-            s_row = slot * k_scale_slot + head * k_scale_head
+            s_row = (slot * k_scale_slot + head * k_scale_head) * SCALE_ALIGN
             keys = _scaled_rows(
                 k, k_row, k_scale, s_row, valid, GROUPS, GROUP, GROUPS_PADDED, GROUP_PADDED, DTYPE, UPCAST
             )
@@ -209,12 +214,13 @@ def _split(
             keys = _plain_rows(k, k_row, valid, K_DIMS, K_PADDED, DTYPE, UPCAST)
         score = tl.dot(q_main, tl.trans(keys), input_precision="ieee")
         if ROPE > 0:
-            r_row = tl.multiple_of(slot * rope_slot + head * rope_head, ROPE_ALIGN)
+            r_row = (slot * rope_slot + head * rope_head) * ROPE_ALIGN
             ropes = _plain_rows(rope, r_row, valid, ROPE, ROPE_PADDED, DTYPE, UPCAST)
             score += tl.dot(q_rope, tl.trans(ropes), input_precision="ieee")
         score *= sm_scale_log2
         if FP8 and not LATENT:
-            score *= tl.load(k_scale + slot * k_scale_slot + head * k_scale_head, mask=valid, other=0.0)[None, :]
+            s_row = (slot * k_scale_slot + head * k_scale_head) * SCALE_ALIGN
+            score *= tl.load(k_scale + s_row, mask=valid, other=0.0)[None, :]
         score = tl.where(valid[None, :], score, -float("inf"))
 
         raised = tl.maximum(highest, tl.max(score, axis=1))
@@ -226,10 +232,11 @@ def _split(
         if LATENT:
             values = keys
         else:
-            v_row = tl.multiple_of(slot * v_slot + head * v_head, V_ALIGN)
+            v_row = (slot * v_slot + head * v_head) * V_ALIGN
             values = _plain_rows(v, v_row, valid, V_DIMS, V_PADDED, DTYPE, UPCAST)
             if FP8:
-                v_factor = tl.load(v_scale + slot * v_scale_slot + head * v_scale_head, mask=valid, other=0.0)
+                f_row = (slot * v_scale_slot + head * v_scale_head) * V_SCALE_ALIGN
+                v_factor = tl.load(v_scale + f_row, mask=valid, other=0.0)
                 weight *= v_factor[None, :]
         acc = tl.dot(_operand(weight, DTYPE, UPCAST), values, acc * shrink[:, None], input_precision="ieee")
 
@@ -250,12 +257,15 @@ def _split(
     tl.store(o_at, acc / some[:, None], mask=written[:, None] & v_exists[None, :])
 
 
+# A load through a table is two loads in a row: three stages keep one tile of rows under way, five keep two.
 _TILINGS = (
+    Tiling.of(BLOCK_N=64, num_warps=4, num_stages=5),
     Tiling.of(BLOCK_N=64, num_warps=4, num_stages=3),
-    Tiling.of(BLOCK_N=32, num_warps=4, num_stages=4),
+    Tiling.of(BLOCK_N=32, num_warps=4, num_stages=5),
+    Tiling.of(BLOCK_N=32, num_warps=8, num_stages=5),
     Tiling.of(BLOCK_N=32, num_warps=8, num_stages=3),
-    Tiling.of(BLOCK_N=64, num_warps=8, num_stages=2),
-    Tiling.of(BLOCK_N=128, num_warps=8, num_stages=2),
+    Tiling.of(BLOCK_N=64, num_warps=8, num_stages=5),
+    Tiling.of(BLOCK_N=128, num_warps=8, num_stages=3),
 )
 kernel = tunable(_TILINGS, key=("K_PADDED", "V_PADDED", "ROPE_PADDED", "BLOCK_M", "FP8", "SHARED_TABLE"))(_split)
 
@@ -285,7 +295,14 @@ def attend(
 
 
 def _launch(
-    q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, grid: tuple[int, int], block_m: int, o: Tensor, lse: Tensor
+    q: Tensor,
+    kv: LayerKV,
+    slots: SlotTable,
+    sm_scale: float,
+    grid: tuple[int, int],
+    block_m: int,
+    o: Tensor,
+    lse: Tensor,
 ) -> None:
     keys, values = operands_of(kv)
     heads = kv.k.data.shape[1]
@@ -335,8 +352,10 @@ def _sizes(keys: RowOperands, values: RowOperands, *, latent: bool) -> dict[str,
         "V_PADDED": k_padded if latent else max(16, next_power_of_2(values.main.n)),
         "FP8": keys.scale.n > 0,
         "K_ALIGN": keys.main.alignment,
+        "SCALE_ALIGN": keys.scale.alignment,
         "ROPE_ALIGN": keys.rope.alignment,
         "V_ALIGN": values.main.alignment,
+        "V_SCALE_ALIGN": values.scale.alignment,
     }
 
 
@@ -348,9 +367,7 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def _scratch(
-    device: torch.device, stream: int, splits: int, rows: int, heads: int, dims: int
-) -> tuple[Tensor, Tensor]:
+def _scratch(device: torch.device, stream: int, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
     """Return room for partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
     numbers = splits * rows * heads
     room = _room(device, stream, next_power_of_2(numbers * (dims + 1)))
@@ -358,7 +375,7 @@ def _scratch(
     return o.view(splits, rows, heads, dims), lse.view(splits, rows, heads)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _room(device: torch.device, _stream_id: int, numbers: int) -> Tensor:
     """Return f32 scratch. It is never freed: a captured CUDA graph may point into it; sizes are powers of two."""
     return torch.empty(numbers, dtype=torch.float32, device=device)
