@@ -89,9 +89,10 @@ class DeviceKVPool:
 
 def _scatter(rows: Tensor, slots: Tensor, values: Tensor) -> None:
     # Selecting the valid slots would wait for the device. Instead the skipped tokens repeat what the first valid one
-    # writes, or when none is valid what slot 0 holds: equal writes to one place are harmless.
+    # writes, or when none is valid what slot 0 holds: equal writes to one place are harmless. Indices stay [1]: torch
+    # reads an index without dimensions on the host.
     valid = slots >= 0
-    first = valid.to(torch.uint8).argmax()
+    first = valid.to(torch.uint8).argmax(0, keepdim=True)
     target = slots[first].clamp_min(0)
-    value = torch.where(valid[first], values[first], rows[target])
+    value = torch.where(valid[first, None, None], values[first], rows[target])
     rows[torch.where(valid, slots, target)] = torch.where(valid[:, None, None], values, value)

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import math
 import mmap
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ class PinnedMemory:
         if not runtime.is_cuda:
             self.data = torch.zeros(nbytes, dtype=torch.uint8)
             return
+        self._device = runtime.device
         # The tensor keeps the mapping alive; it is unmapped when the last view is gone.
         self.data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         _bind(self.data, numa_node, runtime.device)
@@ -109,12 +111,13 @@ class PinnedMemory:
 
     def _register(self, parts: list[tuple[int, int]]) -> None:
         # With unified addressing (every 64-bit Linux) a registered page has the same address on host and device, which
-        # is why kernels may be given the data_ptr of a tensor of this memory.
+        # is why kernels may be given the data_ptr of a tensor of this memory; Triton asks the driver whether they may.
         cudart: Any = torch.cuda.cudart()
         for start, size in parts:
             code = int(cudart.cudaHostRegister(self.data.data_ptr() + start, size, _PORTABLE_MAPPED))
             if code:
                 self._unregister()
+                _forget_error(self._device)
                 _warn_once(
                     f"host memory stays pageable, transfers will be slow: registering {size} bytes gave CUDA error "
                     f"{code}; this is about host memory (try a smaller host_bytes, or raise the limit of locked memory)"
@@ -137,6 +140,12 @@ def _check_fits(nbytes: int) -> None:
             f"{nbytes} bytes of host memory were asked for, the limit is {int(LARGEST_SHARE * available)} bytes "
             f"(80 % of the {available} that are available); lower host_bytes or host_to_device_ratio"
         )
+
+
+def _forget_error(device: torch.device) -> None:
+    # CUDA keeps the error of a failed call until somebody reads it: the next launch of torch would be blamed.
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 @lru_cache

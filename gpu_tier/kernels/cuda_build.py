@@ -1,0 +1,106 @@
+"""Builds the CUDA C++ kernels into one library and loads it.
+
+All `kernels/*/*.cu` go into one shared object with a plain C interface: NAME.cu exports `gpu_tier_NAME`, which returns
+a CUDA error code. What they share is in `kernels/*.cuh`. The object is cached under a name that says what it was built
+from, so that a changed source is built anew and processes share what one of them built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from gpu_tier.errors import KernelUnavailableError
+
+__all__ = ["FLAGS", "build", "check", "library", "sources", "stream"]
+
+FLAGS = (
+    "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a",
+)  # fmt: skip
+_HERE = Path(__file__).parent
+
+
+def sources() -> list[Path]:
+    """Return the sources of the library, in a fixed order."""
+    return sorted(_HERE.glob("*/*.cu"))
+
+
+def build(directory: Path | None = None) -> Path:
+    """Return the library, built if there is none of these sources and flags.
+
+    Args:
+        directory: where libraries are kept; `GPU_TIER_CACHE` or the user's cache directory if not given.
+
+    Raises:
+        KernelUnavailableError: there is no nvcc, or it failed; the message has its output.
+    """
+    directory = directory or _cache_directory()
+    target = directory / f"kernels-{_fingerprint()}.so"
+    if target.exists():
+        return target
+    nvcc = _nvcc()
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        made = Path(scratch) / target.name
+        command = [nvcc, *FLAGS, "-o", str(made), *map(str, sources())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
+        if done.returncode:
+            raise KernelUnavailableError(f"nvcc failed with {done.returncode}: {done.stderr or done.stdout}")
+        made.replace(target)  # at once, so that another process never loads half a file
+    return target
+
+
+@lru_cache
+def library() -> ctypes.CDLL:
+    """Return the library, built if need be.
+
+    Raises:
+        KernelUnavailableError: it cannot be built or cannot run here.
+    """
+    if not torch.cuda.is_available():
+        raise KernelUnavailableError("the CUDA kernels need a GPU: torch sees none")
+    loaded = ctypes.CDLL(str(build()))
+    code = loaded.gpu_tier_probe()
+    if code:
+        allowed = "they are built for compute capability 9.0, with a driver as new as the nvcc"
+        raise KernelUnavailableError(f"the CUDA kernels cannot run on this device: CUDA error {code}; {allowed}")
+    return loaded
+
+
+def check(code: int) -> None:
+    """Raise `torch.cuda.CudaError` unless a call of the library returned 0."""
+    torch.cuda.check_error(code)
+
+
+def stream(device: torch.device) -> ctypes.c_void_p:
+    """Return the current stream of a device, as the library takes it."""
+    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in [*sources(), *sorted(_HERE.glob("*.cuh"))]:
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("GPU_TIER_CACHE") or Path(base) / "kvcm" / "gpu_tier")
+
+
+def _nvcc() -> str:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if found is None:
+        raise KernelUnavailableError("the CUDA kernels need nvcc: none on PATH nor in CUDA_HOME")
+    return found

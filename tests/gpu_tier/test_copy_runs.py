@@ -1,0 +1,70 @@
+"""Contiguous runs: as few as there can be, and cut at the borders of registrations."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_tier.config import SparseConfig
+from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
+from gpu_tier.pools.device_pool import DeviceKVPool
+from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.pools.transfer import KVTransfer
+from gpu_tier.rows import KVDtype
+from gpu_tier.runtime import NullRuntime
+
+GEOMETRY = KVGeometry(KVKind.MHA, 2, 2, 4, 4, KVDtype.F32, page_size=4)
+
+
+def _runs(layout: Layout, src: list[list[int]], dst: list[list[int]], unit: int = 1) -> Runs:
+    addresses = Addressing.of(GEOMETRY, layout, 8), Addressing.of(GEOMETRY, Layout.LAYER_FIRST, 8)
+    pairs = slot_pairs(torch.tensor(src), torch.tensor(dst), None, unit)
+    return copy_runs(*addresses, pairs, layers=((0, 0), (1, 1)), num_heads=2, per_head=False)
+
+
+def test_neighbouring_pages_are_one_run_per_part_and_layer() -> None:
+    runs = _runs(Layout.LAYER_FIRST, [[4, 8]], [[12, 16]], unit=4)
+    assert runs.nbytes.tolist() == [8 * 32] * 4
+    apart = _runs(Layout.LAYER_FIRST, [[4, 8]], [[16, 12]], unit=4)
+    assert apart.nbytes.tolist() == [4 * 32] * 8
+
+
+def test_other_orders_are_contiguous_by_token_or_head() -> None:
+    assert set(_runs(Layout.PAGE_FIRST, [[4]], [[12]], unit=4).nbytes.tolist()) == {32}
+    assert set(_runs(Layout.PAGE_HEAD, [[4]], [[12]], unit=4).nbytes.tolist()) == {16}
+    nothing = _runs(Layout.PAGE_HEAD, [[-1]], [[12]])
+    assert (nothing.total_bytes, nothing.mean_bytes) == (0, 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(1, 90)), max_size=4),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_cut_runs_move_the_same_bytes(copies: list[tuple[int, int, int]], src_border: int, dst_border: int) -> None:
+    columns = np.array(copies, np.int64).reshape(-1, 3).T
+    runs = Runs(*columns).split(src_border, dst_border)
+    wanted = [(src + i, dst + i) for src, dst, size in copies for i in range(size)]
+    got = list(zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True))
+    assert [(src + i, dst + i) for src, dst, size in got for i in range(size)] == wanted
+    for border, side in ((src_border, 0), (dst_border, 1)):
+        if border:
+            assert all(run[side] // border == (run[side] + run[2] - 1) // border for run in got)
+
+
+def test_long_runs_are_left_to_the_copy_engine() -> None:
+    geometry = KVGeometry(KVKind.MHA, 1, 4, 64, 64, KVDtype.F32, page_size=64)
+    moved = {}
+    for layout in (Layout.LAYER_FIRST, Layout.PAGE_FIRST):
+        host = HostKVPool(geometry, 3, layout, NullRuntime())
+        device = DeviceKVPool(geometry, 3, NullRuntime())
+        transfer = KVTransfer(host, device, NullRuntime(), SparseConfig("full"))
+        slots = torch.arange(0, 128)[None]
+        transfer.load(slots, slots + 64, layers=range(1))
+        transfer.load(slots[:, :8], slots[:, :8], layers=range(1))
+        assert transfer.counters.h2d_bytes == (128 + 8) * geometry.token_layer_bytes
+        moved[layout] = transfer._by_dma[0]
+    assert moved == {Layout.LAYER_FIRST: 128 * geometry.token_layer_bytes, Layout.PAGE_FIRST: 0}
