@@ -56,7 +56,7 @@ class Quest(BaseSparseAlgorithm):
         self.shape = shape
         self._places: tuple[ForwardBatch, ChunkPages] | None = None  # the same for all layers of a pass
         self.pool = RepresentationPool(
-            num_layers=geometry.num_layers,
+            num_layers=geometry.num_layers - self.skip_layers,
             page_tokens=self.settings.page,
             page_bytes=math.prod(shape) * _BF16_BYTES,
             max_requests=context.max_requests,
@@ -78,8 +78,9 @@ class Quest(BaseSparseAlgorithm):
 
     @property
     def skip_layers(self) -> int:
-        """First layers that attend densely."""
-        return self.settings.skip_layers
+        """First layers held here that attend densely; a later stage of a pipeline has none of the model's first."""
+        geometry = self.context.geometry
+        return min(max(0, self.settings.skip_layers - geometry.start_layer), geometry.num_layers)
 
     @property
     def max_items(self) -> int:
@@ -87,8 +88,14 @@ class Quest(BaseSparseAlgorithm):
         return -(-self.settings.token_budget // self.settings.page)
 
     def bounds(self, layer_id: int) -> Tensor:
-        """Return ``bf16 [pages + 1, H, 2, d]`` of a layer: minimum and maximum; the last page is the pool's spare."""
-        layer = self.pool.layer(self.context.geometry.layer_index(layer_id))
+        """Return ``bf16 [pages + 1, H, 2, d]`` of a layer: minimum and maximum; the last page is the pool's spare.
+
+        Raises:
+            ConfigError: the layer attends densely.
+        """
+        if self._is_dense(layer_id):
+            raise ConfigError("layer_id", layer_id, f"the first {self.settings.skip_layers} layers attend densely")
+        layer = self.pool.layer(self.context.geometry.layer_index(layer_id) - self.skip_layers)
         return layer.view(torch.bfloat16).view(-1, *self.shape)
 
     def reserve(self, request: int, n_tokens: int) -> None:
@@ -99,11 +106,16 @@ class Quest(BaseSparseAlgorithm):
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, q: Tensor | None = None,
         **extra: Tensor,
     ) -> None:  # fmt: skip
-        """Widen the bounds of the pages that the chunk touches."""
+        """Widen the bounds of the pages that the chunk touches; of layers that attend densely there are none."""
+        if self._is_dense(layer_id):
+            return
         places = self._places_of(batch, k.device)
         pages = self.pool.locate(places.requests, places.positions)
         low, high = self._page_bounds(k[: len(places.token)].float(), places)
         self._widen(layer_id, pages, low, high)
+
+    def _is_dense(self, layer_id: int) -> bool:
+        return self.context.geometry.layer_index(layer_id) < self.skip_layers
 
     def _places_of(self, batch: ForwardBatch, device: torch.device) -> ChunkPages:
         if self._places is None or self._places[0] is not batch:
@@ -131,7 +143,9 @@ class Quest(BaseSparseAlgorithm):
     def update_representations(
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, **extra: Tensor
     ) -> None:
-        """Widen the bounds of each row's last page."""
+        """Widen the bounds of each row's last page; of layers that attend densely there are none."""
+        if self._is_dense(layer_id):
+            return
         pages = self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
         self._widen(layer_id, pages, k.float(), k.float())
 

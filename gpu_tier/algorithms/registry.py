@@ -7,6 +7,7 @@ from gpu_tier.algorithms.dsa import DSA
 from gpu_tier.algorithms.full import FullAttention
 from gpu_tier.algorithms.oracle import Oracle
 from gpu_tier.algorithms.quest import Quest
+from gpu_tier.algorithms.snapkv import SnapKV
 from gpu_tier.algorithms.streaming_llm import StreamingLLM
 from gpu_tier.errors import ConfigError
 
@@ -19,6 +20,7 @@ ALGORITHMS: dict[str, type[BaseSparseAlgorithm]] = {
     "streaming_llm": StreamingLLM,
     "dsa": DSA,
     "quest": Quest,
+    "snapkv": SnapKV,
 }
 
 

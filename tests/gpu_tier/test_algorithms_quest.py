@@ -266,6 +266,20 @@ def test_a_sidecar_that_does_not_fit_is_refused() -> None:
     assert len(empty.data) == 0
 
 
+@pytest.mark.parametrize(("start", "skipped"), [(0, 2), (1, 1), (2, 0), (7, 0)])
+def test_the_models_first_layers_have_no_bounds(start: int, skipped: int) -> None:
+    rig = make(mha(start=start), skip_layers=2)
+    rig.add({0: 40})
+    algorithm = quest(rig)
+    assert algorithm.skip_layers == skipped
+    assert algorithm.representation_bytes(40) == 10 * (3 - skipped) * 2 * 2 * 8 * 2
+    for layer in rig.geometry.layers[:skipped]:
+        with pytest.raises(ConfigError, match=f"layer_id={layer}"):
+            rig.decode(layer, rig.batch(Mode.DECODE, [0], [1]))
+    for layer in rig.geometry.layers[skipped:]:
+        assert torch.equal(bounds_of(rig, layer, 0), plain_bounds(rig.all_keys(layer, 0)))
+
+
 def test_pages_of_the_pools_hold_whole_scoring_pages() -> None:
     with pytest.raises(ConfigError, match="page=6"):
         make(page=6)
