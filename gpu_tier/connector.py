@@ -39,15 +39,17 @@ class KVFormat:
     """What the bytes of a block depend on besides its tokens: blocks of another format are never read.
 
     Attributes:
+        kind: mha or mla.
         model: id of the model.
         weights: what tells its weights from others under that id.
         kv_dtype: how numbers are stored.
         layout: order of the host pool's pages.
         page_tokens: tokens of a block.
-        shape: kind, layers, heads and dims, in a fixed form.
+        shape: layers, heads and dims, in a fixed form.
         rope: parameters of the rotary embedding; keys are stored rotated.
     """
 
+    kind: str
     model: str
     weights: str
     kv_dtype: str
@@ -63,8 +65,8 @@ class KVFormat:
         """Return the format of a host pool of this geometry and layout."""
         g = geometry
         layers = f"layers {g.layers.start}-{g.layers.stop - 1}"
-        shape = f"{g.kind}, {layers}, {g.num_kv_heads} heads, dims {g.head_dim} and {g.v_head_dim}"
-        return cls(model, weights, str(g.dtype), str(layout), g.page_size, shape, dict(rope))
+        shape = f"{layers}, {g.num_kv_heads} heads, dims {g.head_dim} and {g.v_head_dim}"
+        return cls(str(g.kind), model, weights, str(g.dtype), str(layout), g.page_size, shape, dict(rope))
 
     def sidecar_spec(self, algorithm: str, parameters: Mapping[str, object]) -> str:
         """Return the name of the spec that holds an algorithm's sidecar of a block."""
@@ -80,9 +82,9 @@ def fingerprint8(kv: KVFormat, algorithm: str, parameters: Mapping[str, object])
         parameters: settings of the algorithm, values that JSON knows.
     """
     fields = {
-        "model": kv.model, "weights": kv.weights, "dtype": kv.kv_dtype, "layout": kv.layout, "page": kv.page_tokens,
-        "shape": kv.shape, "rope": dict(kv.rope), "algorithm": algorithm, "parameters": dict(parameters),
-        "version": _FORMAT_VERSION,
+        "kind": kv.kind, "model": kv.model, "weights": kv.weights, "dtype": kv.kv_dtype, "layout": kv.layout,
+        "page": kv.page_tokens, "shape": kv.shape, "rope": dict(kv.rope), "algorithm": algorithm,
+        "parameters": dict(parameters), "version": _FORMAT_VERSION,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 

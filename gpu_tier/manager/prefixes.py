@@ -1,0 +1,351 @@
+"""Prefixes that need no prefill: from the host pool's own cache, else from a storage; and the blocks given in return.
+
+Invariants:
+
+1. A prefix is attached only as far as every required part of every block is there with its own bytes, and never to the
+   last token of the prompt, which has to be computed for its logits.
+2. A page that a storage may still write to is held until it does so no more, whatever became of the request.
+3. Only blocks computed with exact attention are published: decoding over a selection gives other KV, which must never
+   be taken for the exact one.
+4. Failures of the storage are misses: no method raises because of one.
+
+Nothing here waits but `flush`. The engine calls `begin` when a request arrives, `poll` before its steps, and `step` now
+and then; all from one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_tier.connector import KV_SPEC, KVConnector, LoadTicket, PageDst, PageSrc, PrefixHandle, WriteTicket
+from gpu_tier.errors import ConfigError
+from gpu_tier.manager.block_pages import BlockPages, SidecarSpec
+from gpu_tier.manager.prefix_attach import AttachedPrefix, AttachState, PrefixAttach
+from gpu_tier.pools.host_pool import HostKVPool
+
+__all__ = ["AttachedPrefix", "PrefixCounters", "PrefixStore", "SidecarSpec"]
+
+_PAUSE_SECONDS = 0.002
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    """What was counted so far.
+
+    Attributes:
+        host_tokens: attached tokens that were in the pool.
+        storage_tokens: attached tokens that were loaded.
+        loads_short: loads of which fewer blocks arrived than were promised.
+        sidecar_misses: attached tokens whose optional sidecar was not there.
+        written_pages: pages that the storage has taken, or had.
+        failed_pages: pages that it has not.
+        dropped_pages: pages not given to it, or only later, because too many were being written.
+    """
+
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    loads_short: int = 0
+    sidecar_misses: int = 0
+    written_pages: int = 0
+    failed_pages: int = 0
+    dropped_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A load that nobody needs, whose memory may still change."""
+
+    ticket: LoadTicket
+    handle: PrefixHandle | None
+    pages: tuple[int, ...]
+
+
+class PrefixStore:
+    """Attaches prefixes to requests and publishes blocks.
+
+    Args:
+        host: the pool; the sidecar is added to it.
+        connector: to the storage; None shares prefixes inside the pool only.
+        page_keys: returns the key of every full page of some tokens; keys depend on all tokens before.
+        sidecar: of the engine's algorithm, None when it has none.
+        most_writing: share of the pool's pages that may be held for writing at once.
+
+    Attributes:
+        counters: what was counted so far.
+    """
+
+    def __init__(
+        self,
+        host: HostKVPool,
+        connector: KVConnector | None,
+        page_keys: Callable[[Sequence[int]], Sequence[int]],
+        sidecar: SidecarSpec | None = None,
+        most_writing: float = 0.5,
+    ) -> None:
+        self.counters = PrefixCounters()
+        self._blocks = BlockPages(host, sidecar)
+        self._allocator = host.allocator
+        self._page_size = host.geometry.page_size
+        self._connector = connector
+        self._page_keys = page_keys
+        self._most_writing = int(most_writing * host.allocator.num_pages)
+        self._loading: dict[int, PrefixAttach] = {}
+        self._ended: list[_Ended] = []
+        self._writing: dict[WriteTicket, tuple[int, ...]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written, and no memory may change any more."""
+        return not (self._ended or self._writing)
+
+    def begin(self, token_ids: Sequence[int]) -> PrefixAttach:
+        """Begin to look for the longest known prefix of a prompt."""
+        usable = max(0, len(token_ids) - 1) // self._page_size
+        attach = PrefixAttach(tuple(self._page_keys(token_ids[: usable * self._page_size])))
+        self._look(attach)
+        return attach
+
+    def poll(self, attach: PrefixAttach) -> AttachedPrefix | None:
+        """Return the prefix, None while it is under way. Ask until there is an answer, or call `abort`."""
+        self._advance(attach)
+        return attach.result
+
+    def abort(self, attach: PrefixAttach) -> None:
+        """Forget an attach, however far it is; one that is done is given back."""
+        if attach.state is AttachState.DONE:
+            if attach.result is not None:
+                self.give_back(attach.result)
+            attach.result = None
+            return
+        if attach.ticket is not None and self._connector is not None:
+            self._connector.cancel(attach.ticket)
+            self._ended.append(_Ended(attach.ticket, attach.handle, tuple(attach.loaded)))
+            attach.handle = None
+        self._allocator.free(attach.cached)
+        self._close(attach)
+
+    def give_back(self, prefix: AttachedPrefix) -> None:
+        """Drop the references of a prefix that nobody took."""
+        self._allocator.free(prefix.pages)
+
+    def publish(
+        self,
+        token_ids: Sequence[int],
+        pages: Sequence[int],
+        n_exact: int,
+        *,
+        first_page: int = 0,
+        sidecar: Tensor | None = None,
+    ) -> None:
+        """Let later requests, here and elsewhere, find the full blocks of a request. Call again as it grows.
+
+        Args:
+            token_ids: of the request, from its first token on.
+            pages: its host pages; the bytes of the full ones among them are all there.
+            n_exact: leading tokens whose KV was computed with exact attention; nothing behind them is published.
+            first_page: pages before it were attached or published already.
+            sidecar: ``uint8 [full pages from first_page on, bytes]`` or more rows; None when there is none.
+
+        Raises:
+            ConfigError: the algorithm requires a sidecar and there is none, or it is too short.
+        """
+        full = min(len(pages), min(n_exact, len(token_ids)) // self._page_size)
+        if full <= first_page:
+            return
+        new = pages[first_page:full]
+        if sidecar is None and len(self._blocks.required) > 1:
+            raise ConfigError("sidecar", None, "this algorithm's blocks are of no use without")
+        if any(page in ended.pages for ended in self._ended for page in new):
+            return  # a storage that hangs may still write beside them
+        if sidecar is not None:
+            self._blocks.set_sidecars(new, sidecar[: len(new)])
+        self._blocks.filled(new)
+        keys = tuple(self._page_keys(token_ids[: full * self._page_size]))
+        for page, key in zip(new, keys[first_page:], strict=True):
+            self._blocks.keep(page, key, has_sidecar=sidecar is not None)
+        self._write(keys, pages[:full])
+
+    def step(self) -> None:
+        """Let go of pages that were written, and of those that no storage may write to any more."""
+        if self._connector is None:
+            return
+        for ticket, pages in list(self._writing.items()):
+            progress = self._connector.poll_write(ticket)
+            if progress.is_done:
+                del self._writing[ticket]
+                self._blocks.mark_stored(pages[: progress.stored], True)
+                self._allocator.end_write(pages)
+                self.counters.written_pages += progress.stored
+                self.counters.failed_pages += len(pages) - progress.stored
+        self._ended = [left for ended in self._ended if (left := self._settle(ended)) is not None]
+
+    def flush(
+        self,
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> bool:
+        """Wait until nothing is being written; returns whether that came true in time. For the end of a process."""
+        deadline = clock() + timeout_seconds
+        self.step()
+        while not self.is_idle and clock() < deadline:
+            pause(_PAUSE_SECONDS)
+            self.step()
+        return self.is_idle
+
+    def _look(self, attach: PrefixAttach) -> None:
+        """Take what is in the pool, and ask for the rest, unless somebody else is loading it."""
+        attach.cached += self._blocks.find(attach.keys[len(attach.cached) :])
+        found = len(attach.cached)
+        if found == len(attach.keys) or self._connector is None:
+            self._finish(attach, [], 0)
+            return
+        if attach.keys[found] in self._loading:
+            self._wait(attach)
+            return
+        attach.handle = self._connector.match_prefix(attach.keys, self._blocks.required, self._blocks.optional)
+        attach.state = AttachState.MATCHING
+
+    def _wait(self, attach: PrefixAttach) -> None:
+        """Let somebody else load the next block."""
+        self._release(attach)
+        attach.waits_for = self._loading[attach.keys[len(attach.cached)]]
+        attach.state = AttachState.WAITING
+
+    def _release(self, attach: PrefixAttach) -> None:
+        if attach.handle is not None and self._connector is not None:
+            self._connector.release(attach.handle)
+        attach.handle = None
+
+    def _advance(self, attach: PrefixAttach) -> None:
+        if attach.state is AttachState.WAITING:
+            assert attach.waits_for is not None
+            self._advance(attach.waits_for)
+            if attach.waits_for.state is AttachState.DONE:
+                self._look(attach)
+        elif attach.state is AttachState.MATCHING:
+            self._load(attach)
+        elif attach.state is AttachState.LOADING:
+            self._arrive(attach)
+
+    def _load(self, attach: PrefixAttach) -> None:
+        assert self._connector is not None
+        assert attach.handle is not None
+        match = self._connector.matched(attach.handle)
+        if match is None:
+            return
+        if not match.reason:
+            self._blocks.mark_stored(attach.cached[match.blocks :], False)
+        # Somebody else may have loaded or computed some of it meanwhile, or be at it.
+        attach.cached += self._blocks.find(attach.keys[len(attach.cached) : match.blocks])
+        start = len(attach.cached)
+        if start < match.blocks and attach.keys[start] in self._loading:
+            self._wait(attach)
+            return
+        stop = next((i for i in range(start, match.blocks) if attach.keys[i] in self._loading), match.blocks)
+        stop = min(stop, start + self._allocator.available)
+        if stop <= start:
+            self._finish(attach, [], 0)
+            return
+        attach.loaded = self._allocator.alloc(stop - start)
+        destinations = []
+        for block, page in enumerate(attach.loaded, start):
+            names = [*self._blocks.required, *(name for name, end in match.optional.items() if block < end)]
+            destinations.append(PageDst(block, self._blocks.memory(page, names)))
+        attach.ticket = self._connector.load(attach.handle, destinations)
+        attach.state = AttachState.LOADING
+        self._loading.update(dict.fromkeys(attach.loading_keys, attach))
+
+    def _arrive(self, attach: PrefixAttach) -> None:
+        assert self._connector is not None
+        assert attach.ticket is not None
+        progress = self._connector.poll(attach.ticket)
+        if not progress.is_done:
+            return
+        start = len(attach.cached)
+        count = min(progress.ends[name] for name in self._blocks.required) - start
+        names = [*self._blocks.required, *self._blocks.optional]
+        complete = min(progress.ends.get(name, start) for name in names) - start if len(names) > 1 else 0
+        self.counters.loads_short += count < len(attach.loaded)
+        usable, rest = attach.loaded[:count], attach.loaded[count:]
+        if progress.is_settled:
+            self._allocator.free(rest)
+        else:  # of those that are used, an optional part may still be written to
+            held = usable[complete:] if self._blocks.optional else []
+            self._allocator.share(held)
+            self._ended.append(_Ended(attach.ticket, None, (*held, *rest)))
+        self._finish(attach, usable, complete)
+
+    def _finish(self, attach: PrefixAttach, loaded: Sequence[int], complete: int) -> None:
+        """Turn pages into a prefix.
+
+        Args:
+            attach: whose prefix it is.
+            loaded: pages behind the cached ones whose required parts have arrived.
+            complete: leading ones among them whose sidecar has arrived, too.
+        """
+        self._blocks.filled(loaded)
+        start = len(attach.cached)
+        pages = list(attach.cached)
+        for number, page in enumerate(loaded):
+            self._blocks.keep(page, attach.keys[start + number], has_sidecar=number < complete, is_stored=True)
+            pages.append(page)
+        attach.result = AttachedPrefix(tuple(pages), len(pages) * self._page_size, self._sidecars(pages))
+        self.counters.host_tokens += start * self._page_size
+        self.counters.storage_tokens += len(loaded) * self._page_size
+        self._close(attach)
+
+    def _sidecars(self, pages: Sequence[int]) -> dict[str, Tensor]:
+        sidecar = self._blocks.sidecar
+        if sidecar is None:
+            return {}
+        covered = self._blocks.with_sidecar(pages)
+        self.counters.sidecar_misses += (len(pages) - covered) * self._page_size
+        return {sidecar.name: self._blocks.sidecars(pages[:covered])} if covered else {}
+
+    def _close(self, attach: PrefixAttach) -> None:
+        for key in attach.loading_keys:
+            self._loading.pop(key, None)
+        self._release(attach)
+        attach.ticket = attach.waits_for = None
+        attach.cached, attach.loaded = [], []
+        attach.state = AttachState.DONE
+
+    def _settle(self, ended: _Ended) -> _Ended | None:
+        """Return what is left of an ended load, None when nothing is."""
+        assert self._connector is not None
+        progress = self._connector.poll(ended.ticket)
+        handle = ended.handle
+        if progress.is_done and handle is not None:
+            self._connector.release(handle)
+            handle = None
+        if not progress.is_settled:
+            return _Ended(ended.ticket, handle, ended.pages)
+        self._allocator.free(ended.pages)
+        return None
+
+    def _write(self, keys: Sequence[int], pages: Sequence[int]) -> None:
+        """Write what the storage does not have, from the first such block on."""
+        if self._connector is None:
+            return
+        start = next((i for i, page in enumerate(pages) if not self._blocks.is_stored(page)), len(pages))
+        start = max([start, *(i + 1 for i, page in enumerate(pages) if self._blocks.is_busy(page))])
+        if start == len(pages):
+            return
+        room = max(0, self._most_writing - sum(map(len, self._writing.values())))
+        held = tuple(pages[start : start + room])
+        self.counters.dropped_pages += len(pages) - start - len(held)
+        if not held:
+            return
+        names = [KV_SPEC]
+        if self._blocks.sidecar is not None and self._blocks.with_sidecar(held) == len(held):
+            names.append(self._blocks.sidecar.name)
+        sources = [
+            PageSrc(key, self._blocks.memory(page, names)) for key, page in zip(keys[start:], held, strict=False)
+        ]
+        self._allocator.begin_write(held)
+        self._writing[self._connector.write(keys[start - 1] if start else None, sources)] = held
