@@ -1,0 +1,128 @@
+"""Blocks whose bytes follow from their key: whoever attaches a page can tell whether they are the right ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from memory_connector import MemoryConnector, MemoryStorage
+from torch import Tensor
+
+from gpu_tier.connector import KV_SPEC, KVFormat
+from gpu_tier.geometry import KVGeometry, KVKind, Layout
+from gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarSpec
+from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.rows import KVDtype
+from gpu_tier.runtime import NullRuntime
+
+PAGE = 4
+MHA = KVGeometry(KVKind.MHA, 2, 2, 4, 4, KVDtype.F16, page_size=PAGE)
+MLA = KVGeometry(KVKind.MLA, 2, 1, 6, 4, KVDtype.BF16, page_size=PAGE)
+SIDECAR_BYTES = 24
+
+
+def page_keys(token_ids: Sequence[int]) -> list[int]:
+    """Return a key per full page that depends on all tokens before."""
+    keys, before = [], b""
+    for start in range(0, len(token_ids) - len(token_ids) % PAGE, PAGE):
+        before = hashlib.sha256(before + repr(list(token_ids[start : start + PAGE])).encode()).digest()
+        keys.append(int.from_bytes(before[:7], "little"))
+    return keys
+
+
+def format_of(geometry: KVGeometry, layout: Layout = Layout.PAGE_FIRST) -> KVFormat:
+    return KVFormat.of(geometry, layout, model="test", weights="0", rope={"theta": 10_000.0})
+
+
+def block_bytes(key: int, name: str, count: int) -> Tensor:
+    """Return the bytes that a part of a block has."""
+    seed = hashlib.sha256(f"{key} {name}".encode()).digest()[:7]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+class Tier:
+    """A host pool and a prefix store, and the part of an engine that computes pages."""
+
+    def __init__(
+        self,
+        storage: MemoryStorage | None,
+        *,
+        geometry: KVGeometry = MHA,
+        layout: Layout = Layout.PAGE_FIRST,
+        pages: int = 16,
+        sidecar: str = "required",
+        parameters: int = 1,
+        is_manual: bool = False,
+        most_writing: float = 1.0,
+    ) -> None:
+        self.host = HostKVPool(geometry, pages, layout, NullRuntime())
+        name = format_of(geometry, layout).sidecar_spec("dsa", {"index_dim": parameters})
+        self.spec = SidecarSpec(name, SIDECAR_BYTES, sidecar == "required") if sidecar else None
+        self.connector = MemoryConnector(storage or MemoryStorage(), is_manual=is_manual)
+        has_storage = self.connector if storage is not None else None
+        self.store = PrefixStore(self.host, has_storage, page_keys, self.spec, most_writing)
+        self.allocator = self.host.allocator
+
+    def compute(self, tokens: Sequence[int], prefix: AttachedPrefix | None = None) -> list[int]:
+        """Return pages with all full blocks of some tokens, the attached ones among them."""
+        pages = list(prefix.pages) if prefix is not None else []
+        keys = page_keys(tokens)
+        new = self.allocator.alloc(len(keys) - len(pages))
+        for page, key in zip(new, keys[len(pages) :], strict=True):
+            data = block_bytes(key, KV_SPEC, self.host.geometry.page_bytes)
+            for piece in self.host.page_pieces(page):
+                piece.copy_(data[: piece.numel()])
+                data = data[piece.numel() :]
+        return pages + new
+
+    def sidecar(self, tokens: Sequence[int], first_page: int = 0) -> Tensor | None:
+        """Return the sidecars of all full blocks from a page on."""
+        if self.spec is None:
+            return None
+        keys = page_keys(tokens)[first_page:]
+        rows = [block_bytes(key, self.spec.name, SIDECAR_BYTES) for key in keys]
+        return torch.stack(rows) if rows else torch.empty(0, SIDECAR_BYTES, dtype=torch.uint8)
+
+    def serve(self, tokens: Sequence[int]) -> None:
+        """Compute a prompt, publish it, and end the request."""
+        pages = self.compute(tokens)
+        self.store.publish(tokens, pages, len(tokens), sidecar=self.sidecar(tokens))
+        self.allocator.free(pages)
+        self.store.step()
+
+    def attach(self, tokens: Sequence[int]) -> AttachedPrefix:
+        """Attach a prefix from a storage that answers at once."""
+        attach = self.store.begin(tokens)
+        for _ in range(4):
+            prefix = self.store.poll(attach)
+            if prefix is not None:
+                return prefix
+        raise AssertionError("no answer")
+
+    def check(self, tokens: Sequence[int], prefix: AttachedPrefix) -> None:
+        """Check that an attached prefix has the bytes that its tokens have."""
+        assert prefix.n_tokens == len(prefix.pages) * PAGE < len(tokens)
+        keys = page_keys(tokens)
+        for page, key in zip(prefix.pages, keys, strict=False):
+            found = torch.cat([piece.flatten() for piece in self.host.page_pieces(page)])
+            assert torch.equal(found, block_bytes(key, KV_SPEC, self.host.geometry.page_bytes))
+        if self.spec is None:
+            assert not prefix.sidecars
+            return
+        data = prefix.sidecars.get(self.spec.name, torch.empty(0, SIDECAR_BYTES, dtype=torch.uint8))
+        if self.spec.is_required:
+            assert len(data) == len(prefix.pages)
+        wanted = [block_bytes(key, self.spec.name, SIDECAR_BYTES) for key in keys[: len(data)]]
+        assert torch.equal(data, torch.stack(wanted) if wanted else data)
+
+    def check_nothing_is_held(self) -> None:
+        """Check that no page is held and nothing of the storage is pinned."""
+        self.store.step()
+        assert self.store.is_idle
+        assert self.allocator.in_use == 0
+        assert self.allocator.available == self.allocator.num_pages
+        assert not any(self.connector.storage.pins.values())
+        assert not self.connector.lookups
+        assert not self.connector.loads
