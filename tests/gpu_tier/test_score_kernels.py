@@ -20,7 +20,7 @@ from gpu_tier.kernels.quest_score.bounds import page_bounds, round_down, round_u
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.rows import KVDtype, RowFormat
 
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "triton"]
 ANY_F32 = st.floats(width=32, allow_nan=False)
 
 
@@ -190,7 +190,9 @@ def test_indexer_scores_have_their_scales_before_or_after_the_relu(
     dots = torch.einsum("bhd,bnd->bhn", row.decode(query).double(), row.decode(keys)[slots].double())
     want = (weight.double()[..., None] * dots.relu()).sum(1)
     want = want.masked_fill(position >= lengths[:, None], -torch.inf)
-    torch.testing.assert_close(out.double().cpu(), want, rtol=1e-4, atol=1e-3)
+    # Tensor cores of Hopper add fp8 products with 14 bits.
+    near = {"rtol": 1e-4, "atol": 1e-3} if device.type == "cpu" else {"rtol": 2**-8, "atol": 0.05}
+    torch.testing.assert_close(out.double().cpu(), want, **near)
 
 
 def test_indexer_skips_negative_pages_and_checks_its_arguments() -> None:
