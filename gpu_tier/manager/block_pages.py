@@ -142,7 +142,7 @@ class BlockPages:
 
     def _pieces(self, page: int, name: str) -> tuple[memoryview, ...]:
         pieces = self.host.page_pieces(page) if name == KV_SPEC else (self._rows()[page],)
-        return tuple(memoryview(piece.numpy()) for piece in pieces)
+        return tuple(piece.numpy().data for piece in pieces)
 
 
 def _put(pages: set[int], page: int, is_in: bool) -> None:

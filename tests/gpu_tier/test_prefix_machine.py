@@ -1,4 +1,4 @@
-"""Random lives of two engines over a storage that is late, forgets, fails and hangs: bytes are right, pages come back."""
+"""Random lives of two engines over a storage that is late, fails and hangs: bytes are right, and no page is lost."""
 
 from __future__ import annotations
 
