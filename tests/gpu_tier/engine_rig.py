@@ -177,6 +177,7 @@ class SelectingHooks(PlainHooks):
         super().__init__(v_dims)
         self._sm_scale = sm_scale
         self._select = select
+        self.is_sparse: Callable[[int], bool] = lambda request: True
 
     def attend(self, q: Tensor, meta: AttnMetadata | None, partials: list[Partial], sm_scale: float) -> Tensor:
         out = torch.zeros(*q.shape[:2], self.v_dims)
@@ -185,7 +186,7 @@ class SelectingHooks(PlainHooks):
             group = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 queries = q[i, head * group : (head + 1) * group]
-                ids = self._select(queries, k[:, head])
+                ids = self._select(queries, k[:, head]) if self.is_sparse(request) else torch.arange(len(k))
                 part = plain_attention(queries[None], k[ids, head, None], v[ids, head, None], self._sm_scale)
                 out[i, head * group : (head + 1) * group] = part[0]
         return out

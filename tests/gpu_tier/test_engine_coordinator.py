@@ -2,66 +2,30 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
-from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
-from gpu_tier.geometry import KVGeometry
 from gpu_tier.rows import KVDtype
 from gpu_tier.trackers import RequestState
+from tests.gpu_tier.coordinator_rig import (
+    MODELS,
+    PAGE,
+    WHOLE,
+    config_of,
+    coordinator_of,
+    nothing_is_held,
+    prompt,
+    whole,
+)  # fmt: skip
 from tests.gpu_tier.engine_rig import SelectingHooks, plain_forward
 
-LLAMA = LlamaDecoder.random(LlamaShape())
-LATENT = LatentDecoder.random(LatentShape())
-MODELS = {"llama": LLAMA, "latent": LATENT}
-PAGE = 16
-# With these settings each algorithm attends to every token of at most 160.
-WHOLE: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full_offload": {"algo": {"chunk_tokens": 48}},
-    "oracle": {"top_k": 160, "device_buffer_size": 160, "algo": {"k": 160}},
-    "streaming_llm": {"top_k": 192, "device_buffer_size": 192, "algo": {"window": 160}},
-    "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160, "skip_layers": 1}},
-    "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_heads": 4, "index_dim": 32}},
-}
-
-
-def config_of(algorithm: str, **changes: Any) -> SparseConfig:
-    settings = {"algorithm": algorithm, "page_size": PAGE, "min_sparse_prompt_len": 1, "debug_checks": True}
-    whole = {**WHOLE[algorithm]}
-    return SparseConfig.parse(settings | whole | changes)
-
-
-def coordinator_of(
-    model: Any, config: SparseConfig, pages: int = 100, dtype: KVDtype = KVDtype.F32, device: str = "cpu"
-) -> SparseCoordinator:
-    geometry = KVGeometry(
-        model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
-    )
-    return build(
-        config,
-        geometry,
-        num_q_heads=model.num_q_heads,
-        sm_scale=model.sm_scale,
-        device_pages=pages,
-        max_requests=8,
-        max_tokens=256,
-        device=device,
-    )
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(128), k=length)
+LLAMA, LATENT = MODELS["llama"], MODELS["latent"]
 
 
 def check_against_plain(engine: DecodeEngine, model: Any, requests: list[int], steps: int) -> None:
@@ -75,18 +39,12 @@ def check_against_plain(engine: DecodeEngine, model: Any, requests: list[int], s
     assert set(requests) == set(engine.requests)
 
 
-def cases() -> list[Any]:
-    combinations = [(algorithm, name) for algorithm in WHOLE for name in MODELS]
-    return [pytest.param(a, n, id=f"{a}-{n}") for a, n in combinations]
-
-
-@pytest.mark.parametrize(("algorithm", "name"), cases())
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("algorithm", sorted(WHOLE))
 def test_an_algorithm_that_selects_everything_equals_a_whole_forward_pass(algorithm: str, name: str) -> None:
     model = MODELS[name]
-    changes: dict[str, Any] = {}
-    if algorithm == "dsa" and name == "llama":
-        changes = {"algo": {"index_source": "proxy"}}
-    coordinator = coordinator_of(model, config_of(algorithm, **changes), pages=200)
+    config = config_of(algorithm, whole(algorithm, has_indexer=name == "latent"))
+    coordinator = coordinator_of(model, config)
     engine = DecodeEngine(model, coordinator, chunk_tokens=40, piece_tokens=24, pad_to=5)
     requests = [engine.add(prompt(length, length)) for length in (1, 17, 63, 64, 100)]
     check_against_plain(engine, model, requests, 12)
@@ -120,7 +78,7 @@ def test_sparse_decoding_equals_attention_over_the_selected_tokens_alone(algorit
         "streaming_llm": ({"top_k": 80, "algo": {"sink": 4, "window": 40, "page": PAGE}}, sinks_and_window(1, 40)),
     }
     changes, select = settings[algorithm]
-    coordinator = coordinator_of(model, config_of(algorithm, **changes))
+    coordinator = coordinator_of(model, config_of(algorithm, changes))
     plain = SelectingHooks(model.v_head_dim, model.sm_scale, select)
     engines = [DecodeEngine(model, hooks, chunk_tokens=64) for hooks in (coordinator, plain)]
     for length in (40, 90, 130):
@@ -139,7 +97,7 @@ def test_sparse_decoding_equals_attention_over_the_selected_tokens_alone(algorit
 
 
 def test_dense_and_sparse_requests_share_a_batch() -> None:
-    coordinator = coordinator_of(LLAMA, config_of("quest", min_sparse_prompt_len=60))
+    coordinator = coordinator_of(LLAMA, config_of("quest", whole("quest"), min_sparse_prompt_len=60))
     engine = DecodeEngine(LLAMA, coordinator)
     requests = [engine.add(prompt(length, length)) for length in (20, 59, 60, 110)]
     check_against_plain(engine, LLAMA, requests, 6)
@@ -153,7 +111,7 @@ def test_rounded_kv_does_not_depend_on_the_chunks_of_a_prompt(name: str, dtype: 
     model = MODELS[name]
     logits = []
     for chunk in (100, 7):
-        engine = DecodeEngine(model, coordinator_of(model, config_of("full"), dtype=dtype), chunk_tokens=chunk)
+        engine = DecodeEngine(model, coordinator_of(model, config_of("full", {}), dtype=dtype), chunk_tokens=chunk)
         request = engine.add(prompt(90))
         while request not in engine.logits:
             engine.step()
@@ -165,22 +123,19 @@ def test_rounded_kv_does_not_depend_on_the_chunks_of_a_prompt(name: str, dtype: 
 
 @pytest.mark.parametrize("algorithm", sorted(WHOLE))
 def test_a_small_arena_gives_the_same_tokens_and_gets_all_its_pages_back(algorithm: str) -> None:
-    config = config_of(algorithm, host_bytes=1 << 22)
-    if algorithm == "dsa":
-        config = config_of(algorithm, host_bytes=1 << 22, algo={"index_source": "proxy"})
+    config = config_of(algorithm, whole(algorithm), host_bytes=1 << 22)
     prompts = [prompt(length, length) for length in (30, 70, 50, 90, 10)]
-    roomy = coordinator_of(LLAMA, config, pages=200)
+    roomy = coordinator_of(LLAMA, config)
     expected = generate(DecodeEngine(LLAMA, roomy), prompts, 8)
     tight = coordinator_of(LLAMA, config, pages=30)
     assert generate(DecodeEngine(LLAMA, tight, chunk_tokens=32), prompts, 8) == expected
-    for coordinator in (roomy, tight):
-        assert coordinator.manager.device.allocator.in_use == 0
-        assert coordinator.manager.host.allocator.in_use == 0
+    assert nothing_is_held(roomy)
+    assert nothing_is_held(tight)
 
 
 @pytest.mark.parametrize("steps", range(6))
 def test_requests_abort_in_every_state(steps: int) -> None:
-    coordinator = coordinator_of(LLAMA, config_of("quest", min_sparse_prompt_len=40))
+    coordinator = coordinator_of(LLAMA, config_of("quest", whole("quest"), min_sparse_prompt_len=40))
     engine = DecodeEngine(LLAMA, coordinator, chunk_tokens=48)
     requests = [engine.add(prompt(length)) for length in (20, 70, 90)]
     for _ in range(steps):
@@ -188,8 +143,7 @@ def test_requests_abort_in_every_state(steps: int) -> None:
     for request in requests:
         engine.abort(request)
         engine.abort(request)
-    assert coordinator.manager.device.allocator.in_use == 0
-    assert coordinator.manager.host.allocator.in_use == 0
+    assert nothing_is_held(coordinator)
     again = engine.add(prompt(64, 64))
     check_against_plain(engine, LLAMA, [again], 4)
 
@@ -199,8 +153,9 @@ def test_requests_abort_in_every_state(steps: int) -> None:
 def test_a_gpu_decodes_what_a_cpu_does(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_TIER_KERNELS", "auto")
     model = LatentDecoder.random(LatentShape(), device="cuda")
-    coordinator = coordinator_of(model, config_of(algorithm), pages=200, device="cuda")
+    config = config_of(algorithm, whole(algorithm, has_indexer=True))
+    coordinator = coordinator_of(model, config, device="cuda")
     prompts = [prompt(length, length) for length in (17, 64, 100)]
     tokens = generate(DecodeEngine(model, coordinator, device="cuda"), prompts, 8)
-    cpu = coordinator_of(LATENT, config_of(algorithm), pages=200)
+    cpu = coordinator_of(LATENT, config)
     assert tokens == generate(DecodeEngine(LATENT, cpu), prompts, 8)

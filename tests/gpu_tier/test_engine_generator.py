@@ -7,25 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_tier.config import SparseConfig
 from gpu_tier.engine.sparse_generator import SparseGenerator
 from gpu_tier.errors import PoolExhaustedError
+from tests.gpu_tier.coordinator_rig import WHOLE, config_of, whole
 from tests.gpu_tier.hf_models import make_model, own_generate, prompt
-
-WHOLE: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full_offload": {"algo": {"chunk_tokens": 48}},
-    "oracle": {"top_k": 160, "device_buffer_size": 160, "algo": {"k": 160}},
-    "streaming_llm": {"top_k": 192, "device_buffer_size": 192, "algo": {"window": 160}},
-    "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160}},
-    "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_source": "proxy"}},
-}
 
 
 def generator_of(model: Any, algorithm: str, **options: int) -> SparseGenerator:
-    settings = {"algorithm": algorithm, "page_size": 16, "min_sparse_prompt_len": 20} | WHOLE[algorithm]
+    config = config_of(algorithm, whole(algorithm), min_sparse_prompt_len=20)
     sizes = {"device_pages": 200, "max_requests": 8, "max_tokens": 256} | options
-    return SparseGenerator(model, SparseConfig.parse(settings), **sizes)  # type: ignore[arg-type]
+    return SparseGenerator(model, config, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", sorted(WHOLE))
