@@ -26,6 +26,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"top_k": 192, "device_buffer_size": 192, "algo": {"window": 160}},
     "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160, "skip_layers": 1}},
     "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_heads": 4, "index_dim": 32}},
+    "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
 }
 
 
