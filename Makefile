@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors engines clean
+.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu engines clean
 
 setup: $(VENV)/.dev
 
@@ -129,6 +129,10 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
 	$(BIN)/python benchmarks/connector.py --quick --json build/connector.json
 	$(BIN)/python benchmarks/conversation.py --quick --json build/conversation.json
+	$(BIN)/python benchmarks/gpu/k1_io_transfer.py --cpu-smoke --json build/gpu_k1.json
+	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json
+	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
+	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -179,6 +183,15 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python benchmarks/conversation.py --json benchmarks/results/conversation.json
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py
+
+# The sparse tier on a GPU (docs/gpu_tier_benchmarks.md): half an hour on one H100 or H200. Nothing is installed: GPU_PYTHON
+# has torch and triton already.
+GPU_PYTHON ?= python3
+acceptance-gpu:
+	$(GPU_PYTHON) benchmarks/gpu/k1_io_transfer.py --json benchmarks/results/gpu_k1.json
+	$(GPU_PYTHON) benchmarks/gpu/k2_lru_diff.py --json benchmarks/results/gpu_k2.json
+	$(GPU_PYTHON) benchmarks/gpu/k3_decode_attention.py --json benchmarks/results/gpu_k3.json
+	$(GPU_PYTHON) benchmarks/gpu/k6_dsa_decode.py --json benchmarks/results/gpu_k6.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(DATA) build *.egg-info

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "arguments", "is_sound", "left_out", "publish"]
+__all__ = ["Row", "arguments", "commit", "is_sound", "left_out", "publish"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,15 @@ def left_out(case: str, reason: str, is_quick: bool) -> Row:
     return Row(case, f"left out: {reason}", 1, "", target="" if is_quick else "= 0", ok=None if is_quick else False)
 
 
-def publish(title: str, rows: Sequence[Row], target_file: Path | None) -> bool:
-    """Print the rows as a table and write them as JSON; return whether every target is met."""
+def publish(title: str, rows: Sequence[Row], target_file: Path | None, device: dict[str, Any] | None = None) -> bool:
+    """Print the rows as a table and write them as JSON; return whether every target is met.
+
+    Args:
+        title: of the table.
+        rows: the figures.
+        target_file: file for the JSON, None for none.
+        device: what was measured beside the processor of this machine.
+    """
     table = Table(title=title)
     for column in ("case", "metric", "value", "unit", "baseline", "ratio", "target", "ok"):
         table.add_column(column, justify="right" if column in {"value", "baseline", "ratio"} else "left")
@@ -73,7 +81,8 @@ def publish(title: str, rows: Sequence[Row], target_file: Path | None) -> bool:
         table.add_row(*(_cell(value) for value in asdict(row).values()))
     Console(width=140).print(table)
     if target_file is not None:
-        document = {"rows": [asdict(row) for row in rows], "machine": _machine(), "commit": _commit()}
+        machine = _machine() | ({"device": device} if device else {})
+        document = {"rows": [asdict(row) for row in rows], "machine": machine, "commit": commit()}
         target_file.parent.mkdir(parents=True, exist_ok=True)
         target_file.write_text(json.dumps(document, indent=1) + "\n")
     return all(row.ok is not False for row in rows)
@@ -104,7 +113,10 @@ def _machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "python": sys.version.split()[0], "system": platform.platform()}
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit that is measured; where a copy of the tree has no history, what KVCM_COMMIT says."""
+    if "KVCM_COMMIT" in os.environ or shutil.which("git") is None:
+        return os.environ.get("KVCM_COMMIT", "unknown")
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
     )

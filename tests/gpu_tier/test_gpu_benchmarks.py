@@ -1,0 +1,138 @@
+"""The GPU benchmarks run on a CPU with tiny sizes, state nothing there, and say what they need."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
+NAMES = ["k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k6_dsa_decode"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scripts_folder() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what smoke runs wrote."""
+    return tmp_path_factory.mktemp("results")
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def smoke(name: str, results: Path) -> dict[str, Any]:
+    """Return the document of a smoke run; one run serves all tests."""
+    target = results / f"{name}.json"
+    if not target.exists():
+        assert script(name).main(["--cpu-smoke", "--json", str(target)]) == 0
+    document: dict[str, Any] = json.loads(target.read_text())
+    return document
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_smoke_run_states_nothing(name: str, results: Path) -> None:
+    document = smoke(name, results)
+    assert document["rows"]
+    for row in document["rows"]:
+        assert row["metric"].startswith("CPU smoke, meaningless: ")
+        assert "speed-up" not in row["metric"]
+        assert (row["baseline"], row["ratio"], row["target"], row["ok"]) == (None, None, "", None)
+    assert document["machine"]["device"]["name"] == "CPU smoke: no figure here means anything"
+    with (results / f"{name}.csv").open() as file:
+        assert len(list(csv.reader(file))) > 2
+
+
+def values(document: dict[str, Any], metric: str) -> list[float]:
+    return [row["value"] for row in document["rows"] if row["metric"].endswith(metric)]
+
+
+def test_bytes_are_compared_before_they_are_timed(results: Path) -> None:
+    assert values(smoke("k1_io_transfer", results), "bytes are equal") == [1] * 5
+
+
+def test_the_hit_rate_is_what_the_row_says(results: Path) -> None:
+    assert values(smoke("k2_lru_diff", results), "hit rate counted") == [pytest.approx(0.75, abs=0.01)]
+    document = smoke("k6_dsa_decode", results)
+    assert values(document, "hit rate counted") == [pytest.approx(0.75, abs=0.01)] * 2
+    assert values(document, "buffer equals host") == [1, 1]
+
+
+def test_without_a_gpu_a_script_says_what_it_would_measure() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    path = SCRIPTS / "k2_lru_diff.py"
+    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    (line,) = ran.stderr.splitlines()
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert line.startswith("k2_lru_diff.py: needs a CUDA GPU. It would measure the LRU diff of 1 to 64 requests")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_script_measures_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert script(name).main([]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert script(name).MEASURES in printed.err
+
+
+def test_a_trace_has_its_hit_rate_and_selects_each_token_once() -> None:
+    trace = script("sliding_trace").SlidingTrace(3, 500, 100, 0.7, torch.device("cpu"))
+    before = trace.select(0, 500)
+    for step in range(1, 40):
+        now = trace.select(step, 500 + step)
+        assert now.shape == (3, 100)
+        for row, old in zip(now.tolist(), before.tolist(), strict=True):
+            assert row == sorted(set(row))
+            assert row[-1] == 500 + step
+            assert len(set(row[:-1]) - set(old)) == 30
+        before = now
+
+
+def test_samples_give_median_and_tail() -> None:
+    samples = script("device_clock").Samples(tuple(range(1, 101)))
+    assert (samples.median, samples.p95) == (50.5, 96)
+
+
+def test_every_step_is_prepared_once_and_in_order() -> None:
+    clock = script("device_clock").DeviceClock(torch.device("cpu"), steps=3, repetitions=2)
+    prepared: list[int] = []
+    samples = clock.samples(lambda: None, prepared.append)
+    assert prepared == list(range(clock.total_steps))
+    assert len(samples.seconds) == 6
+
+
+@pytest.mark.parametrize(("share", "stated"), [(0.74, False), (0.76, True)])
+def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -> None:
+    module, clock = script("device_run"), script("device_clock")
+    this = module.DeviceRun(clock.DeviceClock(torch.device("cpu"), 2, 1), is_smoke=False, is_quick=True)
+    this.add_speed_up("case", "dense", 3.0, share)
+    (row,) = this.rows
+    assert (row.ratio == 3.0) is stated
+    assert row.metric.startswith("speed-up over dense" if stated else "no speed-up over dense stated")
+
+
+def test_ways_are_compared_at_one_budget() -> None:
+    bench = script("k6_dsa_decode")
+    resident = bench.FULL.config.replaced(residency="device")
+    for n_tokens in bench.FULL.lengths:
+        assert bench.FULL.most(resident, n_tokens) < bench.FULL.most(bench.FULL.config, n_tokens)
+    assert bench.FULL.sizes(7) == [1, 4, 7]
+    assert bench.FULL.sizes(0) == []
