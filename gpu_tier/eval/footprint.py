@@ -7,7 +7,7 @@ index keys, which take 1.06 GB; these do not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_tier.config import DsaConfig, OracleConfig, QuestConfig, SnapKVConfig, SparseConfig
 from gpu_tier.eval.model_shapes import ModelShape
@@ -17,10 +17,6 @@ from gpu_tier.geometry import KVGeometry
 __all__ = ["Footprint", "footprint"]
 
 _NEWEST_ITEMS = 2
-# Of each slot of the buffer: the item in it and its device slot (int32 each), its place in the LRU order (int16).
-_STATE_BYTES_PER_SLOT = 10
-# Of each token: its slot in the device pool (int32), its slot in the host pool (int64), item → buffer slot (int32).
-_TABLE_BYTES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,8 @@ class Footprint:
 def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footprint:
     """Return the bytes of a request of `n_tokens` tokens under an algorithm.
 
-    A request below `min_sparse_prompt_len` is dense and has no copy on the host.
+    A request below `min_sparse_prompt_len` is dense and has no copy on the host. Pages of a buffer hold all layers,
+    those that attend densely included: there is one arena.
     """
     geometry = shape.geometry
     paged = _pages(geometry, n_tokens) * geometry.page_bytes
@@ -58,22 +55,30 @@ def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footpri
         return Footprint(paged, 0, 0, 4 * n_tokens, 0)
     if config.residency == "stream":
         # Two pieces of one layer are shared by all requests: `plan` counts them once.
-        return Footprint(0, 0, 0, _TABLE_BYTES_PER_TOKEN * n_tokens, paged)
+        return Footprint(0, 0, 0, 12 * n_tokens, paged)
     representations = representation_bytes(shape, config, n_tokens)
     if config.residency == "device":
         return Footprint(paged, 0, representations, 4 * n_tokens, 0)
-    layers = geometry.num_layers
-    skipped = skip_layers(config, geometry)
-    tokens = buffer_tokens(config, n_tokens)
-    buffer = _pages(geometry, tokens) * geometry.page_size * geometry.token_layer_bytes
-    state = _STATE_BYTES_PER_SLOT * (tokens // unit_tokens(config)) * _selecting_heads(geometry, config)
+    skipped = replace(geometry, num_layers=max(1, skip_layers(config, geometry)))
+    dense = _pages(geometry, n_tokens) * skipped.page_bytes if skip_layers(config, geometry) else 0
     return Footprint(
-        kv=buffer * (layers - skipped),
-        dense_layers=_pages(geometry, n_tokens) * geometry.page_size * geometry.token_layer_bytes * skipped,
+        kv=_pages(geometry, buffer_tokens(config, n_tokens)) * geometry.page_bytes,
+        dense_layers=dense,
         representations=representations,
-        tables=state * (layers - skipped) + _TABLE_BYTES_PER_TOKEN * n_tokens,
+        tables=4 * n_tokens + (_lru_bytes(geometry, config, n_tokens) if config.residency == "lru" else 0),
         host=0 if _drops(config) else paged,
     )
+
+
+def _lru_bytes(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> int:
+    """Return the bytes of a buffer's state: see `LruDiffPolicy` and its kernel's scratch."""
+    capacity, items = config.device_buffer_size // unit_tokens(config), -(-n_tokens // unit_tokens(config))
+    heads = _selecting_heads(geometry, config)
+    # A slot's item (int32) and its place in the order (int16), and the newest item, of each layer and head.
+    state = geometry.num_layers * heads * (6 * capacity + 4)
+    slots = 4 * (capacity + _NEWEST_ITEMS)
+    scratch = heads * (4 * items + 12 * capacity)
+    return state + slots + scratch + 8 * items
 
 
 def representation_bytes(shape: ModelShape, config: SparseConfig, n_tokens: int) -> int:

@@ -106,8 +106,8 @@ def _budget(config: SparseConfig, n_tokens: int) -> int:
             return config.top_k
         case OracleConfig(k=k, ratio=ratio):
             return k if ratio is None else max(1, round(ratio * n_tokens))
-        case QuestConfig(token_budget=budget, sparsity_ratio=ratio):
-            return budget if ratio is None else min(budget, round(ratio * n_tokens))
+        case QuestConfig(token_budget=budget, sparsity_ratio=ratio, page=page):
+            return -(-(budget if ratio is None else min(budget, round(ratio * n_tokens))) // page) * page
         case SnapKVConfig(cap=cap, ratio=ratio):
             return cap if ratio is None else max(1, round(ratio * n_tokens))
         case StreamingLLMConfig(sink=sink, window=window, page=page):

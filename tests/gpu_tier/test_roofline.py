@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_tier.algorithms import registry
+from gpu_tier.algorithms.base import AlgorithmContext
 from gpu_tier.config import ALGORITHMS, DsaConfig, QuestConfig, SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.footprint import footprint, representation_bytes
 from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, model_shape
 from gpu_tier.eval.roofline import StepTime, Traffic, selected_tokens, step_time, traffic, wave_traffic
+from gpu_tier.kernels.lru_diff import DiffScratch
+from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.rows import KVDtype
+from gpu_tier.runtime import NullRuntime
 from tests.thoroughness import examples
 
 LLAMA, DEEPSEEK = model_shape("llama3-8b"), model_shape("deepseek-v3.2")
@@ -188,6 +194,37 @@ def test_the_parts_of_a_step_add_up() -> None:
 def test_what_cannot_be_is_refused_by_name(call: object, field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field}="):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("algorithm", ["dsa", "quest"])
+def test_the_representations_are_what_the_algorithm_allocates(algorithm: str) -> None:
+    geometry = replace(LLAMA.geometry, num_layers=3, num_kv_heads=2, head_dim=8, v_head_dim=8)
+    shape = replace(LLAMA, geometry=geometry, num_q_heads=4)
+    config = SparseConfig(algorithm)
+    made = registry.make(
+        AlgorithmContext(geometry, config, 4, 0.35, 2, 1024, 1024, NullRuntime(), keys=None)  # type: ignore[arg-type]
+    )
+    for n_tokens in (64, 640, 1024):
+        assert representation_bytes(shape, config, n_tokens) == made.representation_bytes(n_tokens)
+
+
+def test_the_state_of_a_buffer_is_what_the_policy_allocates() -> None:
+    geometry = replace(LLAMA.geometry, num_layers=3)
+    config = SparseConfig("oracle", top_k=32, device_buffer_size=48, min_sparse_prompt_len=0)
+    request = footprint(replace(LLAMA, geometry=geometry), config, 640)
+    policy = LruDiffPolicy(
+        geometry, capacity=48, unit_tokens=1, selecting_heads=8, max_requests=1, max_items=640,
+        host_loc=torch.zeros(1, 640, dtype=torch.int64), runtime=NullRuntime(),
+    )  # fmt: skip
+    scratch = DiffScratch.empty(1, 8, 640, 48, torch.device("cpu"))
+    in_tables = 640 * (4 + 8)
+    assert request.tables == policy.nbytes + scratch.item_slot.nbytes + scratch.order.nbytes + in_tables
+
+
+def test_a_buffer_is_as_many_pages_as_the_manager_takes() -> None:
+    config = SparseConfig("quest", device_buffer_size=4096)
+    pages = -(-(4096 // 16 + 2) * 16 // LLAMA.geometry.page_size)
+    assert footprint(LLAMA, config, 100_000).kv == pages * LLAMA.geometry.page_bytes
 
 
 def test_the_index_keys_follow_the_settings() -> None:
