@@ -23,7 +23,7 @@ def sparse_lengths(batch: ForwardBatch, sparse_mask: Tensor) -> Tensor:
 def token_requests(batch: ForwardBatch) -> Tensor:
     """Return ``int64 [T]``: the request of each token of a prefill pass, padding left out."""
     device = batch.req_pool_indices.device
-    repeats = torch.tensor(batch.extend_lens, dtype=torch.int64).to(device)
+    repeats = torch.tensor(batch.extend_lens, dtype=torch.int64).to(device, non_blocking=True)
     rows = batch.req_pool_indices[: batch.num_real]
     return rows.repeat_interleave(repeats, output_size=sum(batch.extend_lens))
 

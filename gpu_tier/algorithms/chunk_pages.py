@@ -44,4 +44,4 @@ class ChunkPages:
 
 def _joined(pieces: list[Tensor], device: torch.device) -> Tensor:
     whole = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
-    return whole.to(device)
+    return whole.to(device, non_blocking=True)

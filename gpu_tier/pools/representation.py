@@ -94,7 +94,7 @@ class RepresentationPool:
             return
         fresh = self.allocator.alloc(need - len(held))
         self._held[request] = [*held, *fresh]
-        ids = torch.tensor(fresh, dtype=torch.int32).to(self.table.device)
+        ids = torch.tensor(fresh, dtype=torch.int32).to(self.table.device, non_blocking=True)
         self.table[request, len(held) : need] = ids
         self._data[:, ids.long()] = self.fill
 
@@ -149,4 +149,4 @@ class RepresentationPool:
             raise AllocationError(
                 f"request {request} holds {len(held)} pages of representations, not {start} to {stop}"
             )
-        return torch.tensor(held[start:stop], dtype=torch.int64).to(self._data.device)
+        return torch.tensor(held[start:stop], dtype=torch.int64).to(self._data.device, non_blocking=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
 from gpu_tier.config import SparseConfig
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.rows import KVDtype
-from gpu_tier.runtime import NullRuntime
+from gpu_tier.runtime import runtime_for
 from gpu_tier.types import ForwardBatch, Mode, Selection
 
-__all__ = ["PAGE", "PlainKeys", "Rig", "ids", "mha", "mla", "top"]
+__all__ = ["INDEX_DIM", "INDEX_HEADS", "PAGE", "IndexRig", "PlainKeys", "Rig", "ids", "mha", "mla", "top"]
 
 ROWS, TOKENS, PAGE = 6, 512, 16
+INDEX_HEADS, INDEX_DIM = 4, 16
 
 
 def mha(heads: int = 2, dims: int = 8, *, layers: int = 3, start: int = 0, dtype: KVDtype = KVDtype.F32) -> KVGeometry:
@@ -32,8 +34,8 @@ def mla(dims: int = 12, value: int = 8, *, dtype: KVDtype = KVDtype.F32) -> KVGe
 class PlainKeys:
     """Keys of requests by layer, as they would be read back: ``f32 [n, H, d]``."""
 
-    def __init__(self, geometry: KVGeometry, seed: int = 0) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: KVGeometry, seed: int = 0, device: str = "cpu") -> None:
+        self.geometry, self.device = geometry, device
         self.random = torch.Generator().manual_seed(seed)
         self.of: dict[tuple[int, int], Tensor] = {}
 
@@ -45,23 +47,25 @@ class PlainKeys:
             self.of[layer, request] = row.decode(row.encode(torch.randn(shape, generator=self.random)))
 
     def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
-        return self.of[layer_id, request][start:stop]
+        return self.of[layer_id, request][start:stop].to(self.device)
 
 
 class Rig:
     """An algorithm over requests whose keys are known in advance; `step` and `prefill` only reveal more of them."""
 
     def __init__(
-        self, geometry: KVGeometry, name: str, group: int = 2, algo: Mapping[str, Any] | None = None, **settings: Any
-    ) -> None:
-        self.geometry, self.group = geometry, group
-        self.source = PlainKeys(geometry)
+        self, geometry: KVGeometry, name: str, group: int = 2, algo: Mapping[str, Any] | None = None,
+        device: str = "cpu", **settings: Any,
+    ) -> None:  # fmt: skip
+        self.geometry, self.group, self.device = geometry, group, device
+        self.source = PlainKeys(geometry, device=device)
         data = {"algorithm": name, "page_size": geometry.page_size, "algo": algo or {}, **settings}
         self.context = AlgorithmContext(
             geometry, SparseConfig.parse(data), group * geometry.num_kv_heads, geometry.head_dim**-0.5,
-            ROWS, TOKENS, ROWS * TOKENS, NullRuntime(), self.source,
+            ROWS, TOKENS, ROWS * TOKENS, runtime_for(device), self.source,
         )  # fmt: skip
         self.algorithm: BaseSparseAlgorithm = registry.make(self.context)
+        self.watch: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered around the hooks of every pass
         self.n: dict[int, int] = {}
         self.queries_seen: dict[tuple[int, int], Tensor] = {}
 
@@ -103,7 +107,8 @@ class Rig:
             keys.append(self.source.keys(layer, request, stop - tokens, stop))
             queries.append(self.queries_seen[layer, request][stop - tokens : stop])
             extras.append(self.extra(layer, request, stop - tokens, stop))
-        return torch.cat(keys), torch.cat(queries), {name: torch.cat([e[name] for e in extras]) for name in extras[0]}
+        extra = {name: torch.cat([e[name] for e in extras]).to(self.device) for name in extras[0]}
+        return torch.cat(keys), torch.cat(queries).to(self.device), extra
 
     def prefill(self, extend: Mapping[int, int], *, repeats: int = 1) -> None:
         """Reveal so many tokens more of each request."""
@@ -113,7 +118,8 @@ class Rig:
         for _ in range(repeats):
             for layer in self.geometry.layers:
                 k, q, extra = self._joined(layer, extend)
-                self.algorithm.construct_representations(layer, batch, k, None, q, **extra)
+                with self.watch():
+                    self.algorithm.construct_representations(layer, batch, k, None, q, **extra)
 
     def step(self, requests: Sequence[int], *, padding: int = 0) -> dict[int, Selection]:
         """Decode one token of each request in all layers and return the selections by layer."""
@@ -127,12 +133,14 @@ class Rig:
         k, q, extra = self._joined(layer, dict.fromkeys(batch.requests, 1))
         k, q = (_padded(x, batch.rows) for x in (k, q))
         extra = {name: _padded(x, batch.rows) for name, x in extra.items()}
-        if self.algorithm.updates_before_retrieval:
-            self.algorithm.update_representations(layer, batch, k, **extra)
         mask = torch.ones(batch.rows, dtype=torch.bool) if sparse_mask is None else sparse_mask
-        selection = self.algorithm.retrieve_topk(q, layer, batch, mask, **extra)
-        if not self.algorithm.updates_before_retrieval:
-            self.algorithm.update_representations(layer, batch, k, **extra)
+        mask = mask.to(self.device)
+        with self.watch():
+            if self.algorithm.updates_before_retrieval:
+                self.algorithm.update_representations(layer, batch, k, **extra)
+            selection = self.algorithm.retrieve_topk(q, layer, batch, mask, **extra)
+            if not self.algorithm.updates_before_retrieval:
+                self.algorithm.update_representations(layer, batch, k, **extra)
         selection.validate(batch)
         return selection
 
@@ -142,11 +150,11 @@ class Rig:
         positions = [p for n, e in zip(lengths, extend, strict=True) for p in range(n - e, n)]
         return ForwardBatch(
             mode,
-            torch.tensor([*requests, *[0] * padding]),
-            torch.tensor([*lengths, *[1] * padding], dtype=torch.int32),
-            torch.zeros(len(positions) + padding, dtype=torch.int64),
-            torch.tensor([*positions, *[0] * padding]),
-            torch.tensor([len(requests)], dtype=torch.int32),
+            torch.tensor([*requests, *[0] * padding], device=self.device),
+            torch.tensor([*lengths, *[1] * padding], dtype=torch.int32, device=self.device),
+            torch.zeros(len(positions) + padding, dtype=torch.int64, device=self.device),
+            torch.tensor([*positions, *[0] * padding], device=self.device),
+            torch.tensor([len(requests)], dtype=torch.int32, device=self.device),
             tuple(requests), tuple(lengths), tuple(extend),
         )  # fmt: skip
 
@@ -156,11 +164,30 @@ class Rig:
         return newest.unflatten(0, (self.geometry.num_kv_heads, self.group))
 
     def all_keys(self, layer: int, request: int) -> Tensor:
-        return self.source.keys(layer, request, 0, self.n[request])
+        return self.source.of[layer, request][: self.n[request]]
+
+
+class IndexRig(Rig):
+    """A rig of dsa whose model has an indexer; what that says of a token depends on its place only."""
+
+    def __init__(self, geometry: KVGeometry, algo: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        sizes = {"index_heads": INDEX_HEADS, "index_dim": INDEX_DIM}
+        super().__init__(geometry, "dsa", algo={**sizes, **(algo or {})}, **settings)
+        self.index: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def extra(self, layer: int, request: int, start: int, stop: int) -> dict[str, Tensor]:
+        if (layer, request) not in self.index:
+            random = torch.Generator().manual_seed(1000 * layer + request)
+            self.index[layer, request] = {
+                "index_query": torch.randn(600, INDEX_HEADS, INDEX_DIM, generator=random),
+                "index_key": torch.randn(600, INDEX_DIM, generator=random),
+                "index_weight": torch.randn(600, INDEX_HEADS, generator=random).abs(),
+            }
+        return {name: values[start:stop] for name, values in self.index[layer, request].items()}
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, torch.full((rows - len(x), *x.shape[1:]), 3.0).to(x.dtype)])
+    return torch.cat([x, torch.full((rows - len(x), *x.shape[1:]), 3.0, dtype=x.dtype, device=x.device)])
 
 
 def top(scores: Sequence[float], k: int) -> list[int]:

@@ -34,7 +34,7 @@ def snapkv(rig: Rig) -> SnapKV:
 def plain_votes(rig: Rig, layer: int, request: int, head: int, n: int, first_seen: int) -> list[float]:
     """Votes for the tokens before the window, in plain Python over f64."""
     members, pool, kernel = rig.group, snapkv(rig).settings.pool, snapkv(rig).settings.kernel
-    keys = rig.source.keys(layer, request, 0, n)[:, head].double()
+    keys = rig.source.of[layer, request][:n, head].double()
     candidates = n - min(W, n)
     total = [0.0] * candidates
     for member in range(members):
