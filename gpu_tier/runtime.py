@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["CudaRuntime", "DeviceRuntime", "Event", "NullRuntime", "runtime_for"]
 
@@ -44,6 +45,12 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def fence(self, event: Event, name: str = "compute") -> None:
         """Let the stream `name` wait for an event; the host does not wait."""
+
+    def used(self, *tensors: Tensor | None) -> None:  # noqa: B027 - a CPU reuses no memory behind anybody's back
+        """Say that the current stream uses tensors that another stream may have made.
+
+        Their memory is not given out again before the stream is done with what was launched so far.
+        """
 
     @property
     def is_cuda(self) -> bool:
@@ -108,6 +115,12 @@ class CudaRuntime(DeviceRuntime):
         event = torch.cuda.Event()
         event.record(self._named(name))
         return _CudaEvent(event)
+
+    def used(self, *tensors: Tensor | None) -> None:
+        """See `DeviceRuntime`."""
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def fence(self, event: Event, name: str = "compute") -> None:
         """See `DeviceRuntime`."""

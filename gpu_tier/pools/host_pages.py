@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from enum import StrEnum
 
@@ -60,6 +61,11 @@ class HostPages(PagedAllocator):
     def cached(self) -> int:
         """Pages that have a key."""
         return len(self._key_of)
+
+    def counts(self) -> dict[PageState, int]:
+        """Return how many pages are in each state; goes through all of them, for metrics."""
+        counts = Counter(self._state)
+        return {state: counts[state] for state in PageState}
 
     def state(self, page: int) -> PageState:
         """Return the state of a page."""

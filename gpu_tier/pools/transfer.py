@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu_tier.config import SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Addressing, KVGeometry, Layout
+from gpu_tier.kernels.dma_copy import dma_copy
 from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
 from gpu_tier.pools.device_pool import DeviceKVPool
@@ -191,8 +192,8 @@ class KVTransfer:
         return orders == {Layout.LAYER_FIRST} and tokens * self.geometry.token_layer_bytes >= DMA_RUN_BYTES
 
     def _by_copies(self, job: _Job, runs: Runs, direction: int) -> None:
-        for src, dst, size in zip(runs.src.tolist(), runs.dst.tolist(), runs.nbytes.tolist(), strict=True):
-            job.dst.data[dst : dst + size].copy_(job.src.data[src : src + size], non_blocking=True)
+        src, dst, nbytes = (torch.from_numpy(numbers) for numbers in (runs.src, runs.dst, runs.nbytes))
+        dma_copy(job.src.data, job.dst.data, src, dst, nbytes, impl=self._config.kernels)
         self._by_dma[direction] += runs.total_bytes
 
     def _runs(self, job: _Job) -> Runs:
@@ -217,6 +218,7 @@ class KVTransfer:
             unit_tokens=job.unit_tokens, blocks=blocks, moved=self._moved[direction : direction + 1],
             impl=self._config.kernels if readable else "reference",
         )  # fmt: skip
+        self._runtime.used(job.src_idx, job.dst_idx, job.count)
 
 
 def _on_host(job: _Job) -> bool:

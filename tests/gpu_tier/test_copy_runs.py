@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_tier.config import SparseConfig
+from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.kernels.dma_copy import dma_copy
 from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
@@ -68,3 +71,23 @@ def test_long_runs_are_left_to_the_copy_engine() -> None:
         assert transfer.counters.h2d_bytes == (128 + 8) * geometry.token_layer_bytes
         moved[layout] = transfer._by_dma[0]
     assert moved == {Layout.LAYER_FIRST: 128 * geometry.token_layer_bytes, Layout.PAGE_FIRST: 0}
+
+
+def test_the_copy_engine_is_never_sent_outside_of_a_pool() -> None:
+    data, one = torch.zeros(8, dtype=torch.uint8), torch.ones(1, dtype=torch.int64)
+    for src, dst, size in ((one * 5, one, one * 4), (one, one * 5, one * 4), (-one, one, one), (one, -one, one)):
+        with pytest.raises(ConfigError, match="8 bytes"):
+            dma_copy(data, data.clone(), src, dst, size)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("impl", ["reference", "cuda"])
+def test_a_gpu_copies_each_run(impl: str) -> None:
+    src = torch.randint(0, 256, (1000,), dtype=torch.uint8).pin_memory()
+    dst = torch.zeros(1000, dtype=torch.uint8, device="cuda")
+    starts, sizes = torch.tensor([3, 500, 17]), torch.tensor([5, 250, 1])
+    dma_copy(src, dst, starts, starts + 100, sizes, impl=impl)
+    wanted = torch.zeros(1000, dtype=torch.uint8)
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        wanted[start + 100 : start + 100 + size] = src[start : start + size]
+    assert torch.equal(dst.cpu(), wanted)

@@ -48,6 +48,7 @@ def test_a_write_takes_all_pages_or_none() -> None:
     with pytest.raises(StateError):
         pages.begin_write([taken[0], taken[0]])
     assert [pages.refcount(page) for page in taken] == [1, 1, 1]
+    assert [pages.counts()[state] for state in PageState] == [0, 1, 2, 0]
     assert pages.state(taken[0]) is PageState.VALID
 
 
