@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from importlib import import_module
 
 import pytest
 import torch
@@ -80,6 +81,32 @@ def test_ties_go_to_the_lower_id_and_nan_is_last(impl: str) -> None:
     assert got == [[[1, 2, -1, -1]]]
     assert run_top(impl, [[[0.0] * 40]], [40], 5, 5) == [[[0, 1, 2, 3, 4]]]
     assert run_top(impl, [[[math.nan, -math.inf, 3.0]]], [3], 2, 2) == [[[0, 2]]]
+
+
+@pytest.mark.parametrize("k", [1, 30, 500])
+def test_triton_top_k_of_rows_in_several_chunks(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_impl = import_module("gpu_tier.kernels.topk_select.triton_impl")
+    monkeypatch.setattr(triton_impl, "_ALONE", 64)
+    monkeypatch.setattr(triton_impl, "_CHUNK", 128)
+    chooser = random.Random(k)
+    lengths = [0, 7, 300, 420]
+    rows = [
+        [[float(chooser.choice([chooser.randint(-3, 3), -math.inf, 2.5])) for _ in range(420)] for _ in range(2)]
+        for _ in lengths
+    ]
+    got = run_top("triton", rows, lengths, k, 512)
+    for row, length, ids in zip(rows, lengths, got, strict=True):
+        assert ids == [top + [-1] * (512 - len(top)) for top in (sorted_top(scores[:length], k) for scores in row)]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    scores=st.lists(ANY_F32 | st.sampled_from([0.0, -0.0, 1.0, -math.inf]), min_size=1, max_size=40),
+    k=st.integers(1, 45),
+)
+def test_triton_top_k_is_that_of_a_sort(scores: list[float], k: int) -> None:
+    top = sorted_top(scores, k)
+    assert run_top("triton", [[scores]], [len(scores)], k, 48) == [[top + [-1] * (48 - len(top))]]
 
 
 def test_top_k_arguments_are_checked() -> None:

@@ -12,7 +12,6 @@ values the weights, and the rows themselves are only converted. fp8 of MLA has o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.kernels.lse_merge.triton_impl import run as merge
+from gpu_tier.kernels.scratch import scratch
 from gpu_tier.kernels.split_decode.operands import RowOperands, operands_of
 from gpu_tier.kernels.split_decode.splits import plan_splits
 from gpu_tier.kernels.tuning import Tiling, interpreting, next_power_of_2, processors, tunable
@@ -289,7 +289,7 @@ def attend(
     if splits == 1:
         _launch(q, kv, slots, sm_scale, (programs, 1), block_m, out_o[None], out_lse[None])
         return
-    o, lse = _scratch(q.device, _stream(q.device), splits, *out_o.shape)
+    o, lse = _partials(q.device, splits, *out_o.shape)
     _launch(q, kv, slots, sm_scale, (programs, splits), block_m, o, lse)
     merge(o, lse, out_o, out_lse)
 
@@ -363,19 +363,9 @@ def _dot_type(dtype: torch.dtype) -> Any:
     return {torch.float32: tl.float32, torch.float16: tl.float16}.get(dtype, tl.bfloat16)
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _scratch(device: torch.device, stream: int, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+def _partials(device: torch.device, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
     """Return room for partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
     numbers = splits * rows * heads
-    room = _room(device, stream, next_power_of_2(numbers * (dims + 1)))
+    room = scratch(device, torch.float32, numbers * (dims + 1))
     o, lse = room[: numbers * dims], room[numbers * dims : numbers * (dims + 1)]
     return o.view(splits, rows, heads, dims), lse.view(splits, rows, heads)
-
-
-@cache
-def _room(device: torch.device, _stream_id: int, numbers: int) -> Tensor:
-    """Return f32 scratch. It is never freed: a captured CUDA graph may point into it; sizes are powers of two."""
-    return torch.empty(numbers, dtype=torch.float32, device=device)
