@@ -1,0 +1,156 @@
+"""The recall task through the whole engine: which answers a method costs.
+
+The prompt is computed with exact attention; then the questions are decoded one after the other, token by token, so that
+every step goes through the coordinator: selection, buffer, loads, sparse attention. All methods decode the same tokens,
+so their answers are paired. The prompt may hold the questions too (`gpu_tier.engine.recall_data`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpu_tier.assembly import build
+from gpu_tier.config import SparseConfig
+from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.engine.layer_driver import LayerDriver
+from gpu_tier.engine.model import ModelState
+from gpu_tier.engine.recall_data import RecallBatch
+from gpu_tier.engine.recall_model import RecallModel
+from gpu_tier.geometry import KVGeometry, KVKind
+from gpu_tier.rows import KVDtype
+
+__all__ = ["RecallRun", "recall"]
+
+_PIECE_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class RecallRun:
+    """What one method answered.
+
+    Attributes:
+        correct: ``bool [B, Q]``.
+        attention: ``f32 [B, Q, L, Hq, dv]`` attention outputs at the questions' last tokens.
+        hit_rate: selected items that were on the device, of those selected; None where nothing is loaded.
+    """
+
+    correct: Tensor
+    attention: Tensor
+    hit_rate: float | None
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the questions answered."""
+        return float(self.correct.float().mean())
+
+    def relative_error(self, full: RecallRun) -> float:
+        """Return the mean of ``|o - o_full| / |o_full|`` over layers, heads and questions.
+
+        What a layer gets wrong the next one starts from, so errors of both layers are in the second's.
+        """
+        distance = (self.attention - full.attention).norm(dim=-1)
+        return float((distance / full.attention.norm(dim=-1)).mean())
+
+
+class _Recording(RecallModel):
+    """The model, which notes the attention outputs that reach it."""
+
+    seen: list[Tensor]
+
+    def attention_output(self, layer_id: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        """See `DecoderModel`."""
+        self.seen.append(attention)
+        return super().attention_output(layer_id, hidden, attention)
+
+
+@dataclass(slots=True)
+class _Decode:
+    """Requests whose tokens are given, not generated."""
+
+    coordinator: SparseCoordinator
+    driver: LayerDriver
+    requests: list[int] = field(default_factory=list)
+    states: list[ModelState] = field(default_factory=list)
+
+    def prefill(self, context: Tensor) -> None:
+        state: ModelState = {}
+        request = self.coordinator.on_request_begin(len(context))
+        self.driver.run(self.coordinator.plan_prefill([request], [len(context)]), context, [state])
+        self.coordinator.prompt_finished(request)
+        self.requests.append(request)
+        self.states.append(state)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return self.driver.run(self.coordinator.plan_decode(self.requests), tokens, self.states)
+
+    def end(self) -> None:
+        for request in self.requests:
+            self.coordinator.on_request_end(request)
+
+
+@torch.no_grad()
+def recall(model: RecallModel, config: SparseConfig, batch: RecallBatch) -> RecallRun:
+    """Return what a method answers to a batch of contexts with questions.
+
+    Args:
+        model: the recall transformer.
+        config: settings of the method.
+        batch: the data.
+    """
+    tokens, ends = batch.joined()
+    recording = _recording(model)
+    coordinator = _coordinator(model, config, tokens)
+    decode = _Decode(coordinator, LayerDriver(recording, coordinator, _PIECE_TOKENS))
+    prompt = batch.context.shape[1]
+    for context in batch.context:
+        decode.prefill(context)
+    correct: list[Tensor] = []
+    attention: list[Tensor] = []
+    asked = set(ends.tolist())
+    for position in range(prompt, tokens.shape[1]):
+        recording.seen = []
+        logits = decode.step(tokens[:, position])
+        if position in asked:
+            correct.append(logits.argmax(-1) == batch.answers[:, len(correct)])
+            attention.append(torch.stack(recording.seen, 1))
+    rate = _hit_rate(coordinator)
+    decode.end()
+    return RecallRun(torch.stack(correct, 1), torch.stack(attention, 1), rate)
+
+
+def _recording(model: RecallModel) -> _Recording:
+    recording = _Recording()
+    recording.load_state_dict(model.state_dict())
+    recording.seen = []
+    return recording.requires_grad_(False)
+
+
+def _coordinator(model: RecallModel, config: SparseConfig, tokens: Tensor) -> SparseCoordinator:
+    rows, length = tokens.shape
+    geometry = KVGeometry(
+        KVKind.MHA,
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        model.v_head_dim,
+        KVDtype.F32,
+        config.page_size,
+    )
+    pages = -(-length // config.page_size) + 2
+    return build(
+        config,
+        geometry,
+        num_q_heads=model.num_q_heads,
+        sm_scale=model.sm_scale,
+        device_pages=rows * (2 * pages + 2 * config.device_buffer_size // config.page_size),
+        max_requests=rows,
+        max_tokens=length,
+    )
+
+
+def _hit_rate(coordinator: SparseCoordinator) -> float | None:
+    counters = getattr(coordinator.manager.policy, "counters", None)
+    return None if counters is None else float(counters.hit_rate)
