@@ -52,11 +52,11 @@ _R, _P, _N = Status.REPRODUCED, Status.PROXY, Status.NOT_POSSIBLE
 
 CLAIMS = (
     Claim("step_overlap", _SGLANG, "adjacent steps share 80–90 % of the top k", "DeepSeek-V3.2, k=2048", _P,
-          "S1: top 590 of 32K tokens"),
+          "S1, top 100 of 32K tokens: sharp, mid, diffuse"),
     Claim("hit_rate", _SGLANG, "hit rate of at least 80 % with a buffer of 4K–8K tokens, clearly lower at 2K",
-          "DeepSeek-V3.2, k=2048", _P, "S1: exact top 512, buffer of 1, 2 and 4 times that"),
+          "DeepSeek-V3.2, k=2048", _P, "S1 mid, exact top 512, buffer of 1, 2 and 4 times that"),
     Claim("buffer_ratio", _SGLANG, "a buffer of 2–4 times the top k", "the same", _P,
-          "C1–C3: beyond 2 times little is gained, and nothing where items do not return"),
+          "4 times, half of what left returns, and none: a larger buffer gains only what returns"),
     Claim("io_bandwidth", _SGLANG, "about 40 GB/s per GPU in the IO kernel", "8×H20, PCIe, NUMA bound", _R,
           "benchmarks/gpu/k1_io_transfer.py"),
     Claim("device_memory", _SGLANG, "8 GB of latents per request move to the host; memory grows with k, not n",

@@ -1,0 +1,200 @@
+"""Claim: what a method leaves out costs little, measured without anybody's weights or data.
+
+S1 are synthetic keys with the concentration and drift of attention on long text; the algorithms of the tier choose on
+them as in an engine, under equal tokens and under equal bytes on the device. The recall transformer answers questions
+through the whole engine. Hit rates are of the LRU diff buffer on exact selections and on traces.
+
+`--report FOLDER` writes all tables and plots; the rows here are those with a bar, and the same methods at a tenth of
+the tokens. A machine without a GPU suffices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import checkout  # noqa: F401 - first: it makes the rest importable
+import torch
+from quality_report import publish_report
+from recall_table import RECALL_SIZES, recall_rows
+from report import Row, arguments, publish
+
+from gpu_tier.eval.hitrate import HitRate, exact_selections, hit_rates
+from gpu_tier.eval.metrics import attention_weights, steady_tokens
+from gpu_tier.eval.quality import METHODS, OBSERVED, QualityResult, evaluate, kv_bytes, method, method_for_bytes
+from gpu_tier.eval.synth import KVSample, Regime, kv
+from gpu_tier.eval.traces import simulate, trace
+
+TOKEN_SHARES = (0.018, 0.05, 0.1, 0.2)
+BYTE_SHARES = (0.05, 0.1, 0.2, 0.4)
+RATIOS = (1.0, 2.0, 4.0)
+DIM, GROUP = 128, 4
+
+# What S1 was made to have at n = 32K: attention in the top 1.8 %, and how much of the top 100 the next step keeps.
+EXPECTED_MASS = {Regime.SHARP: 0.99, Regime.MID: 0.86, Regime.DIFFUSE: 0.50}
+EXPECTED_OVERLAP = {Regime.SHARP: 0.71, Regime.MID: 0.65, Regime.DIFFUSE: 0.57}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    tokens: int
+    steps: int
+    seeds: int
+    cache_steps: int
+
+
+FULL = Size(tokens=32768, steps=16, seeds=4, cache_steps=128)
+QUICK = Size(tokens=8192, steps=4, seeds=1, cache_steps=16)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The mean over seeds of one method at one budget.
+
+    Attributes:
+        regime: of the keys.
+        budget: "tokens" or "bytes".
+        share: of the context's tokens or KV bytes.
+        name: of the method.
+        context_tokens: tokens of a sample.
+        results: of each seed; empty when the representation alone takes the budget.
+    """
+
+    regime: Regime
+    budget: str
+    share: float
+    name: str
+    context_tokens: int
+    results: tuple[QualityResult, ...]
+
+    def mean(self, metric: str) -> float:
+        """Return the mean of `recall`, `mass`, `tokens`, ... or of an error by its name."""
+        owners = [r if hasattr(r, metric) else r.errors for r in self.results]
+        return fmean(getattr(owner, metric) for owner in owners)
+
+
+def measure(samples: dict[Regime, list[KVSample]]) -> list[Measured]:
+    """Return every method in every regime under both kinds of budget."""
+    measured = []
+    for regime, name in product(samples, METHODS):
+        for share in TOKEN_SHARES:
+            configs = [method(name, round(share * len(x.k))) for x in samples[regime]]
+            results = tuple(evaluate(c, x) for c, x in zip(configs, samples[regime], strict=True))
+            measured.append(Measured(regime, "tokens", share, name, len(samples[regime][0].k), results))
+        measured += [_under_bytes(regime, name, share, samples[regime]) for share in BYTE_SHARES]
+        print(f"{regime}, {name} done", file=sys.stderr)
+    return measured
+
+
+def _under_bytes(regime: Regime, name: str, share: float, samples: list[KVSample]) -> Measured:
+    results = []
+    for x in samples:
+        config = method_for_bytes(name, kv_bytes(share * len(x.k), DIM), x)
+        if config is not None:
+            results.append(evaluate(config, x))
+    return Measured(regime, "bytes", share, name, len(samples[0].k), tuple(results))
+
+
+def property_rows(samples: dict[Regime, list[KVSample]], is_quick: bool) -> Iterator[Row]:
+    """Yield how concentrated and how steady S1's attention is."""
+    for regime, regime_samples in samples.items():
+        mass, overlap = zip(*map(_concentration, regime_samples), strict=True)
+        for metric, values, expected in (
+            ("attention in the top 1.8 %", mass, EXPECTED_MASS[regime]),
+            ("top-100 overlap of steps", overlap, EXPECTED_OVERLAP[regime]),
+        ):
+            value = fmean(values)
+            ok = None if is_quick else abs(value - expected) <= 0.05
+            yield Row(f"S1 {regime}", metric, value, "share", expected, value / expected, "within 0.05 of", ok)
+
+
+def _concentration(x: KVSample) -> tuple[float, float]:
+    steady = steady_tokens(len(x.k))
+    mass = attention_weights(x.q, x.k, x.scale).sum(1)[:, ~steady]
+    mass = mass / mass.sum(1, keepdim=True)
+    chosen = torch.zeros_like(mass, dtype=torch.bool).scatter_(1, mass.topk(100).indices, True)
+    top = mass.topk(round(0.018 * len(x.k))).values.sum(1)
+    return float(top.mean()), float((chosen[1:] & chosen[:-1]).sum(1).float().mean() / 100)
+
+
+def quality_rows(measured: list[Measured], is_quick: bool) -> Iterator[Row]:
+    """Yield recall and errors at a tenth of the tokens, and the bars Q12 and Q13."""
+    by_key = {(m.regime, m.name, m.share): m for m in measured if m.budget == "tokens"}
+    for regime, name in product(Regime, METHODS):
+        found, oracle = by_key[regime, name, 0.1], by_key[regime, "oracle", 0.1]
+        for metric in ("recall", "mass", "normalised"):
+            value, ceiling = found.mean(metric), oracle.mean(metric)
+            label = {"recall": "recall@100", "mass": "mass recall", "normalised": "norm_err"}[metric]
+            yield Row(f"S1 {regime}, {name} 10 % of tokens", label, value, "", ceiling, value / ceiling)
+    for regime, (share, least) in product(Regime, ((0.1, 0.45), (0.2, 0.72))):
+        value = by_key[regime, "quest", share].mean("recall")
+        ok = None if is_quick else value >= least
+        yield Row(f"Q12 quest {share:.0%}, {regime}", "recall@100", value, "", target=f">= {least}", ok=ok)
+    for regime, share in product((Regime.SHARP, Regime.MID), TOKEN_SHARES):
+        streaming = by_key[regime, "streaming_llm", share].mean("relative")
+        best_other = max(by_key[regime, name, share].mean("relative") for name in ("oracle", "quest", "dsa"))
+        yield Row(
+            f"Q13 streaming {share:.1%}, {regime}", "rel_err", streaming, "", best_other, streaming / best_other,
+            "> 1", None if is_quick else streaming > best_other,
+        )  # fmt: skip
+
+
+def cache_rates(size: Size) -> dict[str, list[HitRate]]:
+    """Return the hit rates of each trace: C1 in three regimes, C2, C3."""
+    k = 512 if size is FULL else 128
+    rates = {}
+    for regime in Regime:
+        x = kv(size.tokens, DIM, size.cache_steps, GROUP, regime, seed=0)
+        rates[f"C1 {regime}"] = hit_rates(exact_selections(x, k), RATIOS)
+    for case, overlap, returns in (("C2 half return", 0.85, 0.5), ("C3 none return", 0.8, 0.0)):
+        ids = trace(131072, k, overlap, returns, size.cache_steps, seed=0)
+        rates[case] = [HitRate(k, round(r * k), simulate(ids, round(r * k))) for r in RATIOS]
+    return rates
+
+
+def cache_rows(rates: dict[str, list[HitRate]], is_quick: bool) -> Iterator[Row]:
+    """Yield the hit rates with the bars C1 to C3."""
+    bars = {
+        "C1 mid": ("2x >= 1x + 0.08, 4x >= 2x", lambda a, b, c: b >= a + 0.08 and c >= b),
+        "C2 half return": ("0.865 and 0.926 within 0.02", lambda a, b, c: abs(a - 0.865) < 0.02 > abs(b - 0.926)),
+        "C3 none return": ("all 0.80 to 0.82", lambda a, b, c: 0.79 <= a <= b + 0.01 and max(b, c) <= 0.83),
+    }
+    for case, found in rates.items():
+        values = [rate.rate for rate in found]
+        target, holds = bars.get(case, ("", None))
+        ok = None if is_quick or holds is None else holds(*values)
+        for rate in found:
+            yield Row(
+                case, f"hit rate, buffer {rate.ratio:.0f}x", rate.rate, "share", values[0], rate.rate / values[0],
+                target, ok,
+            )  # fmt: skip
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--report", type=Path, help="folder to write all tables and plots to")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    size = QUICK if args.quick else FULL
+    samples = {
+        regime: [kv(size.tokens, DIM, size.steps, GROUP, regime, seed, OBSERVED) for seed in range(size.seeds)]
+        for regime in Regime
+    }
+    measured = measure(samples)
+    rates = cache_rates(size)
+    rows = [*property_rows(samples, args.quick), *quality_rows(measured, args.quick), *cache_rows(rates, args.quick)]
+    answers = recall_rows(RECALL_SIZES["quick" if args.quick else "full"], args.quick)
+    rows += answers
+    if args.report is not None:
+        publish_report(args.report, measured, rates, rows)
+    return 0 if publish("Quality of selections", rows, args.json) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
