@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, replace
-from random import Random
+from typing import Any
 
 import pytest
 import torch
 from lru_model import World, clone_state, random_case
+from lru_states import RandomSteps, copied, outputs_equal, random_state, states_equal
 from thoroughness import examples
 
-from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, lru_diff, ref
+from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, lru_diff, ref
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs Triton's interpreter"
 )
-
-
-def outputs_equal(ours: DiffOutputs, theirs: DiffOutputs) -> None:
-    for field in fields(DiffOutputs):
-        assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
 
 
 def both_worlds_agree(seed: int) -> None:
@@ -54,26 +50,6 @@ def test_random_histories_equal_the_reference(part: int) -> None:
     each = examples(300) // 5
     for seed in range(part * each, (part + 1) * each):
         both_worlds_agree(seed)
-
-
-def random_state(capacity: int, n_items: int, rng: torch.Generator) -> LayerState:
-    """Two requests of two heads: full buffers of random items, of which some have no copy in host memory."""
-    held = torch.stack([torch.randperm(n_items - 2, generator=rng)[:capacity] for _ in range(4)])
-    orders = torch.stack([torch.randperm(capacity, generator=rng) for _ in range(4)])
-    host_loc = torch.randperm(2 * n_items, generator=rng).reshape(2, n_items)
-    host_loc[torch.rand(2, n_items, generator=rng) < 0.02] = -1
-    return LayerState(
-        slot_item=held.int().reshape(2, 2, capacity).contiguous(),
-        lru_slots=orders.short().reshape(2, 2, capacity).contiguous(),
-        newest_item=torch.full((2, 2), n_items - 2, dtype=torch.int32),
-        slot_loc=torch.randperm(2 * capacity, generator=rng).int().reshape(2, capacity),
-        newest_slots=torch.tensor([[9001, 9002], [9003, 9004]], dtype=torch.int32),
-        host_loc=host_loc,
-    )
-
-
-def copied(state: LayerState) -> LayerState:
-    return LayerState(**{field.name: getattr(state, field.name).clone() for field in fields(LayerState)})
 
 
 @pytest.mark.parametrize(
@@ -109,8 +85,7 @@ def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: i
         ref.run(*arguments, theirs, first, scratch, **options)
         triton_impl.run(*arguments, mine, second, scratch, **options, block=block)
         outputs_equal(second, first)
-        for field in fields(LayerState):
-            assert torch.equal(getattr(mine, field.name), getattr(theirs, field.name)), field.name
+        states_equal(mine, theirs)
         assert (scratch.item_slot == -1).all(), "the direct map has to be empty between calls"
     assert counters.sum() > 0
 
@@ -135,24 +110,22 @@ def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
 @pytest.mark.parametrize("seed", range(40))
 def test_on_the_gpu_random_states_equal_the_reference(impl: str, seed: int) -> None:
-    rng, shape = torch.Generator().manual_seed(seed), Random(seed)
-    capacity = shape.choice((1, 5, 32, 100, 1000, 4096))
-    width, n_items = shape.randint(1, capacity), 4 * capacity + 3
-    theirs = random_state(capacity, n_items, rng)
-    mine = LayerState(**{field.name: getattr(theirs, field.name).cuda() for field in fields(LayerState)})
-    first = DiffOutputs.empty(2, 2, width, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
-    second = DiffOutputs.empty(2, 2, width, first.counters.cuda(), first.errors.cuda())
-    scratch = DiffScratch.empty(2, 2, n_items, capacity, torch.device("cuda"))
-    for step in range(4):
-        items = torch.stack([torch.randperm(n_items - 1, generator=rng)[:width] for _ in range(4)]).reshape(2, 2, width)
-        arguments = (
-            items.int(), torch.tensor([1, 0]), torch.tensor([n_items - 1 + step % 2, n_items], dtype=torch.int32),
-            torch.tensor([True, True]), torch.tensor([2], dtype=torch.int32),
-        )  # fmt: skip
-        options = {"unit_tokens": 1, "promote_newest": seed % 4 != 0, "loads_hottest": seed % 3 == 0}
-        lru_diff(*arguments, theirs, first, scratch, **options, impl="reference")
-        lru_diff(*(a.cuda() for a in arguments), mine, second, scratch, **options, impl=impl)
-        for field in fields(DiffOutputs):
-            assert torch.equal(getattr(second, field.name).cpu(), getattr(first, field.name)), field.name
-        for field in fields(LayerState):
-            assert torch.equal(getattr(mine, field.name).cpu(), getattr(theirs, field.name)), field.name
+    steps = RandomSteps(seed, most_capacity=4096)
+    theirs, first = steps.state, steps.outputs()
+    mine, second = on_gpu(theirs), on_gpu(first)
+    items = theirs.host_loc.shape[1]
+    scratch = DiffScratch.empty(3, 2, items, steps.capacity, torch.device("cuda"))
+    for number in range(4):
+        arguments = steps.step(number)
+        lru_diff(*arguments, theirs, first, scratch, **steps.options, impl="reference")
+        lru_diff(*(a.cuda() for a in arguments), mine, second, scratch, **steps.options, impl=impl)
+        outputs_equal(on_cpu(second), first)
+        states_equal(on_cpu(mine), theirs)
+
+
+def on_gpu(values: Any) -> Any:
+    return replace(values, **{field.name: getattr(values, field.name).cuda() for field in fields(values)})
+
+
+def on_cpu(values: Any) -> Any:
+    return replace(values, **{field.name: getattr(values, field.name).cpu() for field in fields(values)})

@@ -25,15 +25,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from gpu_tier.kernels import registry
-from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState
+from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn
 
-__all__ = ["DiffError", "DiffOutputs", "DiffScratch", "LayerState", "lru_diff"]
+__all__ = ["DiffError", "DiffOutputs", "DiffScratch", "LayerState", "SwapIn", "lru_diff"]
 
 
 def lru_diff(
     items: Tensor, requests: Tensor, seq_lens: Tensor, sparse_mask: Tensor, num_real: Tensor, state: LayerState,
     out: DiffOutputs, scratch: DiffScratch, *, unit_tokens: int, promote_newest: bool = True,
-    loads_hottest: bool = False, impl: str = "auto",
+    loads_hottest: bool = False, swap_in: SwapIn | None = None, impl: str = "auto",
 ) -> None:  # fmt: skip
     """Plan one step of one layer and update its state in place.
 
@@ -49,10 +49,12 @@ def lru_diff(
         unit_tokens: tokens of an item.
         promote_newest: whether the previous newest item stays on the device.
         loads_hottest: whether loaded items are hotter than hits.
+        swap_in: pools between which the plan is carried out at once: in CUDA C++ by the same launch. Without it the
+            caller moves the rows.
         impl: which implementation runs.
     """
     run = registry.get("lru_diff", items.device, impl)
     run(
         items, requests, seq_lens, sparse_mask, num_real, state, out, scratch,
-        unit_tokens=unit_tokens, promote_newest=promote_newest, loads_hottest=loads_hottest,
+        unit_tokens=unit_tokens, promote_newest=promote_newest, loads_hottest=loads_hottest, swap_in=swap_in,
     )  # fmt: skip

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState
+from gpu_tier.kernels.lru_diff.moves import move
+from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn
 
 __all__ = ["run"]
 
@@ -74,8 +75,21 @@ class _Decision:
 def run(
     items: Tensor, requests: Tensor, seq_lens: Tensor, sparse_mask: Tensor, num_real: Tensor, state: LayerState,
     out: DiffOutputs, scratch: DiffScratch, *, unit_tokens: int, promote_newest: bool, loads_hottest: bool,
+    swap_in: SwapIn | None = None,
 ) -> None:  # fmt: skip
     """See `gpu_tier.kernels.lru_diff`."""
+    _plan(
+        items, requests, seq_lens, sparse_mask, num_real, state, out, unit_tokens=unit_tokens,
+        promote_newest=promote_newest, loads_hottest=loads_hottest,
+    )  # fmt: skip
+    if swap_in is not None:
+        move(out, swap_in, unit_tokens, impl="reference")
+
+
+def _plan(
+    items: Tensor, requests: Tensor, seq_lens: Tensor, sparse_mask: Tensor, num_real: Tensor, state: LayerState,
+    out: DiffOutputs, *, unit_tokens: int, promote_newest: bool, loads_hottest: bool,
+) -> None:  # fmt: skip
     _clear(out)
     active = sparse_mask & (torch.arange(len(requests), device=requests.device) < num_real)
     rows = active.nonzero()[:, 0]

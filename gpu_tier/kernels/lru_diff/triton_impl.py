@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState
+from gpu_tier.kernels.lru_diff.moves import move
+from gpu_tier.kernels.lru_diff.values import DiffError, DiffOutputs, DiffScratch, LayerState, SwapIn
 
 __all__ = ["run"]
 
@@ -345,7 +346,7 @@ def _diff(items: "Any", row_stride: "Any", head_stride: "Any", item_stride: "Any
 def run(
     items: Tensor, requests: Tensor, seq_lens: Tensor, sparse_mask: Tensor, num_real: Tensor, state: LayerState,
     out: DiffOutputs, scratch: DiffScratch, *, unit_tokens: int, promote_newest: bool, loads_hottest: bool,
-    block: int | None = None,
+    swap_in: SwapIn | None = None, block: int | None = None,
 ) -> None:  # fmt: skip
     """See `gpu_tier.kernels.lru_diff`. `block` is how many items or slots a pass takes at a time, a power of two."""
     rows, heads, width = items.shape
@@ -364,3 +365,5 @@ def run(
         heads=heads, width=width, capacity=capacity, unit=unit_tokens,
         promote=promote_newest, loads_hottest=loads_hottest, block=block,
     )  # fmt: skip
+    if swap_in is not None:
+        move(out, swap_in, unit_tokens, impl="triton")

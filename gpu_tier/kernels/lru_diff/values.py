@@ -9,7 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-__all__ = ["DiffError", "DiffOutputs", "DiffScratch", "LayerState"]
+from gpu_tier.geometry import Addressing
+
+__all__ = ["DiffError", "DiffOutputs", "DiffScratch", "LayerState", "SwapIn"]
 
 
 class DiffError(IntFlag):
@@ -118,3 +120,26 @@ class DiffScratch:
             torch.full((rows, heads, items), -1, dtype=torch.int32, device=device),
             torch.zeros(rows, heads, 3, capacity, dtype=torch.int32, device=device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """The pools of a step that also moves what it planned.
+
+    Attributes:
+        host: flat ``uint8`` host pool, pinned where the device is a GPU.
+        device: flat ``uint8`` device pool.
+        host_addr: addresses of `host`.
+        device_addr: addresses of `device`.
+        host_layer: position of the layer in the host pool.
+        device_layer: its position in the device pool.
+        num_heads: KV heads H of both pools.
+    """
+
+    host: Tensor
+    device: Tensor
+    host_addr: Addressing
+    device_addr: Addressing
+    host_layer: int
+    device_layer: int
+    num_heads: int

@@ -1,0 +1,126 @@
+"""The CUDA C++ kernel, emulated on the CPU: bit-exact with the reference, and its copies are those of the plan.
+
+The source is compiled as C++ against `emulated_cuda.h`. On a GPU test_lru_diff_triton.py runs the kernel itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from lru_states import RandomSteps, copied, outputs_equal, states_equal
+from thoroughness import examples
+
+from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
+from gpu_tier.rows import KVDtype
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+HERE = Path(__file__).parent
+DRIVER = """
+extern "C" int emulate(const gpu_tier::DiffArgs* args, int threads, unsigned seed) {
+  using namespace gpu_tier;
+  std::mt19937 random(seed);
+  blockDim = {threads, 1};
+  for (int row = 0; row < args->rows; ++row) {
+    for (int head = 0; head < args->heads; ++head) {
+      blockIdx = {row, head};
+      auto body = [args] { args->num_parts > 0 ? lru_diff_kernel<true>(*args) : lru_diff_kernel<false>(*args); };
+      if (!run_block(threads, random, body)) return 1;
+    }
+  }
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("emulated")
+    kernel = (Path(cuda.__file__).parent / "lru_diff.cu").read_text()
+    kernel = kernel[: kernel.index("// Returns the bytes of shared memory")]
+    source = folder / "kernel.cpp"
+    source.write_text(kernel.replace('"../copy.cuh"', '"emulated_cuda.h"') + DRIVER)
+    target = folder / "kernel.so"
+    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}"]
+    subprocess.run([str(COMPILER), *flags, "-o", str(target), str(source)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_states_equal_the_reference(emulated: ctypes.CDLL, part: int) -> None:
+    each = examples(160) // 4
+    for seed in range(part * each, (part + 1) * each):
+        steps = RandomSteps(seed)
+        theirs, mine = steps.state, copied(steps.state)
+        first, second = steps.outputs(), steps.outputs()
+        scratch = DiffScratch.empty(1, 1, 1, 1, torch.device("cpu"))
+        for number in range(4):
+            arguments = steps.step(number)
+            ref.run(*arguments, theirs, first, scratch, **steps.options)
+            given = cuda.arguments(*arguments, mine, second, steps.options["unit_tokens"])
+            given.promote, given.loads_hottest = steps.options["promote_newest"], steps.options["loads_hottest"]
+            assert emulated.emulate(ctypes.byref(given), (128, 160, 256)[seed % 3], seed) == 0, "a barrier was missed"
+            outputs_equal(second, first)
+            states_equal(mine, theirs)
+
+
+GEOMETRIES = {
+    "mha": KVGeometry(KVKind.MHA, 3, 2, 8, 6, KVDtype.F16, page_size=4),
+    "mla": KVGeometry(KVKind.MLA, 3, 1, 12, 8, KVDtype.BF16, page_size=4),
+}
+
+
+def pools(geometry: KVGeometry, layout: Layout, host_pages: int, device_pages: int) -> SwapIn:
+    rng = torch.Generator().manual_seed(5)
+    host = Addressing.of(geometry, layout, host_pages)
+    device = Addressing.of(geometry, Layout.LAYER_FIRST, device_pages)
+    host_bytes, device_bytes = (
+        torch.randint(0, 256, (addressing.total_bytes,), dtype=torch.uint8, generator=rng)
+        for addressing in (host, device)
+    )
+    return SwapIn(host_bytes, device_bytes, host, device, 2, 1, geometry.num_kv_heads)
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize(("kind", "heads"), [("mha", 1), ("mha", 2), ("mla", 1)])
+def test_the_fused_copies_are_those_of_the_plan(
+    emulated: ctypes.CDLL, kind: str, heads: int, layout: Layout, unit: int
+) -> None:
+    capacity, n_items, width = 10, 20, 7
+    theirs = LayerState(
+        slot_item=torch.arange(capacity, dtype=torch.int32).repeat(1, heads, 1),
+        lru_slots=torch.arange(capacity, dtype=torch.int16).repeat(1, heads, 1),
+        newest_item=torch.full((1, heads), n_items - 2, dtype=torch.int32),
+        slot_loc=unit * torch.randperm(capacity).int()[None],
+        newest_slots=torch.tensor([[capacity * unit, (capacity + 1) * unit]], dtype=torch.int32),
+        host_loc=unit * torch.randperm(n_items)[None],
+    )
+    mine = copied(theirs)
+    first, second = (pools(GEOMETRIES[kind], layout, n_items * unit, (capacity + 2) * unit) for _ in range(2))
+    before = first.device.clone()
+    arguments = (
+        torch.stack([torch.randperm(n_items)[:width].int() for _ in range(heads)])[None], torch.tensor([0]),
+        torch.tensor([n_items * unit], dtype=torch.int32), torch.tensor([True]), torch.tensor([1], dtype=torch.int32),
+    )  # fmt: skip
+    ours, others = (
+        DiffOutputs.empty(1, heads, width, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+        for _ in range(2)
+    )
+    scratch = DiffScratch.empty(1, heads, n_items, capacity, torch.device("cpu"))
+    lru_diff(*arguments, theirs, ours, scratch, unit_tokens=unit, swap_in=first, impl="reference")
+    given = cuda.arguments(*arguments, mine, others, unit)
+    given.promote = True
+    cuda.add_copies(given, second)
+    assert emulated.emulate(ctypes.byref(given), 128, 1) == 0
+    assert ours.load_count.sum() > 0
+    assert (ours.promote_dst >= 0).any()
+    assert not torch.equal(first.device, before)
+    assert torch.equal(first.device, second.device)
