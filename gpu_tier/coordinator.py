@@ -299,8 +299,7 @@ class SparseCoordinator:
         """Finish a pass: its tokens begin their way to the host, and lengths advance."""
         self._current(batch)
         self._step = None
-        self._lifetimes.offload_pass(batch)
-        if (ticket := self.manager.offloads.newest()) is not None:
+        if (ticket := self._lifetimes.offload_pass(batch)) is not None:
             self._offloads.append(ticket.done)
         for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
             tracker = self.trackers[request]

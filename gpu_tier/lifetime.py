@@ -20,6 +20,7 @@ import torch
 from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
 from gpu_tier.config import SnapKVConfig, SparseConfig
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from gpu_tier.manager.offload import OffloadTicket
 from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.manager.resident_layers import ResidentLayers
 from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
@@ -296,16 +297,16 @@ class Lifetimes:
         tracker.move(_S.SPARSE)
         self.manager.dense.release(request)
 
-    def offload_pass(self, batch: ForwardBatch) -> None:
-        """Begin to copy the tokens of a pass to the host."""
+    def offload_pass(self, batch: ForwardBatch) -> OffloadTicket | None:
+        """Begin to copy the tokens of a pass to the host; None when none of them goes there."""
         wanted = [i for i, request in enumerate(batch.requests) if self._backs_up(self.trackers[request])]
         if not wanted:
-            return
+            return None
         offsets = [0]
         for extend in batch.extend_lens:
             offsets.append(offsets[-1] + extend)
         slots = [batch.out_cache_loc[offsets[i] : offsets[i + 1]] for i in wanted]
-        self.manager.offload(
+        return self.manager.offload(
             [batch.requests[i] for i in wanted],
             [batch.lengths[i] - batch.extend_lens[i] for i in wanted],
             [batch.lengths[i] for i in wanted],

@@ -48,7 +48,3 @@ class Offloads:
         """Return the copies on their way that touch one of the requests."""
         wanted = set(requests)
         return [ticket for ticket in self._tickets if wanted.intersection(ticket.requests)]
-
-    def newest(self) -> OffloadTicket | None:
-        """Return the copy that was begun last, None when none is on its way."""
-        return self._tickets[-1] if self._tickets else None

@@ -1,0 +1,249 @@
+"""Drives a coordinator as an engine does, with made-up queries and KV, and checks what attention would read.
+
+A value says where it comes from: number 0 of a value row is its request, 1 the layer, 2 the head, 3 the token. After
+every `attention_begin` each selected item is read back from the slot that the metadata names and has to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_tier.assembly import build
+from gpu_tier.config import SparseConfig
+from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.geometry import KVGeometry, KVKind
+from gpu_tier.rows import KVDtype
+from gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, TokenMeta
+
+__all__ = ["Shape", "Traffic"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the pools of a test."""
+
+    layers: int = 3
+    heads: int = 2
+    group: int = 2
+    dims: int = 16
+    v_dims: int = 16
+    page: int = 8
+    kind: KVKind = KVKind.MHA
+    dtype: KVDtype = KVDtype.F32
+    start_layer: int = 0
+    device_pages: int = 120
+    max_requests: int = 5
+    max_tokens: int = 256
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """What the coordinator is told of the model."""
+        return KVGeometry(
+            self.kind, self.layers, self.heads, self.dims, self.v_dims, self.dtype, self.page, self.start_layer
+        )
+
+    @property
+    def q_heads(self) -> int:
+        """Query heads."""
+        return self.heads * self.group
+
+    @property
+    def sm_scale(self) -> float:
+        """Scale of the scores."""
+        return self.dims**-0.5
+
+
+@dataclass
+class Tokens:
+    """The KV and queries of one request, by layer."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Traffic:
+    """One coordinator and the requests that go through it."""
+
+    def __init__(self, shape: Shape, config: dict[str, Any], coordinator: SparseCoordinator | None = None) -> None:
+        self.shape = shape
+        self.config = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
+        self.coordinator = coordinator or build(
+            self.config,
+            shape.geometry,
+            num_q_heads=shape.q_heads,
+            sm_scale=shape.sm_scale,
+            device_pages=shape.device_pages,
+            max_requests=shape.max_requests,
+            max_tokens=shape.max_tokens,
+        )
+        self.sequences: dict[int, Tokens] = {}
+        self.checked = 0
+        self._selections: list[Tensor] = []
+        self._spy_on_selections()
+
+    def _spy_on_selections(self) -> None:
+        algorithm = self.coordinator.algorithm
+        retrieve = algorithm.retrieve_topk
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            selection = retrieve(*args, **kwargs)
+            self._selections.append(selection.indices.clone())
+            return selection
+
+        algorithm.retrieve_topk = kept  # type: ignore[method-assign]
+
+    def sequence(self, seed: int) -> Tokens:
+        """Return made-up queries and KV of `max_tokens` tokens; what a request holds depends on its seed alone."""
+        s = self.shape
+        draw = torch.Generator().manual_seed(seed)
+        n = s.max_tokens
+        q = torch.randn(s.layers, n, s.q_heads, s.dims, generator=draw)
+        k = torch.randn(s.layers, n, s.heads, s.dims, generator=draw)
+        rows = k if s.kind is KVKind.MLA else torch.zeros(s.layers, n, s.heads, s.v_dims)
+        rows[..., 0] = seed
+        rows[..., 1] = torch.arange(s.layers)[:, None, None]
+        rows[..., 2] = torch.arange(s.heads)
+        rows[..., 3] = torch.arange(n)[:, None]
+        extra = {
+            "index_query": torch.randn(s.layers, n, 4, 16, generator=draw),
+            "index_key": torch.randn(s.layers, n, 16, generator=draw),
+            "index_weight": torch.rand(s.layers, n, 4, generator=draw),
+        }
+        return Tokens(q, k, rows, extra if self.config.algorithm == "dsa" else {})
+
+    def begin(self, n_prompt: int, seed: int, prefix: Any = None) -> int:
+        """Take a request in."""
+        request = self.coordinator.on_request_begin(n_prompt, prefix)
+        self.sequences[request] = self.sequence(seed)
+        return request
+
+    def prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> None:
+        """Run one pass over prompt tokens."""
+        c = self.coordinator
+        batch = c.plan_prefill(requests, extend_lens)
+        c.forward_begin(batch)
+        for layer in range(self.shape.layers):
+            q, k, v, extra = self._inputs(batch, layer)
+            layer_id = layer + self.shape.start_layer
+            c.write_kv(layer_id, batch, k, v)
+            assert c.attention_begin(q, k, v, layer_id, batch, **extra) == (None, [])
+            c.attention_end(torch.empty(0), layer_id, batch)
+        c.forward_end(batch)
+
+    def prompt(self, requests: Sequence[int], chunk: int = 1 << 30) -> None:
+        """Run the rest of some prompts, together, in chunks."""
+        trackers = self.coordinator.trackers
+        left = {request: trackers[request].n_prompt - trackers[request].seq_len for request in requests}
+        while left:
+            self.prefill(list(left), [min(chunk, n) for n in left.values()])
+            left = {request: n - chunk for request, n in left.items() if n > chunk}
+        for request in requests:
+            self.coordinator.prompt_finished(request)
+
+    def _inputs(self, batch: ForwardBatch, layer: int) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
+        starts = [n - e for n, e in zip(batch.lengths, batch.extend_lens, strict=True)]
+        spans = [
+            (self.sequences[request], slice(start, stop))
+            for request, start, stop in zip(batch.requests, starts, batch.lengths, strict=True)
+        ]
+        padding = len(batch.positions) - sum(batch.extend_lens)
+
+        def rows(parts: list[Tensor]) -> Tensor:
+            return torch.cat([*parts, torch.zeros(padding, *parts[0].shape[1:])])
+
+        q = rows([s.q[layer, span] for s, span in spans])
+        k = rows([s.k[layer, span] for s, span in spans])
+        v = None if self.shape.kind is KVKind.MLA else rows([s.v[layer, span] for s, span in spans])
+        return q, k, v, {name: rows([s.extra[name][layer, span] for s, span in spans]) for name in spans[0][0].extra}
+
+    def decode(self, requests: Sequence[int], pad_to: int = 0) -> Tensor:
+        """Run one decode step, check what it reads, and return the attention ``[L, B, Hq, dv]``."""
+        c = self.coordinator
+        batch = c.plan_decode(requests, pad_to)
+        c.forward_begin(batch)
+        outputs = []
+        for layer in range(self.shape.layers):
+            q, k, v, extra = self._inputs(batch, layer)
+            layer_id = layer + self.shape.start_layer
+            c.write_kv(layer_id, batch, k, v)
+            self._selections.clear()
+            meta, partials = c.attention_begin(q, k, v, layer_id, batch, **extra)
+            if self._selections and meta is not None:
+                self._check_content(batch, layer, meta)
+            out = c.attend(q, meta, partials, self.shape.sm_scale)
+            assert not out[batch.num_real :].any()  # padding reads nothing
+            c.attention_end(out, layer_id, batch)
+            outputs.append(out[: batch.num_real])
+        c.forward_end(batch)
+        return torch.stack(outputs)
+
+    def _check_content(self, batch: ForwardBatch, layer: int, meta: AttnMetadata) -> None:
+        """I11: what attention reads are the rows of the selected tokens, of this layer, head and request."""
+        indices, unit = self._selections[-1], self.coordinator.algorithm.unit_tokens
+        rows = meta.kv.v or meta.kv.k
+        for row, request in enumerate(batch.requests):
+            for head in range(indices.shape[1]):
+                items = indices[row, head]
+                items = items[items >= 0].long()
+                if not len(items):
+                    continue  # not sparse
+                tokens = (items[:, None] * unit + torch.arange(unit)).flatten()
+                tokens = tokens[tokens < batch.lengths[row]]
+                slots = _slots(meta, row, head)
+                assert len(slots) == len(tokens)
+                found = rows.decode(slots)
+                expected = self._stored(self.sequences[request].v[layer, tokens], rows.format)
+                heads = [head] if indices.shape[1] > 1 else range(self.shape.heads)
+                for h in heads:
+                    torch.testing.assert_close(found[:, h], expected[:, h], rtol=0, atol=0)
+                self.checked += len(tokens)
+
+    @staticmethod
+    def _stored(numbers: Tensor, row_format: Any) -> Tensor:
+        return row_format.decode(row_format.encode(numbers))
+
+    def exact(self, request: int, token: int) -> Tensor:
+        """Return full attention of a token, ``[L, Hq, dv]``, computed from the sequence alone."""
+        s, seq = self.shape, self.sequences[request]
+        parts = s.geometry.parts
+        k = self._stored(seq.k[:, : token + 1], parts[0]).repeat_interleave(s.group, 2).double()
+        v_rows = k if s.kind is KVKind.MLA else self._stored(seq.v[:, : token + 1], parts[1])
+        v = v_rows[..., : s.v_dims] if s.kind is KVKind.MLA else v_rows.repeat_interleave(s.group, 2).double()
+        scores = torch.einsum("lhd,lnhd->lhn", seq.q[:, token].double(), k) * s.sm_scale
+        return torch.einsum("lhn,lnhd->lhd", scores.softmax(-1), v).float()
+
+    def end(self, request: int, reason: str = "finished") -> None:
+        """End a request."""
+        self.coordinator.on_request_end(request, reason)
+        self.sequences.pop(request, None)
+
+    def assert_empty(self) -> None:
+        """Every allocator is at its start level."""
+        c, manager = self.coordinator, self.coordinator.manager
+        assert not len(c.trackers)
+        assert manager.device.allocator.in_use == 0
+        assert manager.host.allocator.in_use == 0
+        assert manager.tables.available == self.shape.max_requests
+        assert bool((manager.tables.table == -1).all())
+        assert bool((manager.host_tokens.host_loc == -1).all())
+        if c.resident is not None:
+            assert c.resident.pool.allocator.in_use == 0
+        pool = getattr(c.algorithm, "pool", None)
+        if pool is not None:
+            assert pool.allocator.in_use == 0
+
+
+def _slots(meta: AttnMetadata, row: int, head: int) -> Tensor:
+    if isinstance(meta, TokenMeta):
+        return meta.token_table[row, head, : int(meta.lens[row, head])].long()
+    assert isinstance(meta, PagedMeta)
+    n = int(meta.cache_seqlens[row])
+    pages = meta.page_table[row, : -(-n // meta.page_tokens)].long()
+    return (pages[:, None] * meta.page_tokens + torch.arange(meta.page_tokens)).flatten()[:n]

@@ -1,0 +1,175 @@
+"""The ordering rules O1 to O4: what streams and events guarantee, and not what a CPU happens to do in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from clock_runtime import ClockRuntime
+from layer_traffic import Shape, Traffic
+
+import gpu_tier.assembly
+from gpu_tier.trackers import RequestState
+
+LRU: dict[str, dict[str, Any]] = {
+    "oracle": {"algorithm": "oracle", "algo": {"k": 16}, "device_buffer_size": 20},
+    "quest": {"algorithm": "quest", "algo": {"page": 4, "token_budget": 24, "skip_layers": 0}},
+}
+LRU["dsa"] = {
+    "algorithm": "dsa",
+    "top_k": 16,
+    "device_buffer_size": 20,
+    "min_sparse_prompt_len": 16,
+    "algo": {"index_heads": 4, "index_dim": 16},
+}
+STEPS = 6
+
+
+class MarkedTraffic(Traffic):
+    """Traffic whose copies and attention leave marks on the streams they run on."""
+
+    def __init__(self, runtime: ClockRuntime, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+        super().__init__(Shape(), config)
+        self.runtime = runtime
+        self.step = 0
+        manager, attend, write = self.coordinator.manager, self.coordinator.attend, self.coordinator.write_kv
+        for name in ("load", "store"):
+            monkeypatch.setattr(manager.transfer, name, self._marking(name, getattr(manager.transfer, name)))
+        commit = manager.commit
+
+        def marked_attend(q: torch.Tensor, meta: Any, *args: Any) -> torch.Tensor:
+            self.runtime.mark("attend", self.step, self.layer)
+            return attend(q, meta, *args)
+
+        def marked_write(layer_id: int, *args: Any) -> None:
+            self.layer = layer_id
+            self.runtime.mark("write", self.step, layer_id)
+            write(layer_id, *args)
+
+        def marked_commit(layer_id: int, plan: Any) -> None:
+            self.runtime.mark("commit", self.step, layer_id)
+            commit(layer_id, plan)
+
+        monkeypatch.setattr(self.coordinator, "attend", marked_attend)
+        monkeypatch.setattr(self.coordinator, "write_kv", marked_write)
+        monkeypatch.setattr(manager, "commit", marked_commit)
+
+    def _marking(self, name: str, run: Any) -> Any:
+        def marked(*args: Any, layers: range, **kwargs: Any) -> None:
+            self.runtime.mark(name, self.step, layers[0])
+            run(*args, layers=layers, **kwargs)
+
+        return marked
+
+    def decode(self, requests: Any, pad_to: int = 0) -> torch.Tensor:
+        self.step += 1
+        return super().decode(requests, pad_to)
+
+
+def decoded(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[ClockRuntime, MarkedTraffic]:
+    runtime = ClockRuntime()
+    traffic = MarkedTraffic(runtime, config, monkeypatch)
+    request = traffic.begin(70, seed=1)
+    traffic.prompt([request])
+    for _ in range(STEPS):
+        traffic.decode([request])
+    return runtime, traffic
+
+
+@pytest.mark.parametrize("name", ["quest", "dsa"])  # the oracle reads all keys, and waits for their copies
+def test_o1_what_is_not_on_the_host_is_never_evicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ClockRuntime()
+    traffic = MarkedTraffic(runtime, LRU[name], monkeypatch)
+    manager, resolve = traffic.coordinator.manager, traffic.coordinator.manager.resolve
+    evicted: list[int] = []
+
+    def watched(*args: Any) -> Any:
+        plan = resolve(*args)
+        assert plan.evicted_items is not None
+        items = plan.evicted_items[plan.evicted_items >= 0].tolist()
+        unit = traffic.coordinator.algorithm.unit_tokens
+        assert all((item + 1) * unit <= manager.host_tokens.backed_up(request) for item in items)
+        evicted.extend(items)
+        return plan
+
+    monkeypatch.setattr(manager, "resolve", watched)
+    request = traffic.begin(70, seed=1)
+    traffic.prompt([request])
+    traffic.decode([request])
+    runtime.holds_offloads = True
+    held_from = manager.host_tokens.backed_up(request)
+    for _ in range(4):
+        traffic.decode([request])
+    assert manager.host_tokens.backed_up(request) <= held_from + 1
+    runtime.let_go()
+    traffic.decode([request])
+    assert manager.host_tokens.backed_up(request) >= held_from + 4
+    assert evicted  # otherwise nothing was tested
+
+
+def test_o1_a_request_stays_dense_until_its_prompt_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ClockRuntime()
+    runtime.holds_offloads = True
+    traffic = MarkedTraffic(runtime, LRU["oracle"], monkeypatch)
+    request = traffic.begin(70, seed=1)
+    traffic.prompt([request])
+    tracker = traffic.coordinator.trackers[request]
+    for _ in range(3):
+        out = traffic.decode([request])
+        assert tracker.state is RequestState.STAGING
+        exact = traffic.exact(request, tracker.seq_len - 1)
+        torch.testing.assert_close(out[:, 0], exact, rtol=1e-5, atol=1e-5)
+    runtime.let_go()
+    traffic.decode([request])
+    assert tracker.state is RequestState.SPARSE
+    assert not traffic.coordinator.manager.dense.blocks(request)
+
+
+@pytest.mark.parametrize("name", LRU)
+def test_o2_a_layers_fetch_is_complete_before_its_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = decoded(LRU[name], monkeypatch)
+    for step in range(1, STEPS + 1):
+        for layer in range(3):
+            load, attend = runtime.find("load", step, layer), runtime.find("attend", step, layer)
+            assert load.stream == "h2d"
+            assert load.happened_before(attend)
+
+
+def test_o2_a_fetch_need_not_wait_for_the_attention_of_the_layer_before_to_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, _ = decoded(LRU["oracle"], monkeypatch)
+    load, attend = runtime.find("load", 2, 1), runtime.find("attend", 2, 1)
+    assert not attend.happened_before(load)  # the marks can tell: order is not assumed
+
+
+@pytest.mark.parametrize("name", LRU)
+def test_o3_the_next_fetch_waits_for_the_attention_that_reads_the_buffer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, _ = decoded(LRU[name], monkeypatch)
+    for step in range(1, STEPS):
+        for layer in range(3):
+            assert runtime.find("attend", step, layer).happened_before(runtime.find("load", step + 1, layer))
+
+
+@pytest.mark.parametrize("name", LRU)
+def test_o3_a_newest_slot_is_written_again_only_after_its_copy_to_the_host(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, _ = decoded(LRU[name], monkeypatch)
+    for step in range(1, STEPS - 1):
+        store = runtime.find("store", step, 0)
+        assert store.stream == "d2h"
+        assert all(runtime.find("write", step, layer).happened_before(store) for layer in range(3))
+        assert all(store.happened_before(runtime.find("write", step + 2, layer)) for layer in range(3))
+
+
+@pytest.mark.parametrize("name", LRU)
+def test_o4_a_commit_comes_after_the_attention_of_its_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = decoded(LRU[name], monkeypatch)
+    for step in range(1, STEPS + 1):
+        for layer in range(3):
+            assert runtime.find("attend", step, layer).happened_before(runtime.find("commit", step, layer))
