@@ -178,6 +178,8 @@ class Traffic:
             if self._selections and meta is not None:
                 self._check_content(batch, layer, meta)
             out = c.attend(q, meta, partials, self.shape.sm_scale)
+            if self._selections:
+                self._check_output(batch, layer, out)
             assert not out[batch.num_real :].any()  # padding reads nothing
             c.attention_end(out, layer_id, batch)
             outputs.append(out[: batch.num_real])
@@ -204,6 +206,25 @@ class Traffic:
                 for h in heads:
                     torch.testing.assert_close(found[:, h], expected[:, h], rtol=0, atol=0)
                 self.checked += len(tokens)
+
+    def _check_output(self, batch: ForwardBatch, layer: int, out: Tensor) -> None:
+        """The output is the attention over the selected tokens, computed from the sequence alone."""
+        indices, unit, group = self._selections[-1], self.coordinator.algorithm.unit_tokens, self.shape.group
+        for row, request in enumerate(batch.requests):
+            for head in range(self.shape.heads):
+                items = indices[row, head if indices.shape[1] > 1 else 0]
+                items = items[items >= 0].long()
+                if not len(items):
+                    continue
+                tokens = (items[:, None] * unit + torch.arange(unit)).flatten()
+                tokens = tokens[tokens < batch.lengths[row]]
+                sequence, parts = self.sequences[request], self.shape.geometry.parts
+                k = self._stored(sequence.k[layer, tokens, head], parts[0]).double()
+                v = self._stored(sequence.v[layer, tokens, head], parts[-1]).double()[:, : self.shape.v_dims]
+                q = sequence.q[layer, batch.lengths[row] - 1].view(self.shape.heads, group, -1)[head].double()
+                expected = (q @ k.T * self.shape.sm_scale).softmax(-1) @ v
+                found = out[row].view(self.shape.heads, group, -1)[head]
+                torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
 
     @staticmethod
     def _stored(numbers: Tensor, row_format: Any) -> Tensor:
