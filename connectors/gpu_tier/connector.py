@@ -31,7 +31,7 @@ from connectors.gpu_tier.settings import TierSettings
 from connectors.gpu_tier.writes import BlockWrite
 from connectors.keys import KeyChain
 from connectors.node import NodeSettings
-from connectors.results import Registration
+from connectors.results import CallCounters, Registration
 from connectors.reuse.link import ManagerLink
 from connectors.reuse.sessions import SessionSettings, WriteSessions
 from connectors.reuse.statistics import ReuseStatistics
@@ -164,6 +164,11 @@ class ManagerConnector:
     def registration(self) -> Registration:
         """What the manager last said to the registration."""
         return self._link.registration
+
+    @property
+    def counters(self) -> dict[str, CallCounters]:
+        """Snapshot of how the calls to the manager ended."""
+        return self._link.client.counters()
 
     def page_keys(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the key of every full page of a prompt."""

@@ -9,8 +9,8 @@ Invariants:
    be taken for the exact one.
 4. Failures of the storage are misses: no method raises because of one.
 
-Nothing here waits but `flush`. The engine calls `begin` when a request arrives, `poll` before its steps, and `step` now
-and then; all from one thread.
+Nothing here waits but `attach` and `flush`. The engine calls `begin` when a request arrives, `poll` before its steps,
+and `step` now and then, all from one thread.
 """
 
 from __future__ import annotations
@@ -113,6 +113,23 @@ class PrefixStore:
         """Return the prefix, None while it is under way. Ask until there is an answer, or call `abort`."""
         self._advance(attach)
         return attach.result
+
+    def attach(
+        self,
+        token_ids: Sequence[int],
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> AttachedPrefix:
+        """Wait for a prefix, for engines that have nothing else to do meanwhile; an empty one if it is not in time."""
+        attach = self.begin(token_ids)
+        deadline = clock() + timeout_seconds
+        while (prefix := self.poll(attach)) is None:
+            if clock() >= deadline:
+                self.abort(attach)
+                return AttachedPrefix()
+            pause(_PAUSE_SECONDS)
+        return prefix
 
     def abort(self, attach: PrefixAttach) -> None:
         """Forget an attach, however far it is; one that is done is given back."""

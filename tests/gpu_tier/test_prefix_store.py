@@ -350,3 +350,22 @@ def test_evicted_pages_are_loaded_again(storage: MemoryStorage) -> None:
     assert tier.store.counters.storage_tokens == 2 * 4 * PAGE
     tier.store.give_back(prefix)
     tier.check_nothing_is_held()
+
+
+def test_attach_waits_for_its_time_and_no_longer(storage: MemoryStorage) -> None:
+    full(storage)
+    tier = Tier(storage, is_manual=True)
+    now = [0.0]
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    prefix = tier.store.attach(TOKENS, 1.0, lambda: now[0], pause)
+    assert prefix.n_tokens == 0
+    assert 1.0 <= now[0] < 1.1
+    tier.check_nothing_is_held()
+    tier.connector.is_manual = False
+    prefix = tier.store.attach(TOKENS, 1.0, lambda: now[0], pause)
+    assert prefix.n_tokens == 4 * PAGE
+    tier.store.give_back(prefix)
+    tier.check_nothing_is_held()

@@ -1,0 +1,328 @@
+"""The GPU tier's connector against a real manager and files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_process import ManagerProcess
+from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES
+from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
+
+from connectors.client import ManagerClient
+from connectors.gpu_tier.identity import BlockParts
+from connectors.gpu_tier.settings import TierSettings
+from connectors.results import Location, MatchMode, RegistrationState
+from connectors.transfer import MOVERS, FileMover, TransferItem, TransferResult
+from gpu_tier.connector import KV_SPEC
+from gpu_tier.geometry import KVGeometry, Layout
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.storages import StorageConfig
+
+DSA = dsa_spec(MHA, Layout.PAGE_FIRST)
+TOKENS = tokens_of(6)
+
+
+def locations_of(manager: ManagerProcess, instance_id: str, engine: TierEngine) -> list[Location | None]:
+    with ManagerClient(manager.address, instance_id) as client:
+        keys = engine.connector.page_keys(TOKENS)
+        return list(client.match(keys, MatchMode.BATCH, timeout_seconds=20).locations)
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
+@pytest.mark.parametrize("algorithm", ["full", "dsa"])
+def test_what_one_engine_publishes_another_attaches(
+    manager: ManagerProcess, instance_id: str, geometry: KVGeometry, layout: Layout, algorithm: str
+) -> None:
+    sidecar = dsa_spec(geometry, layout) if algorithm == "dsa" else ""
+    options: dict[str, Any] = {"geometry": geometry, "layout": layout, "sidecar": sidecar}
+    with TierEngine(manager.address, instance_id, **options) as first:
+        assert first.connector.registration.state is RegistrationState.OK
+        first.serve(TOKENS)
+        assert first.store.counters.written_pages == 6
+        sizes = {KV_SPEC: geometry.page_bytes, sidecar: SIDECAR_BYTES}
+        for location in locations_of(manager, instance_id, first):
+            assert location is not None
+            assert set(location.uris) == {KV_SPEC, sidecar} - {""}
+            assert all(uri.size == sizes[name] for name, uri in location.uris.items())
+            assert location.checksums.keys() == location.uris.keys()
+    with TierEngine(manager.address, instance_id, **options) as second:
+        prefix = second.attach(TOKENS)
+        assert prefix.n_tokens == second.store.counters.storage_tokens == 6 * PAGE
+        assert [len(data) for data in prefix.sidecars.values()] == ([6] if sidecar else [])
+        second.store.give_back(prefix)
+        assert second.host.allocator.in_use == 0
+
+
+@pytest.mark.parametrize("kind", ["mha", "dsa"])
+@pytest.mark.parametrize("layout", [Layout.PAGE_FIRST, Layout.LAYER_FIRST])
+def test_another_process_attaches_the_same_bytes(
+    manager: ManagerProcess, instance_id: str, kind: str, layout: Layout
+) -> None:
+    first = in_a_process(manager.address, instance_id, kind, layout, "serve")
+    assert (first["tokens"], first["loaded"], first["written"]) == (6 * PAGE, 0, 6)
+    second = in_a_process(manager.address, instance_id, kind, layout, "attach")
+    assert (second["tokens"], second["loaded"], second["written"]) == (6 * PAGE, 6 * PAGE, 0)
+    assert second["digest"] == first["digest"]
+
+
+def in_a_process(*arguments: str) -> dict[str, Any]:
+    script = Path(__file__).with_name("tier_process.py")
+    paths = ":".join([str(script.parent), str(script.parent.with_name("gpu_tier")), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_blocks_without_the_sidecar_are_a_miss_until_it_is_added(manager: ManagerProcess, instance_id: str) -> None:
+    """An engine with full attention and one with DSA share the KV of one instance."""
+    with (
+        TierEngine(manager.address, instance_id, others=[DSA]) as full,
+        TierEngine(manager.address, instance_id, sidecar=DSA) as dsa,
+        TierEngine(manager.address, instance_id, sidecar=DSA) as another,
+    ):
+        full.serve(TOKENS)
+        assert dsa.attached_tokens(TOKENS) == 0
+        dsa.serve(TOKENS)
+        assert dsa.connector.statistics.total()["saved_bytes"] == 6 * SIDECAR_BYTES  # the KV was there already
+        assert another.attached_tokens(TOKENS) == 6 * PAGE
+
+
+def test_blocks_without_an_optional_sidecar_are_attached(manager: ManagerProcess, instance_id: str) -> None:
+    """As of Quest, whose bounds can be computed from the keys."""
+    with (
+        TierEngine(manager.address, instance_id, sidecar=DSA, is_required=False) as first,
+        TierEngine(manager.address, instance_id, others=[DSA]) as full,
+        TierEngine(manager.address, instance_id, sidecar=DSA, is_required=False) as second,
+    ):
+        first.serve(TOKENS[: 2 * PAGE + 1])
+        full.serve(TOKENS)
+        prefix = second.attach(TOKENS)
+        assert prefix.n_tokens == 6 * PAGE
+        assert len(prefix.sidecars[DSA]) == 2
+        assert second.store.counters.sidecar_misses == 4 * PAGE
+
+
+def test_an_engine_with_other_parameters_is_refused_and_finds_nothing(
+    manager: ManagerProcess, instance_id: str
+) -> None:
+    with (
+        TierEngine(manager.address, instance_id, sidecar=DSA) as first,
+        TierEngine(manager.address, instance_id, sidecar=dsa_spec(MHA, Layout.PAGE_FIRST, 64)) as other,
+        TierEngine(manager.address, instance_id, sidecar=DSA, layout=Layout.PAGE_HEAD) as reordered,
+    ):
+        first.serve(TOKENS)
+        for engine in (other, reordered):
+            assert engine.connector.registration.state is RegistrationState.REFUSED
+            assert engine.attached_tokens(TOKENS) == 0
+            engine.serve(TOKENS)
+            assert engine.store.counters.failed_pages == 6
+        assert not set(first.connector.page_keys(TOKENS)) & set(reordered.connector.page_keys(TOKENS))
+
+
+def test_a_sidecar_of_other_parameters_in_the_same_instance_is_a_miss(
+    manager: ManagerProcess, instance_id: str
+) -> None:
+    small = dsa_spec(MHA, Layout.PAGE_FIRST, 64)
+    with (
+        TierEngine(manager.address, instance_id, sidecar=DSA, others=[small]) as first,
+        TierEngine(manager.address, instance_id, sidecar=small, others=[DSA]) as other,
+    ):
+        first.serve(TOKENS)
+        assert other.connector.registration.state is RegistrationState.OK
+        assert other.attached_tokens(TOKENS) == 0
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+@pytest.mark.parametrize("name", [KV_SPEC, DSA], ids=["kv", "sidecar"])
+def test_damaged_parts_shorten_the_prefix_and_are_written_again(
+    manager: ManagerProcess, instance_id: str, name: str, damage: str
+) -> None:
+    with TierEngine(manager.address, instance_id, sidecar=DSA) as first:
+        first.serve(TOKENS)
+        location = locations_of(manager, instance_id, first)[3]
+        assert location is not None
+        uri = location.uris[name]
+        path = Path(uri.path)
+        data = bytearray(path.read_bytes())
+        data[uri.offset] ^= 1
+        path.write_bytes(data)
+        if damage == "remove":
+            path.unlink()
+    with TierEngine(manager.address, instance_id, sidecar=DSA) as second:
+        found = second.attached_tokens(TOKENS)
+        assert found == 3 * PAGE if damage == "flip" else found <= 3 * PAGE  # a file may hold several blocks
+        assert second.store.counters.loads_short == 1
+        until(
+            lambda: None in locations_of(manager, instance_id, second) or not _has(manager, instance_id, second, name)
+        )
+        second.serve(TOKENS)
+    with TierEngine(manager.address, instance_id, sidecar=DSA) as third:
+        assert third.attached_tokens(TOKENS) == 6 * PAGE
+
+
+def _has(manager: ManagerProcess, instance_id: str, engine: TierEngine, name: str) -> bool:
+    return all(location and name in location.uris for location in locations_of(manager, instance_id, engine))
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
+
+
+def test_without_a_manager_everything_is_a_miss(closed_port: int, instance_id: str) -> None:
+    settings = TierSettings(register_seconds=0.2, call_seconds=0.2)
+    with TierEngine(f"127.0.0.1:{closed_port}", instance_id, settings=settings) as engine:
+        assert engine.attached_tokens(TOKENS) == 0
+        engine.serve(TOKENS)
+        assert engine.store.counters.failed_pages == 6
+        assert engine.attached_tokens(TOKENS) == 6 * PAGE  # from the pool
+        assert engine.host.allocator.in_use == 0
+
+
+def test_no_call_waits_for_a_manager_that_says_nothing(black_hole: int, instance_id: str) -> None:
+    settings = TierSettings(register_seconds=0.1, call_seconds=3.0, shutdown_seconds=0.5)
+    with TierEngine(f"127.0.0.1:{black_hole}", instance_id, settings=settings) as engine:
+        begun = time.monotonic()
+        attach = engine.store.begin(TOKENS)
+        assert engine.store.poll(attach) is None
+        engine.store.abort(attach)
+        engine.store.step()
+        assert time.monotonic() - begun < 1.0
+        assert engine.host.allocator.in_use == 0
+
+
+class StuckMover:
+    """A storage whose loads hang until they are let go, and which then writes to the memory all the same."""
+
+    free = threading.Event()
+    began = threading.Event()
+
+    def __init__(self, mover: FileMover) -> None:
+        self._mover = mover
+
+    def load(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        StuckMover.began.set()
+        StuckMover.free.wait(60)
+        return self._mover.load(items, deadline_seconds + 60)
+
+    def save(self, items: Sequence[TransferItem], deadline_seconds: float) -> list[TransferResult]:
+        return self._mover.save(items, deadline_seconds)
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+def stuck(storages: Sequence[StorageConfig]) -> StuckMover | None:
+    mover = FileMover.for_storages(storages)
+    return None if mover is None else StuckMover(mover)
+
+
+@pytest.mark.parametrize("ending", ["deadline", "abort"])
+def test_pages_are_held_while_a_storage_hangs_on_to_them(
+    manager: ManagerProcess, instance_id: str, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    with TierEngine(manager.address, instance_id) as first:
+        first.serve(TOKENS)
+    monkeypatch.setattr(StuckMover, "free", threading.Event())
+    monkeypatch.setattr(StuckMover, "began", threading.Event())
+    monkeypatch.setitem(MOVERS, "file", stuck)
+    settings = TierSettings(
+        call_seconds=20.0, register_seconds=20.0, load_seconds=0.3 if ending == "deadline" else 50.0
+    )
+    with TierEngine(manager.address, instance_id, settings=settings) as engine:
+        attach = engine.store.begin(TOKENS)
+        until(lambda: engine.store.poll(attach) is not None or StuckMover.began.is_set())
+        if ending == "abort":
+            engine.store.abort(attach)
+        else:
+            until(lambda: engine.store.poll(attach) is not None)
+            assert attach.result is not None
+            assert attach.result.n_tokens == 0
+        for _ in range(20):
+            engine.store.step()
+            assert engine.host.allocator.in_use == 6
+        StuckMover.free.set()
+        assert engine.store.flush(30)
+        assert engine.host.allocator.in_use == 0
+
+
+def test_engines_that_write_the_same_blocks_at_once(manager: ManagerProcess, instance_id: str) -> None:
+    engines = [TierEngine(manager.address, instance_id, sidecar=DSA) for _ in range(3)]
+    threads = [threading.Thread(target=engine.serve, args=(TOKENS,)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    saved = [engine.connector.statistics.total().get("saved_blocks", 0) for engine in engines]
+    for engine in engines:
+        engine.close()
+    assert sum(saved) == 6  # type: ignore[arg-type]
+    with TierEngine(manager.address, instance_id, sidecar=DSA) as reader:
+        assert reader.attached_tokens(TOKENS) == 6 * PAGE
+
+
+def test_leases_are_given_back(manager: ManagerProcess, instance_id: str) -> None:
+    with TierEngine(manager.address, instance_id) as engine:
+        engine.serve(TOKENS)
+        engine.host.allocator.free(engine.host.allocator.alloc(16))  # out of the pool
+        assert engine.attached_tokens(TOKENS) == 6 * PAGE
+        until(lambda: "release_lease" in engine.connector.counters)
+
+
+def test_what_is_under_way_ends_when_the_connector_is_closed(manager: ManagerProcess, instance_id: str) -> None:
+    engine = TierEngine(manager.address, instance_id, settings=TierSettings(call_seconds=20.0, threads=1))
+    engine.connector._background.close(5.0)  # so that the write never begins
+    keys = engine.connector.page_keys(TOKENS)
+    pages = engine.host.allocator.alloc(len(keys))
+    engine.store.publish(TOKENS, pages, len(TOKENS))
+    engine.host.allocator.free(pages)
+    engine.close()
+    assert engine.store.flush(5)
+    assert engine.store.counters.failed_pages == 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TierSettings(load_seconds=600.0),
+        lambda: TierSettings(call_seconds=0.0),
+        lambda: TierSettings(transfer_threads=-1),
+        lambda: BlockParts(0, {}),
+        lambda: BlockParts(1, {DSA: 0}),
+        lambda: BlockParts(1, {KV_SPEC: 1}),
+        lambda: BlockParts(1, {DSA: 1}).group_of({KV_SPEC: (), "index.other": ()}),
+        lambda: BlockParts(1, {DSA: 1}).group_of({DSA: ()}),
+    ],
+)
+def test_arguments_that_are_not_allowed(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        make()
+
+
+def test_many_small_batches_give_the_same_blocks(manager: ManagerProcess, instance_id: str) -> None:
+    assert PATIENT.batch_bytes < 6 * MHA.page_bytes
+    tokens = tokens_of(12, seed=1)
+    with TierEngine(manager.address, instance_id, pages=32) as first:
+        first.serve(tokens)
+    with TierEngine(manager.address, instance_id, pages=32) as second:
+        assert second.attached_tokens(tokens) == 12 * PAGE
