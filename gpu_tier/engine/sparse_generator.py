@@ -11,6 +11,7 @@ from gpu_tier.config import SparseConfig
 from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.hf_runner import AttentionShape, HfRunner
+from gpu_tier.errors import ConfigError
 from gpu_tier.rows import KVDtype
 
 __all__ = ["SparseGenerator"]
@@ -65,6 +66,7 @@ class SparseGenerator:
         )
         self._runner = HfRunner(model, self.coordinator, shape.sm_scale, piece_tokens)
         self.engine = BatchEngine(self._runner, self.coordinator, device=model.device, chunk_tokens=chunk_tokens)
+        self._max_tokens = max_tokens
         self._own_stop_tokens = _stop_tokens(model)
 
     def generate(
@@ -78,8 +80,13 @@ class SparseGenerator:
             stop_tokens: tokens that end it; None means those of the model's generation settings.
 
         Raises:
+            ConfigError: a prompt and its continuation would have more than `max_tokens`.
             PoolExhaustedError: a prompt does not fit although nothing else runs.
         """
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if longest + max_new_tokens > self._max_tokens:
+            allowed = f"a prompt has {longest} tokens, and max_tokens={self._max_tokens} counts both"
+            raise ConfigError("max_new_tokens", max_new_tokens, allowed)
         stop = self._own_stop_tokens if stop_tokens is None else stop_tokens
         return generate(self.engine, prompts, max_new_tokens, stop)
 

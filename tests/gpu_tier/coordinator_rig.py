@@ -44,9 +44,9 @@ def config_of(algorithm: str, settings: dict[str, Any], **changes: Any) -> Spars
 
 
 def coordinator_of(
-    model: Any, config: SparseConfig, pages: int = 200, dtype: KVDtype = KVDtype.F32, device: str = "cpu"
+    model: Any, config: SparseConfig, pages: int = 200, dtype: KVDtype = KVDtype.F32, **options: Any
 ) -> SparseCoordinator:
-    """Return a coordinator for eight requests of at most 256 tokens."""
+    """Return a coordinator for eight requests of at most 256 tokens; `options` are more arguments of `build`."""
     geometry = KVGeometry(
         model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
     )
@@ -58,7 +58,7 @@ def coordinator_of(
         device_pages=pages,
         max_requests=8,
         max_tokens=256,
-        device=device,
+        **options,
     )
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
+from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.rows import KVDtype
 from gpu_tier.trackers import RequestState
 from tests.gpu_tier.coordinator_rig import (
@@ -146,6 +148,45 @@ def test_requests_abort_in_every_state(steps: int) -> None:
     assert nothing_is_held(coordinator)
     again = engine.add(prompt(64, 64))
     check_against_plain(engine, LLAMA, [again], 4)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("algorithm", sorted(WHOLE))
+def test_prompts_that_share_a_prefix_compute_only_what_differs(algorithm: str, name: str) -> None:
+    model = MODELS[name]
+    config = config_of(algorithm, whole(algorithm, has_indexer=name == "latent"))
+    coordinator = coordinator_of(model, config, publishes=True)
+    engine = DecodeEngine(model, coordinator, chunk_tokens=40, piece_tokens=24)
+    first = engine.add(prompt(100))
+    engine.step(), engine.step(), engine.step(), engine.step()
+    prefixes = [prefix_of(coordinator, first, 64) for _ in range(2)]
+    engine.finish(first)
+    requests = [engine.add(prompt(64 + n, 0)[:64] + prompt(n, n), p) for n, p in zip((1, 30), prefixes, strict=True)]
+    assert [coordinator.trackers[request].cached_tokens for request in requests] == [64, 64]
+    check_against_plain(engine, model, requests, 8)
+    for request in requests:
+        engine.finish(request)
+    assert nothing_is_held(coordinator)
+
+
+def prefix_of(coordinator: SparseCoordinator, request: int, tokens: int) -> AttachedPrefix:
+    """The first tokens of a request in host memory, held once more."""
+    manager = coordinator.manager
+    manager.settle(request)
+    pages = manager.host_tokens.pages(request)[: tokens // PAGE]
+    manager.host.allocator.share(list(pages))
+    sidecar = coordinator.algorithm.export_sidecar(request, 0, tokens)
+    return AttachedPrefix(pages, tokens, {} if sidecar is None else {"index": sidecar.data.clone()})
+
+
+@pytest.mark.parametrize("algorithm", ["quest", "full_offload", "snapkv", "dsa"])
+@pytest.mark.parametrize("window", [16, 48])
+def test_a_prompt_longer_than_its_window_on_the_device(algorithm: str, window: int) -> None:
+    config = config_of(algorithm, whole(algorithm), prefill_window_tokens=window)
+    coordinator = coordinator_of(LLAMA, config)
+    engine = DecodeEngine(LLAMA, coordinator, chunk_tokens=16, piece_tokens=24)
+    requests = [engine.add(prompt(length, length)) for length in (120, 90)]
+    check_against_plain(engine, LLAMA, requests, 18)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_tier.engine.sparse_generator import SparseGenerator
-from gpu_tier.errors import PoolExhaustedError
+from gpu_tier.errors import ConfigError, PoolExhaustedError
 from tests.gpu_tier.coordinator_rig import WHOLE, config_of, whole
 from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
@@ -46,6 +46,8 @@ def test_more_prompts_than_fit_wait() -> None:
         assert generator.generate(prompts, 5) == expected
         with pytest.raises(PoolExhaustedError):
             generator.generate([prompt(200)], 5)
+        with pytest.raises(ConfigError, match="max_new_tokens=57"):
+            generator.generate([prompt(10), prompt(200)], 57)
         assert generator.generate(prompts[:1], 5) == expected[:1]
 
 
