@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from gpu_tier.engine.attention_layer import AttentionLayer
+from gpu_tier.engine.hf_shape import AttentionShape
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.types import ForwardBatch
 
@@ -34,7 +35,8 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 class _Pass:
     attention: AttentionLayer
     batch: ForwardBatch
-    sm_scale: float
+    shape: AttentionShape
+    written: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
 
 _RUNNING: ContextVar[_Pass | None] = ContextVar("gpu_tier_pass", default=None)
@@ -46,9 +48,9 @@ def register() -> None:
 
 
 @contextmanager
-def running(attention: AttentionLayer, batch: ForwardBatch, sm_scale: float) -> Iterator[Cache]:
+def running(attention: AttentionLayer, batch: ForwardBatch, shape: AttentionShape) -> Iterator[Cache]:
     """Bind what the model computes inside to a pass, and return the cache to give to the model."""
-    token = _RUNNING.set(_Pass(attention, batch, sm_scale))
+    token = _RUNNING.set(_Pass(attention, batch, shape))
     try:
         yield HandOverCache()
     finally:
@@ -66,7 +68,9 @@ class HandOverCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store the keys and values ``[1, H, T, d]`` of a layer and return them alone, without those before them."""
         current = _current()
-        current.attention.write(layer_idx, current.batch, _rows(key_states), _rows(value_states))
+        rows = current.shape.form.rows(key_states, value_states)
+        current.written[layer_idx] = rows
+        current.attention.write(layer_idx, current.batch, *rows)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -85,10 +89,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention: ``[1, heads, T, d]`` each, returns ``[1, T, Hq, dv]``; transformers calls it."""
     current = _current()
-    _check_supported(attention_mask, scaling, current.sm_scale, kwargs)
+    _check_supported(attention_mask, scaling, current.shape.sm_scale, kwargs)
     layer_id: Any = module.layer_idx
-    out = current.attention.run(_rows(query), _rows(key), _rows(value), layer_id, current.batch, {})
-    return out[None].to(query.dtype), None
+    form = current.shape.form
+    rows = current.written.pop(layer_id)
+    out = current.attention.run(form.queries(module, query), *rows, layer_id, current.batch, {})
+    return form.output(module, out)[None].to(query.dtype), None
 
 
 def _check_supported(mask: Tensor | None, scaling: float | None, sm_scale: float, kwargs: dict[str, Any]) -> None:
@@ -106,7 +112,3 @@ def _current() -> _Pass:
     if current is None:
         raise StateError(f"attention {ATTENTION_NAME!r} works only inside a pass of SparseGenerator")
     return current
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)

@@ -10,7 +10,8 @@ from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
 from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.engine.generation import generate
-from gpu_tier.engine.hf_runner import AttentionShape, HfRunner
+from gpu_tier.engine.hf_runner import HfRunner
+from gpu_tier.engine.hf_shape import AttentionShape
 from gpu_tier.errors import ConfigError
 from gpu_tier.rows import KVDtype
 
@@ -64,7 +65,7 @@ class SparseGenerator:
             max_tokens=max_tokens,
             device=model.device,
         )
-        self._runner = HfRunner(model, self.coordinator, shape.sm_scale, piece_tokens)
+        self._runner = HfRunner(model, self.coordinator, shape, piece_tokens)
         self.engine = BatchEngine(self._runner, self.coordinator, device=model.device, chunk_tokens=chunk_tokens)
         self._max_tokens = max_tokens
         self._own_stop_tokens = _stop_tokens(model)

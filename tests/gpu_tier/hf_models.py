@@ -6,7 +6,14 @@ import random
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 __all__ = ["CONFIGS", "make_model", "own_generate", "prompt"]
 
@@ -22,12 +29,28 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "mistral": MistralConfig}
+CONFIGS = {
+    "deepseek_v3": DeepseekV3Config,
+    "deepseek_v32": DeepseekV32Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen3": Qwen3Config,
+}
+_LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 2,
+}  # fmt: skip
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16},
+    "mistral": {"sliding_window": None},
+}
 
 
 def make_model(name: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
-    sizes = SIZES | ({"sliding_window": None} if name == "mistral" else {}) | changes
+    sizes = SIZES | OWN_SIZES.get(name, {}) | changes
     model = AutoModelForCausalLM.from_config(CONFIGS[name](**sizes), dtype=torch.float32).eval()
     for parameter in model.parameters():  # the usual start makes attention nearly uniform
         if parameter.dim() > 1:

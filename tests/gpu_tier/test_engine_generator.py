@@ -19,9 +19,10 @@ def generator_of(model: Any, algorithm: str, **options: int) -> SparseGenerator:
     return SparseGenerator(model, config, **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("algorithm", sorted(WHOLE))
-def test_batches_of_unequal_lengths_generate_what_the_model_does(algorithm: str) -> None:
-    model = make_model()
+def test_batches_of_unequal_lengths_generate_what_the_model_does(algorithm: str, name: str) -> None:
+    model = make_model(name)
     prompts = [prompt(length, length) for length in (1, 33, 12, 100)]
     expected = [own_generate(model, p, 8) for p in prompts]
     with generator_of(model, algorithm, chunk_tokens=40, piece_tokens=24) as generator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.hf_attention import ATTENTION_NAME
-from gpu_tier.engine.hf_runner import AttentionShape, HfRunner
+from gpu_tier.engine.hf_runner import HfRunner
+from gpu_tier.engine.hf_shape import AttentionShape
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.rows import KVDtype
 from tests.gpu_tier.engine_rig import PlainHooks
-from tests.gpu_tier.hf_models import CONFIGS, make_model, own_generate, prompt
+from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
 
 @pytest.fixture(name="engine_of")
@@ -26,7 +28,7 @@ def fixture_engine_of() -> Iterator[Any]:
     def engine_of(model: Any, chunk_tokens: int = 64, piece_tokens: int = 64) -> BatchEngine:
         shape = AttentionShape.of(model, 16)
         hooks = PlainHooks(shape.geometry.v_head_dim)
-        runners.append(HfRunner(model, hooks, shape.sm_scale, piece_tokens))
+        runners.append(HfRunner(model, hooks, shape, piece_tokens))
         return BatchEngine(runners[-1], hooks, chunk_tokens=chunk_tokens)
 
     yield engine_of
@@ -34,7 +36,7 @@ def fixture_engine_of() -> Iterator[Any]:
         runner.close()
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama", "mistral", "qwen3"])
 def test_batches_of_unequal_lengths_generate_what_the_model_does(name: str, engine_of: Any) -> None:
     model = make_model(name)
     prompts = [prompt(length, length) for length in (1, 33, 12, 50)]
@@ -57,7 +59,7 @@ def test_the_model_gets_its_own_attention_back() -> None:
     model = make_model()
     before = model.config._attn_implementation
     expected = own_generate(model, prompt(9), 4)
-    runner = HfRunner(model, PlainHooks(16), 0.25, 64)
+    runner = HfRunner(model, PlainHooks(16), AttentionShape.of(model, 16), 64)
     assert model.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(StateError, match="only inside a pass"), torch.no_grad():
         model(torch.tensor([[5, 6]]))
@@ -69,13 +71,16 @@ def test_the_model_gets_its_own_attention_back() -> None:
 def test_shape_of_a_model() -> None:
     shape = AttentionShape.of(make_model(), 16)
     assert shape == AttentionShape(KVGeometry(KVKind.MHA, 3, 2, 16, 16, KVDtype.F32, 16), 4, 0.25)
+    latent = AttentionShape.of(make_model("deepseek_v3"), 16)
+    assert latent.geometry == KVGeometry(KVKind.MLA, 3, 1, 32, 24, KVDtype.F32, 16)
+    assert latent.sm_scale == pytest.approx(20**-0.5)
     assert AttentionShape.of(make_model().bfloat16(), 16).geometry.dtype is KVDtype.BF16
     assert AttentionShape.of(make_model(), 16, KVDtype.FP8).geometry.dtype is KVDtype.FP8
 
 
 def test_models_whose_attention_is_another_are_refused(engine_of: Any) -> None:
     with pytest.raises(ConfigError, match="training mode"):
-        HfRunner(make_model().train(), PlainHooks(16), 0.25, 64)
+        HfRunner(make_model().train(), PlainHooks(16), AttentionShape.of(make_model(), 16), 64)
     mixed = make_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ConfigError, match="layer_types"):
         AttentionShape.of(mixed, 16)
@@ -83,13 +88,16 @@ def test_models_whose_attention_is_another_are_refused(engine_of: Any) -> None:
     windowed.add(prompt(4))
     with pytest.raises(ConfigError, match="sliding_window=8"):
         windowed.step()
+    with pytest.raises(ConfigError, match="indexed_attention"):
+        AttentionShape.of(make_model("deepseek_v32"), 16)
     with pytest.raises(ConfigError, match="dtype"):
         AttentionShape.of(make_model().double(), 16)
 
 
 def test_another_scale_than_the_coordinators_is_refused() -> None:
     hooks = PlainHooks(16)
-    engine = BatchEngine(HfRunner(make_model(), hooks, 0.5, 64), hooks)
+    other = replace(AttentionShape.of(make_model(), 16), sm_scale=0.5)
+    engine = BatchEngine(HfRunner(make_model(), hooks, other, 64), hooks)
     engine.add(prompt(4))
     with pytest.raises(ConfigError, match=r"scaling=0\.25"):
         engine.step()
