@@ -103,4 +103,5 @@ def _causal_piece(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, query_offset
         scores = scores.masked_fill(hidden, -torch.inf)
     part = softmax_partial(scores.flatten(1, 2), v.transpose(0, 1)[:, None])
     o = part.o.unflatten(1, (-1, tokens)).permute(2, 0, 1, 3).flatten(1, 2)
-    return Partial(o, part.lse.unflatten(1, (-1, tokens)).permute(2, 0, 1).flatten(1, 2))
+    lse = part.lse.unflatten(1, (-1, tokens)).permute(2, 0, 1).flatten(1, 2)
+    return Partial(o.contiguous(), lse.contiguous())

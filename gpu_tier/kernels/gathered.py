@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels.dense import group_scores, softmax_partial
+from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
 from gpu_tier.rows import Rows
 from gpu_tier.types import LayerKV, Partial
 
@@ -14,7 +15,7 @@ __all__ = ["attend_to_slots", "check_decode"]
 
 
 def check_decode(q: Tensor, kv: LayerKV, table: Tensor, out_o: Tensor, out_lse: Tensor) -> None:
-    """Check the shapes that both decode attentions share.
+    """Check the shapes and the memory that both decode attentions share.
 
     Raises:
         ConfigError: one of them does not fit.
@@ -30,6 +31,8 @@ def check_decode(q: Tensor, kv: LayerKV, table: Tensor, out_o: Tensor, out_lse: 
     if out_o.shape != (rows, q_heads, kv.v_dims) or out_lse.shape != (rows, q_heads):
         shapes = (tuple(out_o.shape), tuple(out_lse.shape))
         raise ConfigError("out_o, out_lse", shapes, f"must be {(rows, q_heads, kv.v_dims)} and {(rows, q_heads)}")
+    check_contiguous(out_o=out_o, out_lse=out_lse)
+    check_last_contiguous(q=q, table=table)
 
 
 def attend_to_slots(q: Tensor, kv: LayerKV, slots: Tensor, sm_scale: float) -> Partial:

@@ -149,6 +149,23 @@ def test_triton_in_any_pieces_and_tiles(shape: Shape, block: int, splits: int, m
     close(got, wanted, shape.dtype)
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_length_beyond_the_table_ends_with_it_and_a_negative_one_is_0(impl: str) -> None:
+    shape = Shape(1, 2, 64, KVDtype.F32)
+    device = device_under_test() if impl != "reference" else torch.device("cpu")
+    kv, q = random_kv(shape, SLOTS, device=device), random_query(shape, 2).to(device)
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32, device=device)
+    lens = torch.tensor([1000, -5], dtype=torch.int32, device=device)
+    slots = [[[*range(48, 64), *range(16, 32)]], [[]]]
+    o, lse = outputs(q, kv)
+    decode_attn_paged(q, kv, table, lens, 16, 0.125, o, lse, impl=impl)
+    close((o, lse), expected(q.cpu(), on_cpu(kv), slots, 0.125), shape.dtype)
+    wide = torch.full((2, 1, 64), -1, dtype=torch.int32, device=device)
+    wide[:, 0, :32] = torch.tensor(slots[0][0], device=device)
+    decode_attn_token(q, kv, wide[..., :32], lens[:, None], 0.125, o, lse, impl=impl)
+    close((o, lse), expected(q.cpu(), on_cpu(kv), slots, 0.125), shape.dtype)
+
+
 def test_splits_fill_the_processors_and_no_more() -> None:
     assert plan_splits(1000, 4096, 132) == 1
     assert plan_splits(1, 64, 132) == 2  # no piece below 32 tokens
@@ -176,5 +193,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         decode_attn_paged(q, kv, table[0], lens[0], 16, 1.0, o, lse)
     with pytest.raises(ConfigError, match="page_tokens"):
         decode_attn_paged(q, kv, table[:, 0], lens[:, 0], 0, 1.0, o, lse)
+    with pytest.raises(ConfigError, match=r"out_o.*contiguous"):
+        decode_attn_token(q, kv, table, lens, 1.0, torch.zeros(2, 64, 4).transpose(1, 2), lse)
+    with pytest.raises(ConfigError, match=r"q=.*last dimension"):
+        decode_attn_token(torch.zeros(2, 64, 4).transpose(1, 2), kv, table, lens, 1.0, o, lse)
     with pytest.raises(ConfigError, match="cache_seqlens"):
         decode_attn_paged(q, kv, table[:, 0], lens, 16, 1.0, o, lse)

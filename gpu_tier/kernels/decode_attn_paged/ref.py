@@ -16,7 +16,7 @@ def run(
     out_o: Tensor, out_lse: Tensor,
 ) -> None:  # fmt: skip
     """See `decode_attn_paged`."""
-    longest = int(cache_seqlens.max().clamp_min(0)) if cache_seqlens.numel() else 0
+    longest = max(0, int(cache_seqlens.max())) if cache_seqlens.numel() else 0
     width = min(-(-longest // page_tokens), page_table.shape[1])
     pages = page_table[:, :width, None]
     offset = torch.arange(page_tokens, device=q.device)

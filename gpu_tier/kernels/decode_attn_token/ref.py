@@ -16,7 +16,7 @@ def run(
 ) -> None:
     """See `decode_attn_token`."""
     # Tables are as wide as the longest request may become: only what some row uses is gathered.
-    width = int(lens.max().clamp_min(0)) if lens.numel() else 0
+    width = min(max(0, int(lens.max())), token_table.shape[-1]) if lens.numel() else 0
     inside = torch.arange(width, device=q.device) < lens[..., None]
     slots = token_table[..., :width].masked_fill(~inside, -1)
     part = attend_to_slots(q, kv, slots, sm_scale)

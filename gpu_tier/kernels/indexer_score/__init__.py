@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
+from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
 
 __all__ = ["indexer_score"]
 
@@ -39,4 +40,6 @@ def indexer_score(
         raise ConfigError("page_table, lengths", (tuple(page_table.shape), tuple(lengths.shape)), "must be [B,P], [B]")
     if out.shape[0] != rows or out.shape[1] > page_table.shape[1] * page_tokens:
         raise ConfigError("out", tuple(out.shape), f"at most {page_table.shape[1] * page_tokens} tokens in {rows} rows")
+    check_contiguous(lengths=lengths)
+    check_last_contiguous(q8=q8, weight=weight, keys=keys, page_table=page_table, out=out)
     registry.get("indexer_score", q8.device, impl)(q8, weight, keys, page_table, page_tokens, lengths, out)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
+from gpu_tier.kernels.memory import check_contiguous
 
 __all__ = ["lse_merge"]
 
@@ -26,4 +27,5 @@ def lse_merge(o: Tensor, lse: Tensor, out_o: Tensor, out_lse: Tensor, *, impl: s
     if o.shape[:3] != lse.shape or o.shape[1:] != out_o.shape or out_lse.shape != lse.shape[1:]:
         shapes = tuple(tuple(t.shape) for t in (o, lse, out_o, out_lse))
         raise ConfigError("o, lse, out_o, out_lse", shapes, "must be [P,B,Hq,dv], [P,B,Hq], [B,Hq,dv], [B,Hq]")
+    check_contiguous(o=o, lse=lse, out_o=out_o, out_lse=out_lse)
     registry.get("lse_merge", o.device, impl)(o, lse, out_o, out_lse)

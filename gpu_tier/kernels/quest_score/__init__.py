@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
+from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
 
 __all__ = ["quest_score"]
 
@@ -34,4 +35,6 @@ def quest_score(
         raise ConfigError("page_table, n_pages", (tuple(page_table.shape), tuple(n_pages.shape)), "must be [B,P], [B]")
     if out.shape != (rows, q_heads, page_table.shape[1]):
         raise ConfigError("out", tuple(out.shape), f"must be {(rows, q_heads, page_table.shape[1])}")
+    check_contiguous(n_pages=n_pages)
+    check_last_contiguous(q=q, bounds=bounds, page_table=page_table, out=out)
     registry.get("quest_score", q.device, impl)(q, bounds, page_table, n_pages, out)

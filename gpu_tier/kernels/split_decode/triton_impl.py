@@ -50,6 +50,11 @@ class SlotTable:
     lens: Tensor
     page_tokens: int = 1
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can name."""
+        return self.table.shape[-1] * self.page_tokens
+
 
 @_jit
 def _slots(table: "Any", position: "Any", inside: "Any", PAGE_TOKENS: tl.constexpr) -> "Any":
@@ -140,6 +145,7 @@ def _split(
     lse_split: "Any",
     sm_scale_log2: "Any",
     splits: "Any",
+    capacity: "Any",
     heads: "Any",
     GROUP_HEADS: tl.constexpr,
     SHARED_TABLE: tl.constexpr,
@@ -173,7 +179,7 @@ def _split(
     split = tl.program_id(1)
     selector = 0 if SHARED_TABLE else head
 
-    length = tl.load(lens + row * lens_row + selector * lens_head)
+    length = tl.minimum(tl.load(lens + row * lens_row + selector * lens_head), capacity)
     piece = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
     start = split * piece
     stop = tl.minimum(start + piece, length)
@@ -285,7 +291,7 @@ def attend(
     block_m = min(_MOST_HEADS, max(16, next_power_of_2(group)))
     programs = q.shape[0] * heads * triton.cdiv(group, block_m)
     if not splits:
-        splits = plan_splits(programs, slots.table.shape[-1] * slots.page_tokens, processors(q.device))
+        splits = plan_splits(programs, slots.capacity, processors(q.device))
     if splits == 1:
         _launch(q, kv, slots, sm_scale, (programs, 1), block_m, out_o[None], out_lse[None])
         return
@@ -308,7 +314,7 @@ def _launch(
     heads = kv.k.data.shape[1]
     tensors = (keys.main, keys.scale, keys.rope, values.main, values.scale)
     kernel[grid](
-        q if q.stride(2) == 1 else q.contiguous(),
+        q,
         *(operand.data for operand in tensors),
         slots.table,
         slots.lens,
@@ -325,6 +331,7 @@ def _launch(
         lse.stride(0),
         sm_scale * _LOG2E,
         grid[1],
+        slots.capacity,
         heads,
         GROUP_HEADS=q.shape[1] // heads,
         SHARED_TABLE=slots.table.shape[1] == 1,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
+from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
 
 __all__ = ["topk_select"]
 
@@ -34,4 +35,6 @@ def topk_select(
     if out_indices.shape[:2] != (rows, heads) or out_lengths.shape != (rows, heads):
         shapes = (tuple(out_indices.shape), tuple(out_lengths.shape))
         raise ConfigError("out_indices, out_lengths", shapes, f"must be ({rows}, {heads}, K) and {(rows, heads)}")
+    check_contiguous(out_indices=out_indices, out_lengths=out_lengths, lengths=lengths)
+    check_last_contiguous(scores=scores)
     registry.get("topk_select", scores.device, impl)(scores, lengths, k, out_indices, out_lengths)
