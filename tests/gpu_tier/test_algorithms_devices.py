@@ -34,7 +34,7 @@ def make(case: str, **settings: Any) -> Rig:
     name, algo = case.split()[0], CASES[case]
     if name == "dsa":
         return IndexRig(mla(), algo, top_k=16, **settings)
-    return Rig(mha(2, 16), name, 4, algo, **settings)
+    return Rig(mha(2, 16, layers=2), name, 4, algo, **settings)
 
 
 def life(rig: Rig) -> list[Selection]:
