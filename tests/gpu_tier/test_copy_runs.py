@@ -28,6 +28,14 @@ def _runs(layout: Layout, src: list[list[int]], dst: list[list[int]], unit: int 
     return copy_runs(*addresses, pairs, layers=((0, 0), (1, 1)), num_heads=2, per_head=False)
 
 
+def test_layers_may_change_their_place() -> None:
+    addresses = Addressing.of(GEOMETRY, Layout.PAGE_HEAD, 8), Addressing.of(GEOMETRY, Layout.LAYER_FIRST, 8)
+    pairs = slot_pairs(torch.tensor([[9]]), torch.tensor([[2]]), None, 1)
+    runs = copy_runs(*addresses, pairs, layers=((0, 1),), num_heads=2, per_head=False)
+    assert runs.src.tolist() == [addresses[0].address(part, 9, 0, head) for part in range(2) for head in range(2)]
+    assert runs.dst.tolist() == [addresses[1].address(part, 2, 1, head) for part in range(2) for head in range(2)]
+
+
 def test_neighbouring_pages_are_one_run_per_part_and_layer() -> None:
     runs = _runs(Layout.LAYER_FIRST, [[4, 8]], [[12, 16]], unit=4)
     assert runs.nbytes.tolist() == [8 * 32] * 4

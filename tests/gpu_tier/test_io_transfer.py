@@ -15,7 +15,7 @@ from gpu_tier.rows import KVDtype
 from tests.thoroughness import examples
 
 pytest.importorskip("triton")
-from gpu_tier.kernels.io_transfer.triton_impl import addresses
+from gpu_tier.kernels.io_transfer import triton_impl
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PAGES = 3
@@ -40,7 +40,7 @@ def test_triton_and_python_agree_on_addresses(geometry: KVGeometry, layout: Layo
     layer = data.draw(st.integers(0, geometry.num_layers - 1))
     head = data.draw(st.integers(0, geometry.num_kv_heads - 1))
     slots = range(PAGES * geometry.page_size)
-    got = addresses(addressing, part, torch.tensor(slots, dtype=torch.int32), layer, head).tolist()
+    got = triton_impl.addresses(addressing, part, torch.tensor(slots, dtype=torch.int32), layer, head).tolist()
     assert got == [addressing.address(part, slot, layer, head) for slot in slots]
 
 
@@ -117,6 +117,25 @@ def test_kernels_of_a_gpu_move_the_same_bytes(impl: str, transfer: tuple[dict[st
     got = _run(*transfer, impl, "cuda")
     assert torch.equal(got[0], wanted[0])
     assert got[1] == wanted[1]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 0])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_programs_share_the_tiles_of_uneven_rows(layout: Layout, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_impl, "_TILE", 128)
+    geometry = KVGeometry(KVKind.MHA, 3, 2, 24, 40, KVDtype.F32, page_size=4)
+    both = Addressing.of(geometry, layout, 8), Addressing.of(geometry, Layout.LAYER_FIRST, 8)
+    slots = torch.randperm(32, generator=torch.Generator().manual_seed(1)).view(4, 8)
+    arguments: dict[str, object] = {
+        "src_addr": both[0], "dst_addr": both[1], "src_idx": slots, "dst_idx": slots.flip(1).contiguous(),
+        "layers": ((0, 0), (1, 1), (0, 2)), "num_heads": 2, "count": torch.tensor([8, 0, 3, 1], dtype=torch.int32),
+        "blocks": blocks,
+    }  # fmt: skip
+    size = 8 * geometry.page_bytes
+    wanted = _run(arguments, size, "reference", "cpu")
+    got = _run(arguments, size, "triton", "cpu")
+    assert torch.equal(got[0], wanted[0])
+    assert got[1] == wanted[1] == 12 * geometry.token_bytes
 
 
 def test_heads_that_lie_together_are_one_row() -> None:

@@ -13,7 +13,7 @@ from gpu_tier.geometry import KVGeometry, Layout
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.pools.transfer import Engine, KVTransfer
-from gpu_tier.runtime import NullRuntime
+from gpu_tier.runtime import NullRuntime, runtime_for
 
 HOST_PAGES, DEVICE_PAGES = 6, 5
 CONFIG = SparseConfig("full")
@@ -21,9 +21,9 @@ ENGINES = (Engine.KERNEL, Engine.DMA, Engine.AUTO)
 
 
 def _pools(
-    geometry: KVGeometry, layout: Layout, config: SparseConfig = CONFIG
+    geometry: KVGeometry, layout: Layout, config: SparseConfig = CONFIG, on: str = "cpu"
 ) -> tuple[HostKVPool, DeviceKVPool, KVTransfer]:
-    runtime = NullRuntime()
+    runtime = runtime_for(on)
     host, device = HostKVPool(geometry, HOST_PAGES, layout, runtime), DeviceKVPool(geometry, DEVICE_PAGES, runtime)
     fill_coded(host, 1)
     fill_coded(device, 2)
@@ -162,3 +162,45 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         transfer.load(one, one, layers=range(5, 6), count=torch.zeros(2, dtype=torch.int32))
     transfer.load(one[:, :0], one[:, :0], layers=range(5, 6))
     assert transfer.counters.h2d_bytes == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kernels", ["reference", "triton", "cuda"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_gpu_and_its_host_exchange_the_same_bytes(name: str, layout: Layout, engine: Engine, kernels: str) -> None:
+    geometry = GEOMETRIES[name]
+    host, device, transfer = _pools(geometry, layout, CONFIG.replaced(kernels=kernels), "cuda")
+    assert host.is_device_readable
+    slots = torch.tensor([[3, 4, 9], [0, -1, 11]]), torch.tensor([[0, 1, 7], [4, 2, -1]])
+    wanted = _expected(host, device, [(0, 3, 0), (0, 4, 1), (0, 9, 7), (1, 0, 4)], geometry.layers)
+    transfer.load(*slots, layers=geometry.layers, engine=engine)
+    _check(device, wanted)
+    wanted = _expected(device, host, [(0, 8, 1), (1, 9, 2)], geometry.layers)
+    transfer.store(torch.tensor([[8], [9]]), torch.tensor([[1], [2]]), layers=geometry.layers, engine=engine)
+    torch.cuda.synchronize()
+    _check(host, wanted)
+    assert transfer.counters.h2d_bytes == 4 * geometry.token_bytes
+    assert transfer.counters.d2h_bytes == 2 * geometry.token_bytes
+    host.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kernels", ["triton", "cuda"])
+def test_a_captured_load_reads_its_plan_anew(kernels: str) -> None:
+    geometry = GEOMETRIES["mha"]
+    host, device, transfer = _pools(geometry, Layout.PAGE_FIRST, CONFIG.replaced(kernels=kernels), "cuda")
+    src, dst = torch.arange(4, device="cuda")[None] + 8, torch.arange(4, device="cuda")[None]
+    count = torch.zeros(1, dtype=torch.int32, device="cuda")
+    transfer.load(src, dst, layers=geometry.layers, count=count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        transfer.load(src, dst, layers=geometry.layers, count=count)
+    count.fill_(3)
+    wanted = _expected(host, device, [(0, 8 + i, i) for i in range(3)], geometry.layers)
+    graph.replay()
+    torch.cuda.synchronize()
+    _check(device, wanted)
+    assert transfer.counters.h2d_bytes == 3 * geometry.token_bytes
+    host.close()
