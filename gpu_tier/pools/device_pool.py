@@ -6,11 +6,14 @@ one attention call.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Addressing, KVGeometry, Layout
+from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.pools.allocator import PagedAllocator
 from gpu_tier.rows import Rows
 from gpu_tier.runtime import DeviceRuntime
@@ -74,25 +77,20 @@ class DeviceKVPool:
         parts = (k,) if v is None else (k, v)
         if len(parts) != len(self.geometry.parts):
             raise ConfigError("v", v is not None, f"{self.geometry.kind} stores {len(self.geometry.parts)} rows a head")
-        if not slots.numel():
-            return
-        for part, numbers in enumerate(parts):
-            rows = self._rows(layer_id, part)
-            _scatter(rows.data, slots.long(), rows.format.encode(numbers))
+        rows = [part.encode(numbers) for part, numbers in zip(self.geometry.parts, parts, strict=True)]
+        io_transfer(
+            torch.cat([row.flatten() for row in rows]), self.data, self._packed(len(slots)), self.addressing,
+            torch.arange(len(slots), device=slots.device)[None], slots[None],
+            layers=((0, self.geometry.layer_index(layer_id)),), num_heads=self.geometry.num_kv_heads,
+        )  # fmt: skip
+
+    def _packed(self, tokens: int) -> Addressing:
+        """Return the addresses of the rows of tokens one behind the other: a pool of as many pages of one token."""
+        one_layer = replace(self.geometry, num_layers=1, page_size=1)
+        return Addressing.of(one_layer, Layout.LAYER_FIRST, tokens)
 
     def _rows(self, layer_id: int, part: int) -> Rows:
         strides = self.addressing.parts[part]
         start = strides.base + strides.layer * self.geometry.layer_index(layer_id)
         flat = self.data[start : start + strides.layer]
         return Rows(flat.view(self.num_slots, self.geometry.num_kv_heads, -1), self.geometry.parts[part])
-
-
-def _scatter(rows: Tensor, slots: Tensor, values: Tensor) -> None:
-    # Selecting the valid slots would wait for the device. Instead the skipped tokens repeat what the first valid one
-    # writes, or when none is valid what slot 0 holds: equal writes to one place are harmless. Indices stay [1]: torch
-    # reads an index without dimensions on the host.
-    valid = slots >= 0
-    first = valid.to(torch.uint8).argmax(0, keepdim=True)
-    target = slots[first].clamp_min(0)
-    value = torch.where(valid[first, None, None], values[first], rows[target])
-    rows[torch.where(valid, slots, target)] = torch.where(valid[:, None, None], values, value)
