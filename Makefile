@@ -129,6 +129,7 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
 	$(BIN)/python benchmarks/connector.py --quick --json build/connector.json
 	$(BIN)/python benchmarks/conversation.py --quick --json build/conversation.json
+	TRITON_INTERPRET=1 $(BIN)/python benchmarks/gpu/check_device.py --cpu-smoke --json build/gpu_check.json
 	$(BIN)/python benchmarks/gpu/k1_io_transfer.py --cpu-smoke --json build/gpu_k1.json
 	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json
 	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
@@ -188,6 +189,7 @@ acceptance-connectors: setup redis fuse engines
 # has torch and triton already.
 GPU_PYTHON ?= python3
 acceptance-gpu:
+	$(GPU_PYTHON) benchmarks/gpu/check_device.py --json benchmarks/results/gpu_check.json
 	$(GPU_PYTHON) benchmarks/gpu/k1_io_transfer.py --json benchmarks/results/gpu_k1.json
 	$(GPU_PYTHON) benchmarks/gpu/k2_lru_diff.py --json benchmarks/results/gpu_k2.json
 	$(GPU_PYTHON) benchmarks/gpu/k3_decode_attention.py --json benchmarks/results/gpu_k3.json

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from report import Row, arguments, publish
 __all__ = ["LEAST_OF_ROOFLINE", "DeviceRun", "Peaks", "run"]
 
 LEAST_OF_ROOFLINE = 0.75
+_LATE_SECONDS = 480.0
 _MEANINGLESS = "CPU smoke, meaningless: "
 
 
@@ -59,6 +61,16 @@ class DeviceRun:
     rows: list[Row] = field(default_factory=list)
     _raw: list[tuple[str, Samples]] = field(default_factory=list)
     _peaks: Peaks | None = None
+    _started: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a script should come to its end: none may take ten minutes."""
+        return time.monotonic() - self._started > _LATE_SECONDS
+
+    def leave_out(self, case: str) -> None:
+        """Say that there was no time for a case."""
+        self.add(Row(case, "left out: no time left", 1, ""))
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +98,7 @@ class DeviceRun:
         step: Callable[[], object],
         prepare: Callable[[int], object] | None = None,
         is_graph: bool = True,
+        host_goes_ahead: bool = False,
     ) -> Samples:
         """Time a step and keep every sample for the raw file.
 
@@ -94,9 +107,10 @@ class DeviceRun:
             step: what is timed.
             prepare: called with the number of the step before each, outside its time.
             is_graph: whether the step is captured in a graph, if it can be.
+            host_goes_ahead: see `DeviceClock.samples`.
         """
         replay, is_graph = self.clock.captured(step) if is_graph else (step, False)
-        samples = self.clock.samples(replay, prepare, is_graph)
+        samples = self.clock.samples(replay, prepare, is_graph, host_goes_ahead)
         self._raw.append((case, samples))
         return samples
 
@@ -104,6 +118,10 @@ class DeviceRun:
         """Publish a figure. Of a smoke run ratios and targets are left out: they would look like results."""
         if self.is_smoke:
             row = Row(row.case, _MEANINGLESS + row.metric, row.value, row.unit)
+        self.rows.append(row)
+
+    def add_check(self, row: Row) -> None:
+        """Publish whether something is right: that counts at any size."""
         self.rows.append(row)
 
     def add_time(self, case: str, samples: Samples, scale: float = 1.0) -> None:

@@ -22,6 +22,7 @@ from gpu_tier.geometry import KVGeometry, Layout
 from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.indexer_score import indexer_score
+from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, SwapIn, lru_diff
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.pools.device_pool import DeviceKVPool
@@ -33,6 +34,7 @@ from gpu_tier.types import ForwardBatch, LayerKV, MissPlan, Mode, ResidencyPlan,
 __all__ = ["Dense", "Hierarchical", "Indexer", "Resident", "Workload", "counted_hit_rate", "decode_batch", "host_pool"]
 
 _COUNTED_STEPS = 8
+_COUNTERS = ((4, torch.int64), (1, torch.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class Hierarchical(Step):
     def __init__(self, work: Workload, indexer: Indexer, host: HostKVPool, runtime: DeviceRuntime) -> None:
         super().__init__(work, runtime.device)
         self.indexer = indexer
+        self.host = host
+        self._out: DiffOutputs | None = None
         geometry, capacity = work.geometry, work.config.device_buffer_size
         per_request = -(-(capacity + 2) // geometry.page_size) * geometry.page_size
         self.pool = DeviceKVPool(geometry, work.batch * per_request // geometry.page_size, runtime)
@@ -207,6 +211,22 @@ class Hierarchical(Step):
         """Plan a layer."""
         selection = Selection(Unit.TOKEN, 1, self.selected[layer], self.lens)
         return self.policy.resolve(layer, self.batch, selection, self.mask)
+
+    def swap(self, layer: int) -> None:
+        """Plan a layer and move what the plan says, in one kernel where there is such a one."""
+        if self._out is None:
+            counters, errors = (torch.zeros(n, dtype=kind, device=self.device) for n, kind in _COUNTERS)
+            rows, heads, width = self.selected.shape[1:]
+            self._out = DiffOutputs.empty(rows, heads, width, counters, errors)
+            items, capacity = self.host_slots.shape[1], self.work.config.device_buffer_size
+            self._scratch = DiffScratch.empty(rows, heads, items, capacity, self.device)
+        pools = self.host, self.pool
+        swap_in = SwapIn(*(pool.data for pool in pools), *(pool.addressing for pool in pools), layer, layer, 1)
+        batch = self.batch
+        lru_diff(
+            self.selected[layer], batch.req_pool_indices, batch.seq_lens, self.mask, batch.num_real_reqs,
+            self.policy.layer_state(layer), self._out, self._scratch, unit_tokens=1, swap_in=swap_in,
+        )  # fmt: skip
 
     def load(self, layer: int, plan: ResidencyPlan) -> None:
         """Move what the plan says."""

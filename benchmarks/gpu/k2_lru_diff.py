@@ -34,25 +34,29 @@ MOST_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Requests B of n tokens, K of C tokens, and the trace's hit rate."""
+    """Requests B of n tokens, K of C tokens, the trace's hit rate, and the implementation."""
 
     batch: int
     n_tokens: int = 131072
     selected: int = 2048
     capacity: int = 4096
     hit_rate: float = 0.9
+    kernels: str = "auto"
 
     @property
     def name(self) -> str:
         """For people."""
         sizes = f"K={self.selected}, C={self.capacity}, B={self.batch}, n={self.n_tokens}"
-        return f"{sizes}, hit rate {self.hit_rate:.2f} (input)"
+        return f"{sizes}, hit rate {self.hit_rate:.2f} (input)" + (
+            f", {self.kernels}" if self.kernels != "auto" else ""
+        )
 
 
 HEADLINE = Case(32)
 CASES = [
     HEADLINE, Case(1), Case(8), Case(64), Case(32, capacity=2048), Case(32, capacity=8192), Case(32, n_tokens=32768),
     Case(32, hit_rate=0.5), Case(32, hit_rate=1.0),
+    Case(32, kernels="triton"),
 ]  # fmt: skip
 SMOKE = [Case(2, 256, 16, 32, 0.75)]
 
@@ -67,7 +71,7 @@ def measure_case(this: DeviceRun, case: Case) -> None:
     _, host_loc = work.tables(device)
     policy = LruDiffPolicy(
         geometry, capacity=case.capacity, unit_tokens=1, selecting_heads=1, max_requests=case.batch,
-        max_items=work.max_tokens, host_loc=host_loc, runtime=runtime,
+        max_items=work.max_tokens, host_loc=host_loc, runtime=runtime, kernels=case.kernels,
     )  # fmt: skip
     slots = torch.arange(case.batch * (case.capacity + 2), dtype=torch.int32, device=device).view(case.batch, -1)
     for request in range(case.batch):

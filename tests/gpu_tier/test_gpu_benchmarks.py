@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_tier.runtime import NullRuntime
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-NAMES = ["k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k6_dsa_decode"]
+NAMES = ["k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k6_dsa_decode", "check_device"]
+CHECKS = ("bytes are equal", "buffer equals host", "largest relative difference")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,12 +53,30 @@ def test_a_smoke_run_states_nothing(name: str, results: Path) -> None:
     document = smoke(name, results)
     assert document["rows"]
     for row in document["rows"]:
+        if row["metric"] in CHECKS:
+            assert row["ok"]
+            continue
         assert row["metric"].startswith("CPU smoke, meaningless: ")
         assert "speed-up" not in row["metric"]
         assert (row["baseline"], row["ratio"], row["target"], row["ok"]) == (None, None, "", None)
     assert document["machine"]["device"]["name"] == "CPU smoke: no figure here means anything"
     with (results / f"{name}.csv").open() as file:
-        assert len(list(csv.reader(file))) > 2
+        assert (len(list(csv.reader(file))) > 2) is (name != "check_device")
+
+
+def test_every_kernel_is_checked() -> None:
+    module = script("kernel_checks")
+    checked = {check.kernel for check in module.checks(NullRuntime(), script("check_device").SMOKE)}
+    kernels = {path.parent.name for path in (SCRIPTS.parents[1] / "gpu_tier" / "kernels").glob("*/ref.py")}
+    assert checked == kernels
+
+
+@pytest.mark.parametrize(
+    ("mine", "apart"), [([1.0, 2.0], 0.0), ([1.0, 2.5], 0.5 / 5**0.5), ([1.0, torch.nan], torch.inf)]
+)
+def test_differences_are_relative(mine: list[float], apart: float) -> None:
+    found = script("check_device").difference(torch.tensor(mine), torch.tensor([1.0, 2.0]))
+    assert found == pytest.approx(apart)
 
 
 def values(document: dict[str, Any], metric: str) -> list[float]:

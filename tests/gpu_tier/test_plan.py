@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +131,14 @@ def test_without_a_rival_there_is_no_ratio() -> None:
     limits = Limits(24 * GIB, 400 * GIB, reserve_bytes=0, staging_requests=0)
     full, _ = advise(LLAMA, DEVICE, SparseConfig("dsa"), LONG, limits)
     assert (full.rival.batch, full.from_batch, full.ratio_at_one) == (0, 1, None)
+
+
+def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "gpu_tier_benchmarks.md").read_text()
+    shown = next(block for block in text.split("```") if "$ gpu_tier plan" in block)
+    command, _, printed = shown.partition("$ gpu_tier ")[2].replace("\\\n", "").partition("\n")
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == printed
 
 
 ARGUMENTS = ["plan", "--gpu-gib", "139", "--host-gib", "400", "--hit-rate", "0.85", "--latency-ms", "50"]
