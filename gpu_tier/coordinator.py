@@ -65,6 +65,10 @@ class SparseCoordinator:
         stream: full attention from the host; None for other residencies.
         runtime: of the device.
         sm_scale: what scores are multiplied by.
+
+    Attributes:
+        sparse_tokens: tokens decoded with sparse attention so far.
+        dense_tokens: tokens decoded densely so far.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class SparseCoordinator:
         self._step: Step | None = None
         self._inputs: _LayerInputs | None = None
         self._offloads: deque[Event] = deque(maxlen=2)
+        self.sparse_tokens = 0
+        self.dense_tokens = 0
 
     @property
     def trackers(self) -> RequestTrackers:
@@ -297,8 +303,11 @@ class SparseCoordinator:
 
     def forward_end(self, batch: ForwardBatch) -> None:
         """Finish a pass: its tokens begin their way to the host, and lengths advance."""
-        self._current(batch)
+        step = self._current(batch)
         self._step = None
+        if batch.mode is Mode.DECODE:
+            self.sparse_tokens += step.num_sparse
+            self.dense_tokens += batch.num_real - step.num_sparse
         if (ticket := self._lifetimes.offload_pass(batch)) is not None:
             self._offloads.append(ticket.done)
         for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):

@@ -62,16 +62,21 @@ class Step:
     Attributes:
         batch: the pass.
         sparse_mask: ``bool [B]`` rows that are sparse.
-        any_sparse: whether there is one.
+        num_sparse: how many there are.
         dense: slots of the other rows.
         token_requests: ``int64 [T]`` row of each token in the per-request tables, -1 for padding.
     """
 
     batch: ForwardBatch
     sparse_mask: Tensor
-    any_sparse: bool
+    num_sparse: int
     dense: DenseRows
     token_requests: Tensor
+
+    @property
+    def any_sparse(self) -> bool:
+        """Whether there is a sparse row."""
+        return self.num_sparse > 0
 
     @classmethod
     def of(cls, batch: ForwardBatch, is_sparse: Sequence[bool], table: Tensor) -> Step:
@@ -83,7 +88,7 @@ class Step:
         return cls(
             batch=batch,
             sparse_mask=torch.tensor([*is_sparse, *[False] * padding], dtype=torch.bool).to(device),
-            any_sparse=any(is_sparse),
+            num_sparse=sum(is_sparse),
             dense=DenseRows(table, max(dense, default=0)),
             token_requests=_tensor([*owners, *[-1] * padding], torch.int64, device),
         )

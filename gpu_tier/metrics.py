@@ -1,0 +1,108 @@
+"""What the tier has done and holds, as figures for a scraper.
+
+Reading figures waits for the device once, since counters of residency and transfers live there; a scrape every few
+seconds is what they are for, not a step. A hit rate is never a figure here: it depends on the window one looks at, so
+hits and selected items are counters, and whoever asks divides their rates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.trackers import RequestState
+
+__all__ = ["Figure", "figures", "prometheus_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One series.
+
+    Attributes:
+        name: in Prometheus' manner, with its unit.
+        kind: counter or gauge.
+        help: what it counts.
+        value: now.
+        labels: name and value of each label.
+    """
+
+    name: str
+    kind: str
+    help: str
+    value: float
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def figures(coordinator: SparseCoordinator) -> list[Figure]:
+    """Return all figures of a coordinator; every series exists from the start."""
+    return [*_requests(coordinator), *_pages(coordinator), *_residency(coordinator), *_bytes(coordinator)]
+
+
+def _requests(coordinator: SparseCoordinator) -> Iterator[Figure]:
+    states = Counter(tracker.state for tracker in coordinator.trackers)
+    for state in RequestState:
+        if state not in (RequestState.FINISHED, RequestState.ABORTED):
+            labels = (("state", state.value),)
+            yield Figure("kvcm_gpu_tier_requests", "gauge", "Requests by state.", states[state], labels)
+    text = "Tokens decoded, by whether their attention was sparse."
+    for name, value in (("sparse", coordinator.sparse_tokens), ("dense", coordinator.dense_tokens)):
+        yield Figure("kvcm_gpu_tier_decoded_tokens_total", "counter", text, value, (("attention", name),))
+
+
+def _pages(coordinator: SparseCoordinator) -> Iterator[Figure]:
+    manager = coordinator.manager
+    for pool, allocator in (("device", manager.device.allocator), ("host", manager.host.allocator)):
+        text = "Pages of the pools: in use, and all."
+        for state, value in (("used", allocator.in_use), ("total", allocator.num_pages)):
+            yield Figure("kvcm_gpu_tier_pages", "gauge", text, value, (("pool", pool), ("state", state)))
+    text = "Host pages kept for prefixes although no request holds them."
+    yield Figure("kvcm_gpu_tier_host_cached_pages", "gauge", text, manager.host.allocator.cached)
+
+
+def _residency(coordinator: SparseCoordinator) -> Iterator[Figure]:
+    policy = coordinator.manager.policy
+    counts = (0, 0, 0, 0)
+    if isinstance(policy, LruDiffPolicy):
+        c = policy.counters
+        counts = (c.selected, c.hits, c.loads, c.promotions)
+    texts = {
+        "selected": "Items that attention asked for, all layers and heads.",
+        "hits": "Those that were on the device.",
+        "loads": "Those that were loaded from host memory.",
+        "promotions": "Newest items that moved into the buffer.",
+    }
+    for (name, text), value in zip(texts.items(), counts, strict=True):
+        yield Figure(f"kvcm_gpu_tier_{name}_items_total", "counter", text, value)
+
+
+def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
+    manager = coordinator.manager
+    moved = manager.transfer.counters
+    text = "Bytes moved between the pools."
+    for way, value in (("h2d", moved.h2d_bytes), ("d2h", moved.d2h_bytes), ("d2d", moved.d2d_bytes)):
+        yield Figure("kvcm_gpu_tier_transferred_bytes_total", "counter", text, value, (("way", way),))
+    text = "Bytes of the pools."
+    resident = coordinator.resident.pool.nbytes if coordinator.resident else 0
+    sizes = (("device", manager.device.nbytes), ("resident_layers", resident), ("host", manager.host.nbytes))
+    for pool, size in sizes:
+        yield Figure("kvcm_gpu_tier_pool_bytes", "gauge", text, size, (("pool", pool),))
+    text = "Bytes of what algorithms choose by, of the requests at hand."
+    used = sum(coordinator.algorithm.representation_bytes(t.seq_len) for t in coordinator.trackers)
+    yield Figure("kvcm_gpu_tier_representation_bytes", "gauge", text, used)
+
+
+def prometheus_text(coordinator: SparseCoordinator) -> str:
+    """Return the figures in Prometheus' text format."""
+    lines: list[str] = []
+    seen = ""
+    for figure in figures(coordinator):
+        if figure.name != seen:
+            seen = figure.name
+            lines += [f"# HELP {figure.name} {figure.help}", f"# TYPE {figure.name} {figure.kind}"]
+        labels = ",".join(f'{name}="{value}"' for name, value in figure.labels)
+        lines.append(f"{figure.name}{{{labels}}} {figure.value:g}" if labels else f"{figure.name} {figure.value:g}")
+    return "\n".join(lines) + "\n"

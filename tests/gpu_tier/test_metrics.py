@@ -1,0 +1,47 @@
+"""Figures say what traffic did."""
+
+from __future__ import annotations
+
+from layer_traffic import Shape, Traffic
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpu_tier.metrics import figures, prometheus_text
+
+
+def values(traffic: Traffic) -> dict[tuple[str, ...], float]:
+    return {(f.name, *(v for _, v in f.labels)): f.value for f in figures(traffic.coordinator)}
+
+
+def test_figures_follow_the_traffic() -> None:
+    traffic = Traffic(Shape(), {"algorithm": "quest", "algo": {"page": 4, "token_budget": 24, "skip_layers": 0}})
+    start = values(traffic)
+    assert not any(value for (name, *_), value in start.items() if name.endswith("_total"))
+    requests = [traffic.begin(n, seed=n) for n in (8, 70)]
+    assert values(traffic)["kvcm_gpu_tier_requests", "registered"] == 2
+    traffic.prompt(requests)
+    for _ in range(10):
+        traffic.decode(requests)
+    now = values(traffic)
+    assert now["kvcm_gpu_tier_requests", "sparse"] == now["kvcm_gpu_tier_requests", "dense"] == 1
+    assert now["kvcm_gpu_tier_decoded_tokens_total", "sparse"] == 10
+    assert now["kvcm_gpu_tier_decoded_tokens_total", "dense"] == 10
+    selected, hits, loads = (now[f"kvcm_gpu_tier_{name}_items_total",] for name in ("selected", "hits", "loads"))
+    assert selected == hits + loads
+    assert selected == 10 * 3 * 6  # steps, layers, pages of the budget
+    token = traffic.shape.geometry.token_bytes
+    assert now["kvcm_gpu_tier_transferred_bytes_total", "d2h"] == 80 * token  # the sparse request: prompt and decoded
+    # Of the 17 full pages the 12 latest fill the buffer from the device; only misses come from the host.
+    assert now["kvcm_gpu_tier_transferred_bytes_total", "h2d"] == loads * 4 * token / 3
+    assert now["kvcm_gpu_tier_pages", "host", "used"] == 10
+    for request in requests:
+        traffic.end(request)
+    end = values(traffic)
+    assert end["kvcm_gpu_tier_pages", "device", "used"] == end["kvcm_gpu_tier_pages", "host", "used"] == 0
+    assert end["kvcm_gpu_tier_representation_bytes",] == 0
+
+
+def test_the_text_is_prometheus_format() -> None:
+    traffic = Traffic(Shape(), {"algorithm": "full"})
+    families = list(text_string_to_metric_families(prometheus_text(traffic.coordinator)))
+    assert len({family.name for family in families}) == len(families) > 8
+    assert sum(len(family.samples) for family in families) == len(figures(traffic.coordinator))
