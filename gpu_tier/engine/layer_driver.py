@@ -10,6 +10,7 @@ from gpu_tier.engine.attention_layer import AttentionLayer
 from gpu_tier.engine.hooks import EngineHooks
 from gpu_tier.engine.model import DecoderModel, ModelState
 from gpu_tier.engine.pass_runner import last_tokens
+from gpu_tier.errors import StateError
 from gpu_tier.types import ForwardBatch
 
 __all__ = ["LayerDriver"]
@@ -30,7 +31,12 @@ class LayerDriver:
         self._attention = AttentionLayer(hooks, model.sm_scale, piece_tokens)
 
     def run(self, batch: ForwardBatch, token_ids: Tensor, states: Sequence[ModelState]) -> Tensor:
-        """See `PassRunner`."""
+        """See `PassRunner`.
+
+        Raises:
+            StateError: a request began with KV that was attached, but the model keeps more of its tokens than that.
+        """
+        fresh = [not state for state in states]
         positions = batch.positions[: len(token_ids)]
         self._hooks.forward_begin(batch)
         hidden = self._model.embed(token_ids, positions)
@@ -39,5 +45,12 @@ class LayerDriver:
             self._attention.write(layer_id, batch, inputs.k, inputs.v)
             attention = self._attention.run(inputs.q, inputs.k, inputs.v, layer_id, batch, inputs.extra)
             hidden = self._model.attention_output(layer_id, hidden, attention)
+        for request, was_fresh, state, start in zip(batch.requests, fresh, states, _starts(batch), strict=True):
+            if was_fresh and state and start:
+                raise StateError(f"request {request} begins at token {start}, and its model has no state from before")
         self._hooks.forward_end(batch)
         return self._model.logits(hidden[last_tokens(batch)])
+
+
+def _starts(batch: ForwardBatch) -> list[int]:
+    return [length - extend for length, extend in zip(batch.lengths, batch.extend_lens, strict=True)]

@@ -15,6 +15,7 @@ from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
 from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
+from gpu_tier.engine.recall_model import RecallModel
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from gpu_tier.types import Mode
 from tests.gpu_tier.engine_rig import PlainHooks, plain_forward
@@ -22,7 +23,10 @@ from tests.thoroughness import examples
 
 LLAMA = LlamaDecoder.random(LlamaShape(num_layers=2))
 LATENT = LatentDecoder.random(LatentShape(num_layers=2))
-MODELS = pytest.mark.parametrize("model", [LLAMA, LATENT], ids=["llama", "latent"])
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    RECALL = RecallModel().requires_grad_(False)  # keeps the last hidden states of each request
+MODELS = pytest.mark.parametrize("model", [LLAMA, LATENT, RECALL], ids=["llama", "latent", "recall"])
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -107,6 +111,17 @@ def test_an_attached_prefix_is_not_computed_again() -> None:
     engine.step()
     assert hooks.batches[0].positions.tolist() == [15, 16, 17, 18, 19]
     torch.testing.assert_close(engine.logits[request], plain_forward(LLAMA, tokens)[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_prefix_without_the_models_own_state_is_refused() -> None:
+    first, hooks = engine_of(RECALL)
+    request = first.add(prompt(20))
+    first.step()
+    prefix = {layer: [part[:15] for part in kv] for layer, kv in hooks.trackers[request].kv.items()}
+    engine, _ = engine_of(RECALL)
+    engine.add(prompt(20), prefix)
+    with pytest.raises(StateError, match="begins at token 15"):
+        engine.step()
 
 
 def test_requests_end_in_every_state() -> None:
