@@ -49,7 +49,7 @@ class TunedKernel:
 
     def __init__(self, function: Callable[..., Any], tilings: Sequence[Tiling], key: Sequence[str]) -> None:
         self._kernel: Any = import_module("triton").jit(function)
-        self._tilings = tuple(tilings)
+        self.tilings = tuple(tilings)
         self._key = list(key)
         self.forced: Tiling | None = tilings[0] if interpreting() else None
         """Tiling to use in place of the measured one."""
@@ -57,7 +57,7 @@ class TunedKernel:
     @cached_property
     def _measured(self) -> Any:
         triton: Any = import_module("triton")
-        configs = [triton.Config(dict(t.sizes), num_warps=t.num_warps, num_stages=t.num_stages) for t in self._tilings]
+        configs = [triton.Config(dict(t.sizes), num_warps=t.num_warps, num_stages=t.num_stages) for t in self.tilings]
         return triton.autotune(configs=configs, key=self._key)(self._kernel)
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
