@@ -62,8 +62,12 @@ class Lifetimes:
     def begin(self, n_prompt: int, prefix: AttachedPrefix | None) -> int:
         """Take a request in; see `SparseCoordinator.on_request_begin`."""
         cached = prefix.n_tokens if prefix else 0
-        self._check_lengths(n_prompt, cached)
-        request = self.manager.tables.alloc()
+        try:
+            self._check_lengths(n_prompt, cached)
+            request = self.manager.tables.alloc()
+        except Exception:
+            self.manager.host.allocator.free(prefix.pages if prefix else ())
+            raise
         tracker = Tracker(request, n_prompt, self._wants_sparse(n_prompt), cached, cached, exact_tokens=cached)
         self.trackers.register(tracker)
         try:

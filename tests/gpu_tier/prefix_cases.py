@@ -22,11 +22,11 @@ MLA = KVGeometry(KVKind.MLA, 2, 1, 6, 4, KVDtype.BF16, page_size=PAGE)
 SIDECAR_BYTES = 24
 
 
-def page_keys(token_ids: Sequence[int]) -> list[int]:
+def page_keys(token_ids: Sequence[int], page: int = PAGE) -> list[int]:
     """Return a key per full page that depends on all tokens before."""
     keys, before = [], b""
-    for start in range(0, len(token_ids) - len(token_ids) % PAGE, PAGE):
-        before = hashlib.sha256(before + repr(list(token_ids[start : start + PAGE])).encode()).digest()
+    for start in range(0, len(token_ids) - len(token_ids) % page, page):
+        before = hashlib.sha256(before + repr(list(token_ids[start : start + page])).encode()).digest()
         keys.append(int.from_bytes(before[:7], "little"))
     return keys
 

@@ -1,0 +1,166 @@
+"""An engine whose prompts begin where others have computed already, and which gives back what it computes.
+
+A prompt waits for its prefix while the others go on; then only the rest of it is computed. Its full blocks are
+published when they are on the host, those of its answer as they fill, as long as they are exact.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from gpu_tier.connector import KVFormat
+from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.engine.batch_engine import BatchEngine
+from gpu_tier.errors import PoolExhaustedError, StateError
+from gpu_tier.manager.prefix_attach import PrefixAttach
+from gpu_tier.manager.prefixes import PrefixStore, SidecarSpec
+from gpu_tier.trackers import RequestState
+
+__all__ = ["SharingEngine", "sidecar_of"]
+
+_IN_PROMPT = (RequestState.REGISTERED, RequestState.PREFILL)
+
+
+def sidecar_of(coordinator: SparseCoordinator, kv: KVFormat) -> SidecarSpec | None:
+    """Return what the coordinator's algorithm has to be stored beside KV, None when it has nothing."""
+    page_bytes = coordinator.algorithm.sidecar_page_bytes()
+    if not page_bytes:
+        return None
+    name = kv.sidecar_spec(coordinator.config.algorithm, asdict(coordinator.config.algo))
+    return SidecarSpec(name, page_bytes, coordinator.algorithm.required_sidecar)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt and what became of it: it waits for its prefix, or runs."""
+
+    tokens: list[int]
+    attach: PrefixAttach
+    request: int | None = None
+    published_pages: int = 0
+
+
+class SharingEngine:
+    """Runs prompts in a `BatchEngine` with prefixes of a `PrefixStore`.
+
+    Args:
+        engine: computes.
+        coordinator: of the engine, built with `publishes`.
+        store: over the coordinator's host pool.
+    """
+
+    def __init__(self, engine: BatchEngine, coordinator: SparseCoordinator, store: PrefixStore) -> None:
+        self._engine = engine
+        self._coordinator = coordinator
+        self._store = store
+        self._page_size = coordinator.config.page_size
+        self._publish_every = coordinator.config.publish_every
+        self._numbers = itertools.count()
+        self._prompts: dict[int, _Prompt] = {}
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Prompts that are computed or decoded, oldest first; the others wait for their prefix."""
+        return tuple(number for number, prompt in self._prompts.items() if prompt.request is not None)
+
+    def submit(self, prompt_ids: Sequence[int]) -> int:
+        """Take a prompt in and return its number; steps compute it."""
+        number = next(self._numbers)
+        self._prompts[number] = _Prompt(list(prompt_ids), self._store.begin(prompt_ids))
+        return number
+
+    def step(self) -> dict[int, int]:
+        """Compute the next pass of everything that runs, and return the token that each prompt got.
+
+        Raises:
+            PoolExhaustedError: there is no room for what runs; aborting something makes room.
+        """
+        self._store.step()
+        self._admit()
+        tokens = self._engine.step()
+        for prompt in self._prompts.values():
+            if prompt.request is not None:
+                self._publish(prompt, at_end=False)
+        by_request = {prompt.request: number for number, prompt in self._prompts.items()}
+        return {by_request[request]: token for request, token in tokens.items()}
+
+    def tokens(self, number: int) -> list[int]:
+        """Return a prompt and what was generated."""
+        prompt = self._known(number)
+        return list(prompt.tokens) if prompt.request is None else self._engine.tokens(prompt.request)
+
+    def attached_tokens(self, number: int) -> int:
+        """Return the leading tokens that need not be computed, 0 while it is not known."""
+        prompt = self._known(number)
+        return 0 if prompt.request is None else self._coordinator.trackers[prompt.request].cached_tokens
+
+    def finish(self, number: int) -> None:
+        """End a prompt whose answer is complete; what of it is exact is published."""
+        prompt = self._known(number)
+        if prompt.request is not None:
+            self._coordinator.manager.settle(prompt.request)
+            self._publish(prompt, at_end=True)
+            self._engine.finish(prompt.request)
+        else:
+            self._store.abort(prompt.attach)
+        del self._prompts[number]
+
+    def abort(self, number: int) -> None:
+        """End a prompt in any state; one that is not known too."""
+        prompt = self._prompts.pop(number, None)
+        if prompt is None:
+            return
+        if prompt.request is not None:
+            self._engine.abort(prompt.request)
+        else:
+            self._store.abort(prompt.attach)
+
+    def _known(self, number: int) -> _Prompt:
+        if number not in self._prompts:
+            raise StateError(f"no such prompt: {number}")
+        return self._prompts[number]
+
+    def _admit(self) -> None:
+        """Let prompts run whose prefix is known, as far as there is room."""
+        for number, prompt in list(self._prompts.items()):
+            prefix = self._store.poll(prompt.attach) if prompt.request is None else None
+            if prefix is None:
+                continue
+            try:
+                prompt.request = self._engine.add(prompt.tokens, prefix)
+            except PoolExhaustedError:
+                if not self.running:
+                    del self._prompts[number]
+                    raise
+                prompt.attach = self._store.begin(prompt.tokens)  # the prefix was released with the rest
+                return
+            except Exception:
+                del self._prompts[number]
+                raise
+            prompt.published_pages = len(prefix.pages)
+
+    def _publish(self, prompt: _Prompt, *, at_end: bool) -> None:
+        assert prompt.request is not None
+        tracker = self._coordinator.trackers[prompt.request]
+        if tracker.state in _IN_PROMPT:
+            return
+        host_tokens = self._coordinator.manager.host_tokens
+        exact = min(tracker.exact_tokens, host_tokens.backed_up(prompt.request))
+        full, first = exact // self._page_size, prompt.published_pages
+        is_prompt = first < tracker.n_prompt // self._page_size <= full
+        is_due = self._publish_every and full - first >= self._publish_every
+        if full <= first or not (is_prompt or is_due or at_end):
+            return
+        sidecar = self._coordinator.algorithm.export_sidecar(
+            prompt.request, first * self._page_size, full * self._page_size
+        )
+        self._store.publish(
+            self._engine.tokens(prompt.request),
+            host_tokens.pages(prompt.request),
+            exact,
+            first_page=first,
+            sidecar=None if sidecar is None else sidecar.data,
+        )
+        prompt.published_pages = full

@@ -1,0 +1,37 @@
+"""An engine in a process of its own answers a prompt: `tier_engine_process.py ADDRESS INSTANCE MODEL ALGORITHM`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from sharing_rig import Rig, prompt_of
+
+from connectors.gpu_tier.connector import ManagerConnector
+from connectors.gpu_tier.identity import BlockParts
+from connectors.gpu_tier.settings import TierSettings
+from gpu_tier.connector import KVFormat
+
+TOKENS = prompt_of(200)
+PATIENT = TierSettings(call_seconds=20.0, register_seconds=20.0)
+
+torch.set_num_threads(1)
+
+
+def main(address: str, instance: str, model: str, algorithm: str) -> None:
+    def connect(kv: KVFormat, kv_bytes: int, sidecars: dict[str, int]) -> ManagerConnector:
+        parts = BlockParts(kv_bytes, sidecars)
+        return ManagerConnector.connect(address, "default", instance, kv, parts, settings=PATIENT)
+
+    rig = Rig(model, algorithm, connect)
+    tokens, attached, steps = rig.run(TOKENS)
+    assert rig.is_empty()
+    assert rig.connector is not None
+    rig.connector.close()
+    written = rig.store.counters.written_pages
+    print(json.dumps({"tokens": tokens, "attached": attached, "steps": steps, "written": written}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
