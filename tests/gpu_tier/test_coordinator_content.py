@@ -131,3 +131,20 @@ def test_the_oracle_of_all_tokens_equals_full_attention(shape: str) -> None:
         for row, request in enumerate(requests):
             exact = traffic.exact(request, (1, 17, 60)[row] + step)
             torch.testing.assert_close(out[:, row], exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("dsa", Shape(layers=2, kind=KVKind.MLA, heads=1, group=4, dims=80, v_dims=64, dtype=KVDtype.BF16)),
+        ("quest", Shape(layers=2, dtype=KVDtype.FP8)),
+    ],
+    ids=["dsa, mla bf16", "quest, fp8"],
+)
+def test_i11_with_the_kernels_of_a_gpu_interpreted(name: str, shape: Shape) -> None:
+    traffic = Traffic(shape, {**ALGORITHMS[name], "kernels": "triton"})
+    requests = [traffic.begin(n, seed=n) for n in (3, 60)]
+    traffic.prompt(requests, chunk=40)
+    for _ in range(3):
+        traffic.decode(requests, pad_to=3)
+    assert traffic.checked > 60
