@@ -20,14 +20,12 @@ class AttentionLayer:
 
     Args:
         hooks: of the coordinator.
-        sm_scale: what scores are multiplied by before the softmax.
-        piece_tokens: most keys of a request that prefill has decoded at a time.
+        prefill: attention of prompts.
     """
 
-    def __init__(self, hooks: EngineHooks, sm_scale: float, piece_tokens: int) -> None:
+    def __init__(self, hooks: EngineHooks, prefill: PrefillAttention) -> None:
         self._hooks = hooks
-        self._sm_scale = sm_scale
-        self._prefill = PrefillAttention(hooks.key_reader, sm_scale, piece_tokens)
+        self._prefill = prefill
 
     def write(self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None) -> None:
         """Store the KV of the tokens; before `run`."""
@@ -54,7 +52,7 @@ class AttentionLayer:
         if batch.mode is Mode.PREFILL:
             out = self._prefill.run(q, layer_id, batch)
         else:
-            out = self._hooks.attend(q, meta, partials, self._sm_scale)
+            out = self._hooks.attend(q, meta, partials, self._prefill.sm_scale)
         self._hooks.attention_end(out, layer_id, batch)
         return out[:tokens]
 

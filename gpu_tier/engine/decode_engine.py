@@ -21,6 +21,7 @@ class DecodeEngine(BatchEngine):
         device: of the model.
         chunk_tokens: most prompt tokens of a step.
         piece_tokens: most keys of a request that prefill has decoded at a time.
+        prefill: kernel of prefill attention, exact or flash; see `gpu_tier.engine.prefill`.
         pad_to: rows of a decode pass at least.
     """
 
@@ -32,7 +33,8 @@ class DecodeEngine(BatchEngine):
         device: torch.device | str = "cpu",
         chunk_tokens: int = 8192,
         piece_tokens: int = 8192,
+        prefill: str = "exact",
         pad_to: int = 0,
     ) -> None:
-        runner = LayerDriver(model, coordinator, piece_tokens)
+        runner = LayerDriver(model, coordinator, piece_tokens, prefill)
         super().__init__(runner, coordinator, device=device, chunk_tokens=chunk_tokens, pad_to=pad_to)

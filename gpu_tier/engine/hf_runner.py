@@ -13,6 +13,7 @@ from gpu_tier.engine.hf_shape import AttentionShape
 from gpu_tier.engine.hooks import EngineHooks
 from gpu_tier.engine.model import ModelState
 from gpu_tier.engine.pass_runner import last_tokens
+from gpu_tier.engine.prefill import PrefillAttention
 from gpu_tier.errors import ConfigError
 from gpu_tier.types import ForwardBatch
 
@@ -26,16 +27,16 @@ class HfRunner:
         model: a causal language model in evaluation mode, which uses this attention until `close`.
         hooks: of the coordinator.
         shape: of the model.
-        piece_tokens: most keys of a request that prefill has decoded at a time.
+        prefill: attention of prompts.
     """
 
-    def __init__(self, model: Any, hooks: EngineHooks, shape: AttentionShape, piece_tokens: int) -> None:
+    def __init__(self, model: Any, hooks: EngineHooks, shape: AttentionShape, prefill: PrefillAttention) -> None:
         if model.training:
             raise ConfigError("model", "in training mode", "must be in evaluation mode; call model.eval()")
         self._model = model
         self._hooks = hooks
         self._shape = shape
-        self._attention = AttentionLayer(hooks, shape.sm_scale, piece_tokens)
+        self._attention = AttentionLayer(hooks, prefill)
         self._original = model.config._attn_implementation
         hf_attention.register()
         model.set_attn_implementation(hf_attention.ATTENTION_NAME)

@@ -10,6 +10,7 @@ from gpu_tier.engine.attention_layer import AttentionLayer
 from gpu_tier.engine.hooks import EngineHooks
 from gpu_tier.engine.model import DecoderModel, ModelState
 from gpu_tier.engine.pass_runner import last_tokens
+from gpu_tier.engine.prefill import PrefillAttention
 from gpu_tier.errors import StateError
 from gpu_tier.types import ForwardBatch
 
@@ -23,12 +24,15 @@ class LayerDriver:
         model: whose attention the coordinator computes.
         hooks: of the coordinator.
         piece_tokens: most keys of a request that prefill has decoded at a time.
+        prefill: kernel of prefill attention, exact or flash.
     """
 
-    def __init__(self, model: DecoderModel, hooks: EngineHooks, piece_tokens: int) -> None:
+    def __init__(self, model: DecoderModel, hooks: EngineHooks, piece_tokens: int, prefill: str = "exact") -> None:
         self._model = model
         self._hooks = hooks
-        self._attention = AttentionLayer(hooks, model.sm_scale, piece_tokens)
+        self._attention = AttentionLayer(
+            hooks, PrefillAttention(hooks.key_reader, model.sm_scale, piece_tokens, prefill)
+        )
 
     def run(self, batch: ForwardBatch, token_ids: Tensor, states: Sequence[ModelState]) -> Tensor:
         """See `PassRunner`.

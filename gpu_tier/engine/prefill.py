@@ -10,12 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gpu_tier.engine.flash_prefill import can_flash, flash_chunk
 from gpu_tier.engine.hooks import KeyReader
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels.dense import causal_partial, merge_partials
 from gpu_tier.types import ForwardBatch, Partial
 
-__all__ = ["PrefillAttention"]
+__all__ = ["KERNELS", "PrefillAttention"]
+
+KERNELS = ("exact", "flash")
 
 
 class PrefillAttention:
@@ -25,13 +28,17 @@ class PrefillAttention:
         reader: of the requests' KV.
         sm_scale: what scores are multiplied by before the softmax.
         piece_tokens: tokens of a piece.
+        kernel: exact (f32, any rows) or flash (torch's kernels in the queries' precision, where they take the rows).
     """
 
-    def __init__(self, reader: KeyReader, sm_scale: float, piece_tokens: int) -> None:
+    def __init__(self, reader: KeyReader, sm_scale: float, piece_tokens: int, kernel: str = "exact") -> None:
         if piece_tokens < 1:
             raise ConfigError("piece_tokens", piece_tokens, "must be at least 1")
+        if kernel not in KERNELS:
+            raise ConfigError.choice("prefill", kernel, KERNELS)
+        self._flash = kernel == "flash"
         self._reader = reader
-        self._sm_scale = sm_scale
+        self.sm_scale = sm_scale
         self._piece_tokens = piece_tokens
 
     def run(self, q: Tensor, layer_id: int, batch: ForwardBatch) -> Tensor:
@@ -41,12 +48,14 @@ class PrefillAttention:
 
     def chunk(self, q: Tensor, layer_id: int, request: int, stop: int) -> Tensor:
         """Return the attention of one request's tokens, the last of which is token ``stop - 1``."""
+        if self._flash and can_flash(q):
+            return flash_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._piece_tokens)
         q = q.float()
         start = stop - len(q)
         total: Partial | None = None
         for first in range(0, stop, self._piece_tokens):
             k, v = self._reader.rows(layer_id, request, first, min(first + self._piece_tokens, stop))
-            part = causal_partial(q, k, v, self._sm_scale, start - first)
+            part = causal_partial(q, k, v, self.sm_scale, start - first)
             total = part if total is None else merge_partials(total, part)
         assert total is not None
         return total.o

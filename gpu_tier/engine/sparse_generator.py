@@ -12,6 +12,7 @@ from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.hf_runner import HfRunner
 from gpu_tier.engine.hf_shape import AttentionShape
+from gpu_tier.engine.prefill import PrefillAttention
 from gpu_tier.errors import ConfigError
 from gpu_tier.rows import KVDtype
 
@@ -32,6 +33,7 @@ class SparseGenerator:
         max_tokens: most tokens of one prompt and its continuation.
         chunk_tokens: most prompt tokens of a pass.
         piece_tokens: most keys of a prompt that prefill has decoded at a time.
+        prefill: kernel of prefill attention, exact or flash; see `gpu_tier.engine.prefill`.
         kv_dtype: how KV is stored; None means as the model computes.
 
     Attributes:
@@ -52,6 +54,7 @@ class SparseGenerator:
         max_tokens: int,
         chunk_tokens: int = 8192,
         piece_tokens: int = 8192,
+        prefill: str = "exact",
         kv_dtype: KVDtype | None = None,
     ) -> None:
         shape = AttentionShape.of(model, config.page_size, kv_dtype)
@@ -65,7 +68,8 @@ class SparseGenerator:
             max_tokens=max_tokens,
             device=model.device,
         )
-        self._runner = HfRunner(model, self.coordinator, shape, piece_tokens)
+        attention = PrefillAttention(self.coordinator.key_reader, shape.sm_scale, piece_tokens, prefill)
+        self._runner = HfRunner(model, self.coordinator, shape, attention)
         self.engine = BatchEngine(self._runner, self.coordinator, device=model.device, chunk_tokens=chunk_tokens)
         self._max_tokens = max_tokens
         self._own_stop_tokens = _stop_tokens(model)

@@ -40,7 +40,7 @@ def greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-def engine_of(model: Any, capacity: int = 1 << 30, **options: int) -> tuple[DecodeEngine, PlainHooks]:
+def engine_of(model: Any, capacity: int = 1 << 30, **options: Any) -> tuple[DecodeEngine, PlainHooks]:
     hooks = PlainHooks(model.v_head_dim, capacity)
     return DecodeEngine(model, hooks, **options), hooks
 
@@ -75,6 +75,19 @@ def test_batches_of_unequal_lengths_equal_one_by_one(
     assert hooks.widest_read <= piece
     assert max(sum(b.extend_lens) for b in hooks.batches if b.mode is Mode.PREFILL) <= chunk
     assert not hooks.trackers
+
+
+@MODELS
+@pytest.mark.parametrize(("chunk", "piece"), [(64, 64), (16, 8), (7, 100)])
+def test_flash_kernels_give_what_the_exact_ones_do(model: Any, chunk: int, piece: int) -> None:
+    engine, hooks = engine_of(model, chunk_tokens=chunk, piece_tokens=piece, prefill="flash")
+    requests = [engine.add(prompt(length, length)) for length in (60, 1, 33)]
+    while len(engine.logits) < 3:
+        engine.step()
+    for request in requests:
+        expected = plain_forward(model, engine.tokens(request)[:-1])[-1]
+        torch.testing.assert_close(engine.logits[request], expected, rtol=1e-4, atol=1e-4)
+    assert hooks.widest_read <= max(chunk, piece)
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_computed() -> None:
@@ -178,7 +191,7 @@ def test_generation_ends_at_a_stop_token() -> None:
 
 
 def test_arguments_out_of_range_are_refused() -> None:
-    for options in ({"chunk_tokens": 0}, {"piece_tokens": 0}):
+    for options in ({"chunk_tokens": 0}, {"piece_tokens": 0}, {"prefill": "fast"}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             engine_of(LLAMA, **options)
     engine, _ = engine_of(LLAMA)

@@ -13,7 +13,7 @@ from tests.gpu_tier.coordinator_rig import WHOLE, config_of, whole
 from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
 
-def generator_of(model: Any, algorithm: str, **options: int) -> SparseGenerator:
+def generator_of(model: Any, algorithm: str, **options: Any) -> SparseGenerator:
     config = config_of(algorithm, whole(algorithm), min_sparse_prompt_len=20)
     sizes = {"device_pages": 200, "max_requests": 8, "max_tokens": 256} | options
     return SparseGenerator(model, config, **sizes)  # type: ignore[arg-type]
@@ -52,9 +52,10 @@ def test_more_prompts_than_fit_wait() -> None:
         assert generator.generate(prompts[:1], 5) == expected[:1]
 
 
-def test_a_model_in_bf16_generates() -> None:
+@pytest.mark.parametrize("prefill", ["exact", "flash"])
+def test_a_model_in_bf16_generates(prefill: str) -> None:
     model = make_model().bfloat16()
-    with generator_of(model, "quest") as generator:
+    with generator_of(model, "quest", prefill=prefill) as generator:
         tokens = generator.generate([prompt(50)], 6)[0]
     expected = own_generate(model, prompt(50), 6)
     assert tokens[0] == expected[0]
@@ -70,3 +71,20 @@ def test_a_gpu_generates_what_the_model_does_there(algorithm: str, monkeypatch: 
     expected = [own_generate(model, p, 8) for p in prompts]
     with generator_of(model, algorithm) as generator:
         assert generator.generate(prompts, 8) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_flash_prefill_on_a_gpu_is_as_near_as_the_models_own(name: str) -> None:
+    exact = make_model(name).cuda()
+    ids = torch.tensor([prompt(100)], device="cuda")
+    with torch.no_grad():
+        expected = exact(ids).logits[0, -1]
+        half = exact.bfloat16()
+        own = half(ids).logits[0, -1]
+    with generator_of(half, "full", prefill="flash", chunk_tokens=40, piece_tokens=24) as generator:
+        request = generator.engine.add(prompt(100))
+        while request not in generator.engine.logits:
+            generator.engine.step()
+        ours = generator.engine.logits[request]
+    assert (ours - expected).norm() < 2 * (own - expected).norm() + 1e-3 * expected.norm()

@@ -14,11 +14,16 @@ from gpu_tier.engine.generation import generate
 from gpu_tier.engine.hf_attention import ATTENTION_NAME
 from gpu_tier.engine.hf_runner import HfRunner
 from gpu_tier.engine.hf_shape import AttentionShape
+from gpu_tier.engine.prefill import PrefillAttention
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.rows import KVDtype
 from tests.gpu_tier.engine_rig import PlainHooks
 from tests.gpu_tier.hf_models import make_model, own_generate, prompt
+
+
+def runner_of(model: Any, hooks: PlainHooks, shape: AttentionShape, piece_tokens: int = 64) -> HfRunner:
+    return HfRunner(model, hooks, shape, PrefillAttention(hooks.key_reader, shape.sm_scale, piece_tokens))
 
 
 @pytest.fixture(name="engine_of")
@@ -28,7 +33,7 @@ def fixture_engine_of() -> Iterator[Any]:
     def engine_of(model: Any, chunk_tokens: int = 64, piece_tokens: int = 64) -> BatchEngine:
         shape = AttentionShape.of(model, 16)
         hooks = PlainHooks(shape.geometry.v_head_dim)
-        runners.append(HfRunner(model, hooks, shape, piece_tokens))
+        runners.append(runner_of(model, hooks, shape, piece_tokens))
         return BatchEngine(runners[-1], hooks, chunk_tokens=chunk_tokens)
 
     yield engine_of
@@ -59,7 +64,7 @@ def test_the_model_gets_its_own_attention_back() -> None:
     model = make_model()
     before = model.config._attn_implementation
     expected = own_generate(model, prompt(9), 4)
-    runner = HfRunner(model, PlainHooks(16), AttentionShape.of(model, 16), 64)
+    runner = runner_of(model, PlainHooks(16), AttentionShape.of(model, 16))
     assert model.config._attn_implementation == ATTENTION_NAME
     with pytest.raises(StateError, match="only inside a pass"), torch.no_grad():
         model(torch.tensor([[5, 6]]))
@@ -80,7 +85,7 @@ def test_shape_of_a_model() -> None:
 
 def test_models_whose_attention_is_another_are_refused(engine_of: Any) -> None:
     with pytest.raises(ConfigError, match="training mode"):
-        HfRunner(make_model().train(), PlainHooks(16), AttentionShape.of(make_model(), 16), 64)
+        runner_of(make_model().train(), PlainHooks(16), AttentionShape.of(make_model(), 16))
     mixed = make_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ConfigError, match="layer_types"):
         AttentionShape.of(mixed, 16)
@@ -97,7 +102,7 @@ def test_models_whose_attention_is_another_are_refused(engine_of: Any) -> None:
 def test_another_scale_than_the_coordinators_is_refused() -> None:
     hooks = PlainHooks(16)
     other = replace(AttentionShape.of(make_model(), 16), sm_scale=0.5)
-    engine = BatchEngine(HfRunner(make_model(), hooks, other, 64), hooks)
+    engine = BatchEngine(runner_of(make_model(), hooks, other), hooks)
     engine.add(prompt(4))
     with pytest.raises(ConfigError, match=r"scaling=0\.25"):
         engine.step()
