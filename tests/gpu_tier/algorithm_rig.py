@@ -47,7 +47,7 @@ class PlainKeys:
             self.of[layer, request] = row.decode(row.encode(torch.randn(shape, generator=self.random)))
 
     def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
-        return self.of[layer_id, request][start:stop].to(self.device)
+        return self.of[layer_id, request][start:stop].to(self.device, non_blocking=True)
 
 
 class Rig:
