@@ -119,8 +119,8 @@ class Lifetimes:
             self.resident.fill(request, slots)
         if not self.algorithm.selects:
             return
-        sidecars = [Sidecar(0, data) for data in prefix.sidecars.values()]
-        covered = max((self.algorithm.import_sidecar(request, sidecar) for sidecar in sidecars), default=0)
+        sidecars = [Sidecar(run.first_page * self.config.page_size, run.rows) for run in prefix.sidecars]
+        covered = sum(self.algorithm.import_sidecar(request, sidecar) for sidecar in sidecars)
         if covered < cached and self.algorithm.required_sidecar:
             allowed = f"{self.config.algorithm} cannot rebuild its representations from KV: they must cover {cached}"
             raise ConfigError("prefix.sidecars", covered, allowed)

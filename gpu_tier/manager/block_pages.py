@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gpu_tier.connector import KV_SPEC
 from gpu_tier.errors import ConfigError
+from gpu_tier.manager.prefix_attach import SidecarRun
 from gpu_tier.pools.host_pages import PageState
 from gpu_tier.pools.host_pool import HostKVPool
 
@@ -116,9 +117,13 @@ class BlockPages:
         """Return the memory of a page's parts."""
         return {name: self._pieces(page, name) for name in names}
 
-    def sidecars(self, pages: Sequence[int]) -> Tensor:
-        """Return a copy of the pages' sidecars, ``uint8 [pages, page_bytes]``."""
-        return self._rows()[list(pages)]
+    def sidecars(self, pages: Sequence[int]) -> tuple[SidecarRun, ...]:
+        """Return the sidecars of the leading pages that have one; no bytes move."""
+        if self.sidecar is None:
+            return ()
+        rows = self._rows()
+        runs = _runs(pages[: self.with_sidecar(pages)])
+        return tuple(SidecarRun(first, rows[page : page + count]) for first, page, count in runs)
 
     def set_sidecars(self, pages: Sequence[int], data: Tensor) -> None:
         """Store sidecars beside their pages.
@@ -133,7 +138,8 @@ class BlockPages:
         rows = self._rows()
         if data.shape != (len(pages), rows.shape[1]):
             raise ConfigError("sidecar", tuple(data.shape), f"must be {(len(pages), rows.shape[1])}")
-        rows[list(pages)] = data
+        for first, page, count in _runs(pages):  # an index for each page would make it many times slower
+            rows[page : page + count] = data[first : first + count]
 
     def _rows(self) -> Tensor:
         if self.sidecar is None:
@@ -143,6 +149,15 @@ class BlockPages:
     def _pieces(self, page: int, name: str) -> tuple[memoryview, ...]:
         pieces = self.host.page_pieces(page) if name == KV_SPEC else (self._rows()[page],)
         return tuple(piece.numpy().data for piece in pieces)
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield position, first page and number of pages that follow each other."""
+    start = 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            yield start, pages[start], i - start
+            start = i
 
 
 def _put(pages: set[int], page: int, is_in: bool) -> None:

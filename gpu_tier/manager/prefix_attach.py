@@ -7,7 +7,6 @@ WAITING is for a block that another request is loading right now: it is loaded o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from gpu_tier.connector import LoadTicket, PrefixHandle
 
-__all__ = ["AttachState", "AttachedPrefix", "PrefixAttach"]
+__all__ = ["AttachState", "AttachedPrefix", "PrefixAttach", "SidecarRun"]
 
 
 class AttachState(StrEnum):
@@ -28,6 +27,19 @@ class AttachState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SidecarRun:
+    """Sidecars of pages that lie one behind the other.
+
+    Attributes:
+        first_page: position of the first of them in the prefix.
+        rows: ``uint8 [pages, bytes of a page]``, a view of the host pool.
+    """
+
+    first_page: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttachedPrefix:
     """KV of a prompt's first tokens in the host pool.
 
@@ -36,13 +48,13 @@ class AttachedPrefix:
     Attributes:
         pages: host pages, full and in order.
         n_tokens: tokens in them; fewer than the prompt has.
-        sidecars: by name of the spec ``uint8 [pages covered, bytes of a page]``, of the leading pages that have one;
-            of all when the algorithm cannot do without.
+        sidecars: of the leading pages that have one, in order; of all when the algorithm cannot do without. They stay
+            as they are while the pages are held.
     """
 
     pages: tuple[int, ...] = ()
     n_tokens: int = 0
-    sidecars: Mapping[str, Tensor] = field(default_factory=dict)
+    sidecars: tuple[SidecarRun, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

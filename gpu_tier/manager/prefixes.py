@@ -311,18 +311,14 @@ class PrefixStore:
         for number, page in enumerate(loaded):
             self._blocks.keep(page, attach.keys[start + number], has_sidecar=number < complete, is_stored=True)
             pages.append(page)
-        attach.result = AttachedPrefix(tuple(pages), len(pages) * self._page_size, self._sidecars(pages))
+        sidecars = self._blocks.sidecars(pages)
+        attach.result = AttachedPrefix(tuple(pages), len(pages) * self._page_size, sidecars)
+        if self._blocks.sidecar is not None:
+            missing = len(pages) - sum(len(run.rows) for run in sidecars)
+            self.counters.sidecar_misses += missing * self._page_size
         self.counters.host_tokens += start * self._page_size
         self.counters.storage_tokens += len(loaded) * self._page_size
         self._close(attach)
-
-    def _sidecars(self, pages: Sequence[int]) -> dict[str, Tensor]:
-        sidecar = self._blocks.sidecar
-        if sidecar is None:
-            return {}
-        covered = self._blocks.with_sidecar(pages)
-        self.counters.sidecar_misses += (len(pages) - covered) * self._page_size
-        return {sidecar.name: self._blocks.sidecars(pages[:covered])} if covered else {}
 
     def _close(self, attach: PrefixAttach) -> None:
         for key in attach.loading_keys:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from manager_process import ManagerProcess
-from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES
+from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, sidecars_of
 from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
 
 from connectors.client import ManagerClient
@@ -57,7 +57,7 @@ def test_what_one_engine_publishes_another_attaches(
     with TierEngine(manager.address, instance_id, **options) as second:
         prefix = second.attach(TOKENS)
         assert prefix.n_tokens == second.store.counters.storage_tokens == 6 * PAGE
-        assert [len(data) for data in prefix.sidecars.values()] == ([6] if sidecar else [])
+        assert len(sidecars_of(prefix)) == (6 if sidecar else 0)
         second.store.give_back(prefix)
         assert second.host.allocator.in_use == 0
 
@@ -115,7 +115,7 @@ def test_blocks_without_an_optional_sidecar_are_attached(manager: ManagerProcess
         full.serve(TOKENS)
         prefix = second.attach(TOKENS)
         assert prefix.n_tokens == 6 * PAGE
-        assert len(prefix.sidecars[DSA]) == 2
+        assert len(sidecars_of(prefix)) == 2
         assert second.store.counters.sidecar_misses == 4 * PAGE
 
 

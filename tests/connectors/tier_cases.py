@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from prefix_cases import MHA, PAGE, SIDECAR_BYTES, block_bytes, format_of
+from prefix_cases import MHA, PAGE, SIDECAR_BYTES, block_bytes, format_of, sidecars_of
 
 from connectors.gpu_tier.connector import ManagerConnector
 from connectors.gpu_tier.identity import BlockParts
@@ -83,7 +83,7 @@ class TierEngine:
         for page, key in zip(prefix.pages, keys, strict=True):
             found = torch.cat([piece.flatten() for piece in self.host.page_pieces(page)])
             assert torch.equal(found, block_bytes(key, KV_SPEC, self.host.geometry.page_bytes))
-        data = prefix.sidecars.get(self.sidecar, torch.empty(0))
+        data = sidecars_of(prefix)
         if len(data):
             wanted = torch.stack([block_bytes(key, self.sidecar, SIDECAR_BYTES) for key in keys[: len(data)]])
             assert torch.equal(data, wanted)
@@ -101,8 +101,7 @@ class TierEngine:
         for page in prefix.pages:
             for piece in self.host.page_pieces(page):
                 digest.update(piece.numpy().tobytes())
-        for data in prefix.sidecars.values():
-            digest.update(data.numpy().tobytes())
+        digest.update(sidecars_of(prefix).numpy().tobytes())
         return digest.hexdigest()
 
     def close(self) -> None:

@@ -42,6 +42,13 @@ def block_bytes(key: int, name: str, count: int) -> Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
+def sidecars_of(prefix: AttachedPrefix) -> Tensor:
+    """Return the sidecars of an attached prefix, one row per page."""
+    pages = [run.first_page + row for run in prefix.sidecars for row in range(len(run.rows))]
+    assert pages == list(range(len(pages)))
+    return torch.cat([torch.empty(0, SIDECAR_BYTES, dtype=torch.uint8), *(run.rows for run in prefix.sidecars)])
+
+
 class Tier:
     """A host pool and a prefix store, and the part of an engine that computes pages."""
 
@@ -111,7 +118,7 @@ class Tier:
         if self.spec is None:
             assert not prefix.sidecars
             return
-        data = prefix.sidecars.get(self.spec.name, torch.empty(0, SIDECAR_BYTES, dtype=torch.uint8))
+        data = sidecars_of(prefix)
         if self.spec.is_required:
             assert len(data) == len(prefix.pages)
         wanted = [block_bytes(key, self.spec.name, SIDECAR_BYTES) for key in keys[: len(data)]]

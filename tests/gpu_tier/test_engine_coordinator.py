@@ -12,7 +12,7 @@ from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.engine.generation import generate
 from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.manager.prefix_attach import AttachedPrefix
+from gpu_tier.manager.prefix_attach import AttachedPrefix, SidecarRun
 from gpu_tier.rows import KVDtype
 from gpu_tier.trackers import RequestState
 from tests.gpu_tier.coordinator_rig import (
@@ -176,7 +176,7 @@ def prefix_of(coordinator: SparseCoordinator, request: int, tokens: int) -> Atta
     pages = manager.host_tokens.pages(request)[: tokens // PAGE]
     manager.host.allocator.share(list(pages))
     sidecar = coordinator.algorithm.export_sidecar(request, 0, tokens)
-    return AttachedPrefix(pages, tokens, {} if sidecar is None else {"index": sidecar.data.clone()})
+    return AttachedPrefix(pages, tokens, () if sidecar is None else (SidecarRun(0, sidecar.data.clone()),))
 
 
 @pytest.mark.parametrize("algorithm", ["quest", "full_offload", "snapkv", "dsa"])

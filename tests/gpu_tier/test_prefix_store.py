@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from memory_connector import MemoryStorage
-from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, Tier, page_keys
+from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, Tier, page_keys, sidecars_of
 
 from gpu_tier.connector import KV_SPEC
 from gpu_tier.geometry import KVGeometry, Layout
@@ -132,7 +132,7 @@ def test_a_block_without_its_optional_sidecar_is_attached(storage: MemoryStorage
     for _ in range(2):  # from the storage, then from the pool
         prefix = tier.attach(TOKENS)
         assert prefix.n_tokens == 4 * PAGE
-        assert prefix.sidecars[tier.spec.name].shape == (2, SIDECAR_BYTES)
+        assert len(sidecars_of(prefix)) == 2
         tier.check(TOKENS, prefix)
         tier.store.give_back(prefix)
     assert tier.store.counters.sidecar_misses == 2 * 2 * PAGE
@@ -250,7 +250,7 @@ def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: Memo
     prefix = tier.store.poll(attach)
     assert prefix is not None
     assert prefix.n_tokens == 4 * PAGE
-    assert len(prefix.sidecars[tier.spec.name]) == 2
+    assert len(sidecars_of(prefix)) == 2
     tier.check(TOKENS, prefix)
     tier.store.publish(TOKENS, prefix.pages, len(TOKENS), first_page=2, sidecar=tier.sidecar(TOKENS, 2))
     assert not tier.connector.writes
