@@ -89,7 +89,7 @@ class LruDiffPolicy:
         self._kernels = kernels
         self._debug_checks = debug_checks
         self._device = runtime.device
-        self._admitted: set[int] = set()
+        self._admitted: dict[int, int] = {}  # tokens of each request at its last step, or at its admission
         self._host_loc = host_loc
         per_slot = (geometry.num_layers, max_requests, selecting_heads, capacity)
         self._slot_item = self._ids(*per_slot)
@@ -100,7 +100,9 @@ class LruDiffPolicy:
         self._counts = torch.zeros(geometry.num_layers, 4, dtype=torch.int64, device=self._device)
         self._errors = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._outputs: dict[tuple[int, int, int], DiffOutputs] = {}
+        self._memory: dict[tuple[int, int, int], DiffOutputs] = {}
         self._scratch: dict[int, DiffScratch] = {}
+        self._layers = [self._state_of(layer) for layer in range(geometry.num_layers)]
 
     def _ids(self, *shape: int) -> Tensor:
         return torch.full(shape, -1, dtype=torch.int32, device=self._device)
@@ -123,7 +125,7 @@ class LruDiffPolicy:
         order = torch.arange(held, held + self.capacity, device=self._device) % self.capacity
         self._lru_slots[:, request] = order.short()
         self._newest_item[:, request] = full if part else -1
-        self._admitted.add(request)
+        self._admitted[request] = n_tokens
         slots = self._slot_loc[request, :held].long()
         if part:
             items = torch.cat([items, items.new_full((1,), full)])
@@ -149,7 +151,7 @@ class LruDiffPolicy:
         """See `ResidencyPolicy`. Nothing of the request is left for the next one in its row."""
         if request not in self._admitted:
             return
-        self._admitted.remove(request)
+        del self._admitted[request]
         self._slot_item[:, request] = -1
         self._lru_slots[:, request] = torch.arange(self.capacity, dtype=torch.int16, device=self._device)
         self._newest_item[:, request] = -1
@@ -168,6 +170,7 @@ class LruDiffPolicy:
         self._check_tokens("lengths", max(batch.lengths, default=0))
         if self._debug_checks:
             selection.validate(batch)
+            self._check_growth(batch)
         layer = self.geometry.layer_index(layer_id)
         out = self._outputs_for(layer, selection.indices)
         lru_diff(
@@ -225,11 +228,20 @@ class LruDiffPolicy:
 
     def layer_state(self, layer_id: int) -> LayerState:
         """Return views of a layer's state."""
-        layer = self.geometry.layer_index(layer_id)
+        return self._layers[self.geometry.layer_index(layer_id)]
+
+    def _state_of(self, layer: int) -> LayerState:
         return LayerState(
             self._slot_item[layer], self._lru_slots[layer], self._newest_item[layer],
             self._slot_loc, self._newest_slots, self._host_loc,
         )  # fmt: skip
+
+    def _check_growth(self, batch: ForwardBatch) -> None:
+        for request, length in zip(batch.requests, batch.lengths, strict=True):
+            if length < self._admitted.get(request, 0):
+                raise StateError(f"request {request} has shrunk from {self._admitted[request]} to {length} tokens")
+            if request in self._admitted:
+                self._admitted[request] = length
 
     def _check_selection(self, selection: Selection) -> None:
         heads, width = selection.indices.shape[1:]
@@ -241,18 +253,29 @@ class LruDiffPolicy:
             raise ConfigError("unit_tokens", selection.unit_tokens, f"items here have {self.unit_tokens} tokens")
 
     def _outputs_for(self, layer: int, items: Tensor) -> DiffOutputs:
-        # Two sets by turns: the plan of a layer stays whole while the next one is made.
         rows, heads, width = items.shape
-        key = (layer % 2, rows, width)
+        key = (layer, rows, width)
         if key not in self._outputs:
-            self._outputs[key] = DiffOutputs.empty(rows, heads, width, self._counts[0], self._errors)
-        return self._outputs[key].counting(self._counts[layer])
+            # Two sets by turns: the plan of a layer stays whole while the next one is made. Batches of about the same
+            # size share them: a captured graph keeps pointing at what it was captured with, so none is ever replaced.
+            shared = (layer % 2, _at_most(rows), width)
+            if shared not in self._memory:
+                sizes = (shared[1], heads, width)
+                self._memory[shared] = DiffOutputs.empty(*sizes, self._counts[layer], self._errors)
+            self._outputs[key] = self._memory[shared].of(rows, self._counts[layer])
+        return self._outputs[key]
 
     def _scratch_for(self, rows: int) -> DiffScratch:
-        if rows not in self._scratch:
+        most = _at_most(rows)
+        if most not in self._scratch:
             items = self._host_loc.shape[1]
-            self._scratch[rows] = DiffScratch.empty(rows, self.selecting_heads, items, self.capacity, self._device)
-        return self._scratch[rows]
+            self._scratch[most] = DiffScratch(most, self.selecting_heads, items, self.capacity, self._device)
+        return self._scratch[most]
+
+
+def _at_most(rows: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(rows - 1, 0).bit_length()
 
 
 def _check_sizes(geometry: KVGeometry, capacity: int, unit_tokens: int, selecting_heads: int) -> None:

@@ -68,7 +68,7 @@ def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: i
     counters, errors = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     first = DiffOutputs.empty(3, 2, width, counters, errors)
     second = DiffOutputs.empty(3, 2, width, counters.clone(), errors.clone())
-    scratch = DiffScratch.empty(3, 2, n_items, capacity, torch.device("cpu"))
+    scratch = DiffScratch(3, 2, n_items, capacity, torch.device("cpu"))
     requests, num_real = torch.tensor([1, 0, 7]), torch.tensor([2], dtype=torch.int32)
     mask = torch.ones(3, dtype=torch.bool)
     for step in range(2):
@@ -95,7 +95,7 @@ def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
     errors = []
     for impl in ("reference", "triton"):
         out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
-        scratch = DiffScratch.empty(1, 2, 40, 8, torch.device("cpu"))
+        scratch = DiffScratch(1, 2, 40, 8, torch.device("cpu"))
         items = torch.tensor([[[40, -1], [10**9, 3]]], dtype=torch.int32)
         lru_diff(
             items, torch.tensor([0]), torch.tensor([40], dtype=torch.int32), torch.tensor([True]),
@@ -114,7 +114,7 @@ def test_on_the_gpu_random_states_equal_the_reference(impl: str, seed: int) -> N
     theirs, first = steps.state, steps.outputs()
     mine, second = on_gpu(theirs), on_gpu(first)
     items = theirs.host_loc.shape[1]
-    scratch = DiffScratch.empty(3, 2, items, steps.capacity, torch.device("cuda"))
+    scratch = DiffScratch(3, 2, items, steps.capacity, torch.device("cuda"))
     for number in range(4):
         arguments = steps.step(number)
         lru_diff(*arguments, theirs, first, scratch, **steps.options, impl="reference")

@@ -193,6 +193,21 @@ def test_debug_checks_raise_in_the_step() -> None:
         resolve(policy, [1], 31)
     with pytest.raises(ConfigError, match="repeats"):
         resolve(policy, [29, 29], 31)
+    with pytest.raises(StateError, match="shrunk from 31 to 30"):
+        resolve(policy, [29], 30)
+
+
+def test_batches_of_about_the_same_size_share_memory_and_a_plan_outlives_the_next_layer() -> None:
+    policy = policy_of(max_requests=4, host_loc=torch.zeros(4, MAX_ITEMS, dtype=torch.int64))
+    mask = torch.ones(4, dtype=torch.bool)
+    plans = [
+        policy.resolve(layer, decode_batch([], [], rows=rows), selection_of([[[1]]] * rows, 1, 1), mask[:rows])
+        for rows in (3, 4)
+        for layer in (0, 1)
+    ]
+    places = [plan.device_slot.data_ptr() for plan in plans]
+    assert places[0] == places[2] != places[1] == places[3]
+    assert [len(plan.device_slot) for plan in plans] == [3, 3, 4, 4]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,21 @@ _GATHER_TYPES = {
     **{f"source{i}": "*i32" for i in range(3)}, **_ints("stride0 stride1 stride2 runs buffer_words"), "kind": "*i32",
     "src_row": "*i64", "n_rows": "*i32", "dst_row": "*i32", "count": "*i32", "out": "*i32",
 }  # fmt: skip
+_LRU_IDS = """
+items seq_lens num_real slot_item newest_item slot_loc newest_slots device_slot load_device load_count evicted
+promote_src promote_dst errors item_slot order
+"""
+_LRU_TYPES = {
+    **dict.fromkeys(_LRU_IDS.split(), "*i32"), **_ints("row_stride head_stride host_stride map_stride"),
+    "requests": "*i64", "host_loc": "*i64", "load_host": "*i64", "counters": "*i64", "sparse_mask": "*i1",
+    "lru_slots": "*i16",
+}  # fmt: skip
+_LRU = {
+    "item_stride": 1, "heads": 8, "width": 2048, "capacity": 4096, "unit": 1, "promote": True, "loads_hottest": False,
+    "block": 1024,
+}  # fmt: skip
 _CASES = {
+    "lru_diff": {"kernel": "_diff", "types": _LRU_TYPES, "constants": _LRU},
     "io_transfer": {"kernel": "_copy_kernel", "types": _IO_TYPES, "constants": _IO},
     "gather_copy": {"kernel": "_kernel", "types": _GATHER_TYPES, "constants": {"words": 6, "tile": 1024}},
 }

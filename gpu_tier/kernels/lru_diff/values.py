@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntFlag
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -96,30 +97,39 @@ class DiffOutputs:
             errors=errors,
         )
 
-    def counting(self, counters: Tensor) -> Self:
-        """Return the same outputs with other counters."""
-        return replace(self, counters=counters)
+    def of(self, rows: int, counters: Tensor) -> Self:
+        """Return the outputs of the first rows, with other counters."""
+        shared = {field.name: getattr(self, field.name)[:rows] for field in fields(self)}
+        return replace(self, **shared | {"counters": counters, "errors": self.errors})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DiffScratch:
-    """Room for the Triton kernel; the others need none.
+    """Room for the Triton kernel, made when it is first asked for: the other implementations need none.
 
     Attributes:
-        item_slot: ``int32 [B, Hs, items]`` slot of each item; -1 between calls.
-        order: ``int32 [B, Hs, 3, C]`` hit marks, old order, and victims.
+        rows: rows B of the largest batch.
+        heads: heads Hs.
+        items: most items of a request.
+        capacity: slots C.
+        device: where the room is.
     """
 
-    item_slot: Tensor
-    order: Tensor
+    rows: int
+    heads: int
+    items: int
+    capacity: int
+    device: torch.device
 
-    @classmethod
-    def empty(cls, rows: int, heads: int, items: int, capacity: int, device: torch.device) -> Self:
-        """Return scratch for that many rows of a batch."""
-        return cls(
-            torch.full((rows, heads, items), -1, dtype=torch.int32, device=device),
-            torch.zeros(rows, heads, 3, capacity, dtype=torch.int32, device=device),
-        )
+    @cached_property
+    def item_slot(self) -> Tensor:
+        """``int32 [B, Hs, items]`` slot of each item; -1 between calls."""
+        return torch.full((self.rows, self.heads, self.items), -1, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """``int32 [B, Hs, 3, C]`` hit marks, old order, and victims."""
+        return torch.zeros(self.rows, self.heads, 3, self.capacity, dtype=torch.int32, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
