@@ -196,6 +196,13 @@ class KVConnector(Protocol):
     No method waits for a storage or a network, and none raises because of one. All are called by one thread.
     """
 
+    def use_memory(self, memory: Sequence[memoryview]) -> None:
+        """Hear where blocks lie, so that a storage that can moves them without a copy. Called once, before the others.
+
+        Args:
+            memory: contiguous; it stays until the connector is closed.
+        """
+
     def match_prefix(self, keys: Sequence[int], required: Sequence[str], optional: Sequence[str] = ()) -> PrefixHandle:
         """Begin to look for the longest run of leading blocks that have all of `required`.
 

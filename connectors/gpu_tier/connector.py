@@ -48,6 +48,7 @@ from gpu_tier.connector import (
     WriteProgress,
     WriteTicket,
 )
+from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.storages import StorageConfig
 
 __all__ = ["ManagerConnector"]
@@ -106,9 +107,9 @@ class ManagerConnector:
         self._parts = parts
         self._settings = settings
         self._clock = clock
-        self._link = ManagerLink(
-            client, parts.specs(kv, instance_group), settings.call_seconds, partial(_engine, settings), clock
-        )
+        self._memory: tuple[memoryview, ...] = ()
+        specs = parts.specs(kv, instance_group)
+        self._link = ManagerLink(client, specs, settings.call_seconds, self._make_engine, clock)
         session = SessionSettings(settings.session_seconds, call_seconds=settings.call_seconds)
         self._sessions = WriteSessions(client, session, clock)
         self._lookups = WorkerPool(settings.threads, "kvcm-tier-lookup")
@@ -173,6 +174,13 @@ class ManagerConnector:
     def page_keys(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the key of every full page of a prompt."""
         return tuple(self._chain.keys(token_ids))
+
+    def use_memory(self, memory: Sequence[memoryview]) -> None:
+        """See `KVConnector`."""
+        self._memory = tuple(memory)
+        engine = self._link.engine_now()  # one that is made later is told when it is made
+        if engine is not None:
+            self._register_memory(engine)
 
     def match_prefix(self, keys: Sequence[int], required: Sequence[str], optional: Sequence[str] = ()) -> PrefixHandle:
         """See `KVConnector`."""
@@ -296,6 +304,14 @@ class ManagerConnector:
             _log.exception("a write went wrong")
             write.fail(repr(error))
 
+    def _make_engine(self, storages: Sequence[StorageConfig]) -> TransferEngine:
+        settings = self._settings
+        engine = TransferEngine.for_storages(storages, settings.transfer_threads or None, checksums=settings.checksums)
+        self._register_memory(engine)
+        return engine
 
-def _engine(settings: TierSettings, storages: Sequence[StorageConfig]) -> TransferEngine:
-    return TransferEngine.for_storages(storages, settings.transfer_threads or None, checksums=settings.checksums)
+    def _register_memory(self, engine: TransferEngine) -> None:
+        try:
+            engine.register_memory(self._memory)
+        except InvalidArgumentError as error:
+            _log.warning("blocks are copied on their way to a storage: %s", error)

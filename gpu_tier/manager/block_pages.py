@@ -62,6 +62,12 @@ class BlockPages:
         """Specs that are good to have."""
         return (self.sidecar.name,) if self.sidecar is not None and not self.sidecar.is_required else ()
 
+    @property
+    def all_memory(self) -> tuple[memoryview, ...]:
+        """The memory of all pages and sidecars."""
+        rows = () if self.sidecar is None else (self._rows().flatten(),)
+        return tuple(data.numpy().data for data in (self.host.data, *rows))
+
     def find(self, keys: Sequence[int]) -> list[int]:
         """Return the pages of the leading blocks that are in the pool, with a reference to each for the caller."""
         pages: list[int] = []

@@ -96,6 +96,8 @@ class PrefixStore:
         self._loading: dict[int, PrefixAttach] = {}
         self._ended: list[_Ended] = []
         self._writing: dict[WriteTicket, tuple[int, ...]] = {}
+        if connector is not None:
+            connector.use_memory(self._blocks.all_memory)
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from manager_process import ManagerProcess
@@ -235,6 +235,31 @@ class StuckMover:
 def stuck(storages: Sequence[StorageConfig]) -> StuckMover | None:
     mover = FileMover.for_storages(storages)
     return None if mover is None else StuckMover(mover)
+
+
+class RegisteringMover(StuckMover):
+    """A storage that wants to know the memory that it moves."""
+
+    refuses = False
+    known: ClassVar[list[int]] = []
+
+    def register(self, memory: memoryview) -> None:
+        if self.refuses:
+            raise InvalidArgumentError("no more memory, please")
+        self.known.append(memory.nbytes)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_storage_is_told_of_the_pool(
+    manager: ManagerProcess, instance_id: str, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    monkeypatch.setattr(RegisteringMover, "known", [])
+    monkeypatch.setattr(RegisteringMover, "refuses", refuses)
+    monkeypatch.setitem(MOVERS, "file", lambda storages: RegisteringMover(FileMover.for_storages(storages)))
+    with TierEngine(manager.address, instance_id, sidecar=DSA) as engine:
+        assert RegisteringMover.known == ([] if refuses else [16 * MHA.page_bytes, 16 * SIDECAR_BYTES])
+        engine.serve(TOKENS)
+        assert engine.store.counters.written_pages == 6
 
 
 @pytest.mark.parametrize("ending", ["deadline", "abort"])

@@ -80,6 +80,9 @@ class MemoryConnector:
 
     # The Protocol.
 
+    def use_memory(self, memory: Sequence[memoryview]) -> None:
+        self.memory_bytes = sum(piece.nbytes for piece in memory)
+
     def match_prefix(self, keys: Sequence[int], required: Sequence[str], optional: Sequence[str] = ()) -> PrefixHandle:
         handle = PrefixHandle(next(self._numbers), tuple(keys))
         self.lookups[handle.number] = Lookup(tuple(keys), tuple(required), tuple(optional))

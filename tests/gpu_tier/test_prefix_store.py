@@ -33,6 +33,7 @@ def test_another_engine_attaches_what_was_published(
     tier = Tier(storage, geometry=geometry, layout=layout, sidecar=sidecar)
     prefix = tier.attach(TOKENS)
     assert prefix.n_tokens == 4 * PAGE
+    assert tier.connector.memory_bytes == tier.host.nbytes
     tier.check(TOKENS, prefix)
     assert bool(prefix.sidecars) == bool(sidecar)
     assert tier.store.counters.storage_tokens == 4 * PAGE
