@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu engines clean
+.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality engines clean
 
 setup: $(VENV)/.dev
 
@@ -134,6 +134,7 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json
 	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
 	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
+	$(BIN)/python benchmarks/gpu/quality.py --quick --json build/gpu_quality.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -184,6 +185,10 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python benchmarks/conversation.py --json benchmarks/results/conversation.json
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py
+
+# Quality of the sparse tier's selections, without a GPU: half an hour on one core.
+acceptance-quality: setup
+	$(BIN)/python benchmarks/gpu/quality.py --json benchmarks/results/gpu_quality.json --report docs/gpu_tier_quality
 
 # The sparse tier on a GPU (docs/gpu_tier_benchmarks.md): half an hour on one H100 or H200. Nothing is installed: GPU_PYTHON
 # has torch and triton already.

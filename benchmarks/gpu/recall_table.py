@@ -39,14 +39,15 @@ _METHODS = (
     ("oracle", 0.018), ("oracle", 0.1), ("dsa", 0.05), ("dsa", 0.1), ("quest", 0.1), ("quest", 0.2), ("quest", 0.5),
     ("snapkv", 0.1), ("streaming_llm", 0.1),
 )  # fmt: skip
-_POSITION_METHODS = (("snapkv", 0.05), ("snapkv", 0.1), ("snapkv", 0.2), ("quest", 0.2), ("oracle", 0.1))
+_POSITION_METHODS = (("oracle", 0.1), ("quest", 0.2), ("snapkv", 0.1), ("snapkv", 0.2))
 
 RECALL_SIZES = {
     "full": (
-        RecallSize(512, 20, 30, "none", _METHODS, 0.88),
-        RecallSize(1024, 20, 30, "none", _METHODS, 0.72),
-        RecallSize(512, 75, 8, "first", _POSITION_METHODS, 0.88),
-        RecallSize(512, 75, 8, "last", _POSITION_METHODS, 0.88),
+        RecallSize(512, 12, 50, "none", _METHODS, 0.88),
+        RecallSize(1024, 12, 50, "none", _METHODS, 0.72),
+        # As many questions as the observation window of SnapKV holds.
+        RecallSize(256, 75, 8, "first", _POSITION_METHODS, 0.88),
+        RecallSize(256, 75, 8, "last", _POSITION_METHODS, 0.88),
     ),
     "quick": (RecallSize(128, 2, 4, "none", (("oracle", 0.1), ("snapkv", 0.2)), 0.0),),
 }

@@ -20,6 +20,7 @@ from gpu_tier.engine.model import ModelState
 from gpu_tier.engine.recall_data import RecallBatch
 from gpu_tier.engine.recall_model import RecallModel
 from gpu_tier.geometry import KVGeometry, KVKind
+from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.rows import KVDtype
 
 __all__ = ["RecallRun", "recall"]
@@ -152,5 +153,5 @@ def _coordinator(model: RecallModel, config: SparseConfig, tokens: Tensor) -> Sp
 
 
 def _hit_rate(coordinator: SparseCoordinator) -> float | None:
-    counters = getattr(coordinator.manager.policy, "counters", None)
-    return None if counters is None else float(counters.hit_rate)
+    policy = coordinator.manager.policy
+    return policy.counters.hit_rate if isinstance(policy, LruDiffPolicy) else None
