@@ -72,7 +72,7 @@ CLAIMS = (
     Claim("streaming_quality", "StreamingLLM, ICLR 2024", "stable language modelling; not a claim about recall",
           "sinks and window", _P, "recall task at 10 %: what is outside the window is lost"),
     Claim("snapkv_question", _PQ, "+7.10 % over the best baseline when the question comes first",
-          "LongBench, Llama-3.1-8B", _P, "recall task: accuracy of SnapKV at 10 % with the questions first, and last, in the prompt"),
+          "LongBench, Llama-3.1-8B", _P, "recall task: SnapKV at 10 %, questions first, and last, in the prompt"),
     Claim("retro_recall", _RETRO, "0.66–1.97 points lost on RULER at 128K", "Llama3-8B-1048K and others", _N,
           "the wave index is not part of this report"),
     Claim("retro_throughput", _RETRO, "4.1–4.4× decode throughput over full attention", "A100-80GB, 1.7 TB host", _N,
