@@ -14,7 +14,7 @@ from gpu_tier.engine.hooks import EngineHooks
 from gpu_tier.engine.model import ModelState
 from gpu_tier.engine.pass_runner import last_tokens
 from gpu_tier.engine.prefill import PrefillAttention
-from gpu_tier.errors import ConfigError
+from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.types import ForwardBatch
 
 __all__ = ["HfRunner"]
@@ -38,6 +38,8 @@ class HfRunner:
         self._shape = shape
         self._attention = AttentionLayer(hooks, prefill)
         self._original = model.config._attn_implementation
+        if self._original == hf_attention.ATTENTION_NAME:
+            raise StateError("the model decodes through another coordinator; close that first")
         hf_attention.register()
         model.set_attn_implementation(hf_attention.ATTENTION_NAME)
 
@@ -46,7 +48,14 @@ class HfRunner:
         self._model.set_attn_implementation(self._original)
 
     def run(self, batch: ForwardBatch, token_ids: Tensor, states: Sequence[ModelState]) -> Tensor:
-        """See `PassRunner`."""
+        """See `PassRunner`.
+
+        Raises:
+            StateError: somebody gave the model another attention meanwhile.
+        """
+        if self._model.config._attn_implementation != hf_attention.ATTENTION_NAME:
+            # It would attend to the pass's own tokens alone, and nothing would tell.
+            raise StateError(f"the model's attention is now {self._model.config._attn_implementation!r}")
         positions = batch.positions[: len(token_ids)]
         self._hooks.forward_begin(batch)
         with hf_attention.running(self._attention, batch, self._shape) as cache:

@@ -150,6 +150,43 @@ def test_requests_abort_in_every_state(steps: int) -> None:
     check_against_plain(engine, LLAMA, [again], 4)
 
 
+def run_steps(engine: DecodeEngine, steps: int) -> None:
+    for _ in range(steps):
+        engine.step()
+
+
+class FailingModel:
+    """A model whose layer fails in some pass."""
+
+    def __init__(self, model: Any, layer: int, passes: int) -> None:
+        self.model, self.layer, self.passes = model, layer, passes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def attention_output(self, layer_id: int, hidden: Tensor, attention: Tensor) -> Tensor:
+        self.passes -= layer_id == self.layer
+        if self.passes < 0 and layer_id == self.layer:
+            raise RuntimeError("the layer fails")
+        return LLAMA.attention_output(layer_id, hidden, attention)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("passes", range(5))
+def test_a_pass_that_fails_leaves_requests_that_can_be_aborted(passes: int, layer: int) -> None:
+    coordinator = coordinator_of(LLAMA, config_of("quest", whole("quest"), min_sparse_prompt_len=40))
+    failing = DecodeEngine(FailingModel(LLAMA, layer, passes), coordinator, chunk_tokens=80)
+    for length in (20, 70, 90):
+        failing.add(prompt(length))
+    with pytest.raises(RuntimeError, match="the layer fails"):
+        run_steps(failing, 6)
+    for request in failing.requests:
+        failing.abort(request)
+    assert nothing_is_held(coordinator)
+    engine = DecodeEngine(LLAMA, coordinator)
+    check_against_plain(engine, LLAMA, [engine.add(prompt(64, 64)), engine.add(prompt(20, 20))], 4)
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("algorithm", sorted(WHOLE))
 def test_prompts_that_share_a_prefix_compute_only_what_differs(algorithm: str, name: str) -> None:

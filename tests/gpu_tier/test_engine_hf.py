@@ -73,6 +73,21 @@ def test_the_model_gets_its_own_attention_back() -> None:
     assert own_generate(model, prompt(9), 4) == expected
 
 
+def test_a_model_has_one_coordinator_at_a_time() -> None:
+    model = make_model()
+    shape = AttentionShape.of(model, 16)
+    hooks = PlainHooks(16)
+    runner = runner_of(model, hooks, shape)
+    with pytest.raises(StateError, match="close that first"):
+        runner_of(model, PlainHooks(16), shape)
+    engine = BatchEngine(runner, hooks)
+    engine.add(prompt(4))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(StateError, match="now 'sdpa'"):
+        engine.step()
+    runner.close()
+
+
 def test_shape_of_a_model() -> None:
     shape = AttentionShape.of(make_model(), 16)
     assert shape == AttentionShape(KVGeometry(KVKind.MHA, 3, 2, 16, 16, KVDtype.F32, 16), 4, 0.25)
