@@ -1,7 +1,8 @@
 """Tile sizes of Triton kernels: measured on a GPU, fixed where Triton interprets.
 
 `triton.autotune` needs a driver, so in the interpreter the first tiling is taken. On a GPU the first call with a new
-key measures all of them: call every shape once before it is captured in a CUDA graph.
+key measures all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph.
+With `GPU_TIER_TUNING=first` nothing is measured there either: results are the same, bit by bit, in every process.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ class TunedKernel:
     Args:
         function: what Triton compiles.
         tilings: to choose from; the first is for the interpreter.
-        key: names of the arguments that the choice depends on.
+        key: names of the arguments that the choice depends on, beside the types of all.
     """
 
     def __init__(self, function: Callable[..., Any], tilings: Sequence[Tiling], key: Sequence[str]) -> None:
         self._kernel: Any = import_module("triton").jit(function)
         self.tilings = tuple(tilings)
         self._key = list(key)
-        self.forced: Tiling | None = tilings[0] if interpreting() else None
+        first = interpreting() or os.environ.get("GPU_TIER_TUNING") == "first"
+        self.forced: Tiling | None = tilings[0] if first else None
         """Tiling to use in place of the measured one."""
 
     @cached_property

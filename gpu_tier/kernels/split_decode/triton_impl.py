@@ -114,6 +114,33 @@ def _scaled_rows(
     return _operand(tl.reshape(x, (x.shape[0], GROUPS_PADDED * GROUP_PADDED)), DTYPE, UPCAST)
 
 
+@_jit
+def _tile_dims(
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, GROUPS_PADDED: tl.constexpr, GROUP_PADDED: tl.constexpr
+) -> "Any":
+    """Return the dim of each column of a tile of keys, and whether it exists: groups are padded one by one."""
+    column = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
+    within = column % GROUP_PADDED
+    group = column // GROUP_PADDED
+    return group * GROUP + within, (group < GROUPS) & (within < GROUP)
+
+
+@_jit
+def _queries(q: "Any", real: "Any", dim: "Any", exists: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
+    """Return ``[BLOCK_M, dims]`` numbers of the queries that begin at the pointers `q`."""
+    return _operand(tl.load(q + dim[None, :], mask=real[:, None] & exists[None, :], other=0.0), DTYPE, UPCAST)
+
+
+@_jit
+def _fold(score: "Any", highest: "Any", total: "Any") -> "Any":
+    """Return a tile's weights, what earlier sums shrink by, and the running maximum and sum with it."""
+    raised = tl.maximum(highest, tl.max(score, axis=1))
+    base = tl.where(raised == -float("inf"), 0.0, raised)
+    shrink = tl.exp2(highest - base)
+    weight = tl.exp2(score - base[:, None])
+    return weight, shrink, raised, total * shrink + tl.sum(weight, axis=1)
+
+
 def _split(
     q: "Any",
     k: "Any",
@@ -187,18 +214,13 @@ def _split(
     member = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = member < GROUP_HEADS
     q_at = q + row * q_row + (head * GROUP_HEADS + member).to(tl.int64)[:, None] * q_head
-    # Padded dims of a group lie between the real ones, as in the tile of keys.
     GROUP: tl.constexpr = K_DIMS // GROUPS
     GROUP_PADDED: tl.constexpr = K_PADDED // GROUPS_PADDED
-    column = tl.arange(0, K_PADDED)
-    k_dim = column // GROUP_PADDED * GROUP + column % GROUP_PADDED
-    k_exists = (column // GROUP_PADDED < GROUPS) & (column % GROUP_PADDED < GROUP)
-    q_main = tl.load(q_at + k_dim[None, :], mask=real[:, None] & k_exists[None, :], other=0.0)
-    q_main = _operand(q_main, DTYPE, UPCAST)
+    k_dim, k_exists = _tile_dims(GROUPS, GROUP, GROUPS_PADDED, GROUP_PADDED)
+    q_main = _queries(q_at, real, k_dim, k_exists, DTYPE, UPCAST)
     if ROPE > 0:
         r_dim = tl.arange(0, ROPE_PADDED)
-        q_rope = tl.load(q_at + K_DIMS + r_dim[None, :], mask=real[:, None] & (r_dim < ROPE)[None, :], other=0.0)
-        q_rope = _operand(q_rope, DTYPE, UPCAST)
+        q_rope = _queries(q_at + K_DIMS, real, r_dim, r_dim < ROPE, DTYPE, UPCAST)
 
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -229,12 +251,7 @@ def _split(
             score *= tl.load(k_scale + s_row, mask=valid, other=0.0)[None, :]
         score = tl.where(valid[None, :], score, -float("inf"))
 
-        raised = tl.maximum(highest, tl.max(score, axis=1))
-        base = tl.where(raised == -float("inf"), 0.0, raised)
-        shrink = tl.exp2(highest - base)
-        weight = tl.exp2(score - base[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
-        highest = raised
+        weight, shrink, highest, total = _fold(score, highest, total)
         if LATENT:
             values = keys
         else:
@@ -247,13 +264,11 @@ def _split(
         acc = tl.dot(_operand(weight, DTYPE, UPCAST), values, acc * shrink[:, None], input_precision="ieee")
 
     some = tl.where(total > 0.0, total, 1.0)
-    q_heads = heads * GROUP_HEADS
-    out_row = row * q_heads + head * GROUP_HEADS + member
+    out_row = (row * heads + head) * GROUP_HEADS + member
     log_total = tl.where(total > 0.0, (highest + tl.log2(some)) * LN2, -float("inf"))
     tl.store(lse + split.to(tl.int64) * lse_split + out_row, log_total, mask=real)
     if LATENT:
-        v_dim = k_dim
-        v_exists = k_exists
+        v_dim, v_exists = k_dim, k_exists
     else:
         v_dim = tl.arange(0, V_PADDED)
         v_exists = v_dim < V_DIMS
@@ -263,12 +278,13 @@ def _split(
     tl.store(o_at, acc / some[:, None], mask=written[:, None] & v_exists[None, :])
 
 
+# The first fits any shape without spilling much.
 # A load through a table is two loads in a row: three stages keep one tile of rows under way, five keep two.
 _TILINGS = (
+    Tiling.of(BLOCK_N=32, num_warps=8, num_stages=5),
     Tiling.of(BLOCK_N=64, num_warps=4, num_stages=5),
     Tiling.of(BLOCK_N=64, num_warps=4, num_stages=3),
     Tiling.of(BLOCK_N=32, num_warps=4, num_stages=5),
-    Tiling.of(BLOCK_N=32, num_warps=8, num_stages=5),
     Tiling.of(BLOCK_N=32, num_warps=8, num_stages=3),
     Tiling.of(BLOCK_N=64, num_warps=8, num_stages=5),
     Tiling.of(BLOCK_N=128, num_warps=8, num_stages=3),
