@@ -1,0 +1,134 @@
+"""Compiles the Triton kernels for a GPU by calling them: `python compile_kernels.py KERNEL...`; needs no GPU.
+
+The interpreter accepts what the compiler refuses. Here Triton believes in a GPU of compute capability 9.0 and compiles
+what a call would launch, with the very types and constants of the call; nothing is launched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.kernels.decode_attn_token import decode_attn_token
+from gpu_tier.kernels.gather_copy import gather_copy
+from gpu_tier.kernels.indexer_score import indexer_score
+from gpu_tier.kernels.io_transfer import io_transfer
+from gpu_tier.kernels.lse_merge import lse_merge
+from gpu_tier.kernels.quest_score import quest_score
+from gpu_tier.kernels.topk_select import topk_select
+from gpu_tier.rows import KVDtype, RowFormat, Rows
+from gpu_tier.types import LayerKV
+
+__all__ = ["CASES"]
+
+INT, LONG = torch.int32, torch.int64
+
+
+def _io_transfer() -> None:
+    geometry = KVGeometry(KVKind.MHA, 3, 2, 128, 128, KVDtype.BF16, 64)
+    pools = [Addressing.of(geometry, layout, 2) for layout in (Layout.PAGE_HEAD, Layout.LAYER_FIRST)]
+    data = torch.zeros(pools[0].total_bytes, dtype=torch.uint8)
+    for rows, count in ((2, torch.zeros(2, dtype=INT)), (1, None)):
+        io_transfer(
+            data, data.clone(), *pools, torch.zeros(rows, 16, dtype=LONG), torch.zeros(rows, 16, dtype=INT),
+            layers=((1, 1),), num_heads=2, count=count, per_head=rows == 2, blocks=8, moved=torch.zeros(1, dtype=LONG),
+            impl="triton",
+        )  # fmt: skip
+
+
+def _gather_copy() -> None:
+    table = torch.zeros(2, 4, dtype=INT)
+    out, source = torch.zeros(2, 8, 256, dtype=torch.uint8), torch.zeros(8, 256, dtype=torch.uint8)
+    gather_copy((source, source), table, table.long(), table, table, table[:, 0].clone(), out, impl="triton")
+
+
+def _topk_select() -> None:
+    for n in (4096, 1 << 17):
+        out = torch.zeros(2, 1, 512, dtype=INT), torch.zeros(2, 1, dtype=INT)
+        topk_select(torch.zeros(2, 1, n), torch.zeros(2, dtype=INT), 512, *out, impl="triton")
+
+
+def _lse_merge() -> None:
+    outputs = torch.zeros(2, 8, 128), torch.zeros(2, 8)
+    lse_merge(torch.zeros(3, 2, 8, 128), torch.zeros(3, 2, 8), *outputs, impl="triton")
+
+
+def _quest_score() -> None:
+    bounds = torch.zeros(32, 2, 2, 128, dtype=torch.bfloat16)
+    table = torch.zeros(2, 32, dtype=INT)
+    quest_score(torch.zeros(2, 8, 128), bounds, table, table[:, 0].clone(), torch.zeros(2, 8, 32), impl="triton")
+
+
+def _indexer_score() -> None:
+    q8 = torch.zeros(2, 64, 128).to(torch.float8_e4m3fn)
+    keys, table = torch.zeros(128, 132, dtype=torch.uint8), torch.zeros(2, 2, dtype=INT)
+    out = torch.zeros(2, 128)
+    indexer_score(q8, torch.zeros(2, 64), keys, table, 64, table[:, 0].clone(), out, impl="triton")
+
+
+def _decode_attn_token() -> None:
+    form = RowFormat(128, KVDtype.BF16)
+    rows = Rows(torch.zeros(256, 2, form.row_bytes, dtype=torch.uint8), form)
+    table = torch.zeros(2, 1, 64, dtype=INT)
+    outputs = torch.zeros(2, 8, 128), torch.zeros(2, 8)
+    q = torch.zeros(2, 8, 128, dtype=torch.bfloat16)
+    decode_attn_token(q, LayerKV(rows, rows, 128), table, table[..., 0].clone(), 0.1, *outputs, impl="triton")
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "io_transfer": _io_transfer,
+    "gather_copy": _gather_copy,
+    "topk_select": _topk_select,
+    "lse_merge": _lse_merge,
+    "quest_score": _quest_score,
+    "indexer_score": _indexer_score,
+    "decode_attn_token": _decode_attn_token,
+}
+
+
+class _Driver:
+    """What Triton asks of a driver in order to compile."""
+
+    def get_current_target(self) -> Any:
+        return import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def _compile_only() -> list[str]:
+    """Let launches compile and stop there; return the list that compiled kernels are added to."""
+    compiled: list[str] = []
+    jit = import_module("triton.runtime.jit").JITFunction
+    launch = jit.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        binary = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        assert binary.asm["cubin"]
+        compiled.append(f"{self.fn.__module__}.{self.fn.__name__}")
+        return binary
+
+    def first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())  # tuning would launch
+
+    jit.run = run
+    import_module("triton.runtime.autotuner").Autotuner.run = first_config
+    import_module("triton.runtime").driver.set_active(_Driver())
+    return compiled
+
+
+if __name__ == "__main__":
+    kernels = _compile_only()
+    for name in sys.argv[1:]:
+        before = len(kernels)
+        CASES[name]()
+        assert len(kernels) > before, f"{name} launched nothing"
+    print(*sorted(set(kernels)), sep="\n")
