@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.manager.prefixes import PrefixCounters
 from gpu_tier.trackers import RequestState
 
 __all__ = ["Figure", "figures", "prometheus_text"]
@@ -37,9 +38,15 @@ class Figure:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-def figures(coordinator: SparseCoordinator) -> list[Figure]:
-    """Return all figures of a coordinator; every series exists from the start."""
-    return [*_requests(coordinator), *_pages(coordinator), *_residency(coordinator), *_bytes(coordinator)]
+def figures(coordinator: SparseCoordinator, prefixes: PrefixCounters | None = None) -> list[Figure]:
+    """Return all figures of a coordinator; every series exists from the start.
+
+    Args:
+        coordinator: of the engine.
+        prefixes: what the engine's `PrefixStore` counted, if it has one.
+    """
+    own = [*_requests(coordinator), *_pages(coordinator), *_residency(coordinator), *_bytes(coordinator)]
+    return own if prefixes is None else [*own, *_prefixes(prefixes)]
 
 
 def _requests(coordinator: SparseCoordinator) -> Iterator[Figure]:
@@ -95,11 +102,25 @@ def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
     yield Figure("kvcm_gpu_tier_representation_bytes", "gauge", text, used)
 
 
-def prometheus_text(coordinator: SparseCoordinator) -> str:
-    """Return the figures in Prometheus' text format."""
+def _prefixes(counters: PrefixCounters) -> Iterator[Figure]:
+    text = "Prompt tokens that were not computed, by where their KV was."
+    for tier, value in (("host", counters.host_tokens), ("storage", counters.storage_tokens)):
+        yield Figure("kvcm_gpu_tier_prefix_tokens_total", "counter", text, value, (("tier", tier),))
+    text = "Loads of which fewer pages arrived than were promised."
+    yield Figure("kvcm_gpu_tier_short_loads_total", "counter", text, counters.loads_short)
+    text = "Attached tokens whose side data was not there and was computed."
+    yield Figure("kvcm_gpu_tier_sidecar_miss_tokens_total", "counter", text, counters.sidecar_misses)
+    text = "Pages offered to the storage: taken, refused, or not offered because too many were on their way."
+    outcomes = (("written", counters.written_pages), ("failed", counters.failed_pages))
+    for outcome, value in (*outcomes, ("dropped", counters.dropped_pages)):
+        yield Figure("kvcm_gpu_tier_published_pages_total", "counter", text, value, (("outcome", outcome),))
+
+
+def prometheus_text(coordinator: SparseCoordinator, prefixes: PrefixCounters | None = None) -> str:
+    """Return the figures in Prometheus' text format; arguments as for `figures`."""
     lines: list[str] = []
     seen = ""
-    for figure in figures(coordinator):
+    for figure in figures(coordinator, prefixes):
         if figure.name != seen:
             seen = figure.name
             lines += [f"# HELP {figure.name} {figure.help}", f"# TYPE {figure.name} {figure.kind}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -199,6 +200,26 @@ def test_without_a_manager_everything_is_a_miss(closed_port: int, instance_id: s
         assert engine.host.allocator.in_use == 0
 
 
+def test_a_manager_that_lost_its_state_is_told_anew(
+    new_manager: Callable[..., ManagerProcess], instance_id: str
+) -> None:
+    before = new_manager()
+    with TierEngine(before.address, instance_id, sidecar=DSA) as engine:
+        engine.serve(TOKENS)
+        before.kill()
+        shutil.rmtree(before.data_dir)
+        new_manager(before.ports)
+        empty_pool(engine)
+        assert engine.attached_tokens(TOKENS) == 0
+        engine.serve(TOKENS)
+        empty_pool(engine)
+        assert engine.attached_tokens(TOKENS) == 6 * PAGE
+
+
+def empty_pool(engine: TierEngine) -> None:
+    engine.host.allocator.free(engine.host.allocator.alloc(engine.host.allocator.available))
+
+
 def test_no_call_waits_for_a_manager_that_says_nothing(black_hole: int, instance_id: str) -> None:
     settings = TierSettings(register_seconds=0.1, call_seconds=3.0, shutdown_seconds=0.5)
     with TierEngine(f"127.0.0.1:{black_hole}", instance_id, settings=settings) as engine:
@@ -309,7 +330,7 @@ def test_engines_that_write_the_same_blocks_at_once(manager: ManagerProcess, ins
 def test_leases_are_given_back(manager: ManagerProcess, instance_id: str) -> None:
     with TierEngine(manager.address, instance_id) as engine:
         engine.serve(TOKENS)
-        engine.host.allocator.free(engine.host.allocator.alloc(16))  # out of the pool
+        empty_pool(engine)
         assert engine.attached_tokens(TOKENS) == 6 * PAGE
         until(lambda: "release_lease" in engine.connector.counters)
 

@@ -16,7 +16,7 @@ from gpu_tier.geometry import KVGeometry
 from gpu_tier.manager.prefixes import PrefixStore
 from gpu_tier.rows import KVDtype
 
-__all__ = ["ALGORITHMS", "NEW", "Rig", "continued", "prompt_of"]
+__all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "Rig", "continued", "prompt_of"]
 
 NEW = 20
 CHUNK = 32
@@ -29,6 +29,12 @@ SHORT: dict[str, dict[str, Any]] = {
     "quest": {"top_k": 96, "device_buffer_size": 128, "algo": {"token_budget": 96, "skip_layers": 1}},
     "dsa": {"top_k": 24, "device_buffer_size": 48, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 40, "w_obs": 8, "mode": "retrievable"}},
+}
+# Where everything stays on the device, or is dropped there, prompts go to the host only to be published.
+OTHER_RESIDENCIES: dict[str, dict[str, Any]] = {
+    "quest": {"residency": "device"},
+    "dsa": {"residency": "device"},
+    "snapkv": {"algo": {"cap": 40, "w_obs": 8}},
 }
 ALGORITHMS = [*(("llama", name) for name in SHORT if name != "dsa"), ("latent", "dsa"), ("latent", "full")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from layer_traffic import Shape, Traffic
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_tier.manager.prefixes import PrefixCounters
 from gpu_tier.metrics import figures, prometheus_text
 
 
@@ -42,6 +43,22 @@ def test_figures_follow_the_traffic() -> None:
 
 def test_the_text_is_prometheus_format() -> None:
     traffic = Traffic(Shape(), {"algorithm": "full"})
-    families = list(text_string_to_metric_families(prometheus_text(traffic.coordinator)))
-    assert len({family.name for family in families}) == len(families) > 8
-    assert sum(len(family.samples) for family in families) == len(figures(traffic.coordinator))
+    for prefixes in (None, PrefixCounters()):
+        families = list(text_string_to_metric_families(prometheus_text(traffic.coordinator, prefixes)))
+        assert len({family.name for family in families}) == len(families) > 8
+        assert sum(len(family.samples) for family in families) == len(figures(traffic.coordinator, prefixes))
+
+
+def test_prefixes_are_counted() -> None:
+    traffic = Traffic(Shape(), {"algorithm": "full"})
+    counters = PrefixCounters(*range(1, 8))
+    found = {f.name: 0.0 for f in figures(traffic.coordinator, counters) if f not in figures(traffic.coordinator)}
+    for figure in figures(traffic.coordinator, counters):
+        if figure.name in found:
+            found[figure.name] += figure.value
+    assert found == {
+        "kvcm_gpu_tier_prefix_tokens_total": 3,
+        "kvcm_gpu_tier_short_loads_total": 3,
+        "kvcm_gpu_tier_sidecar_miss_tokens_total": 4,
+        "kvcm_gpu_tier_published_pages_total": 5 + 6 + 7,
+    }

@@ -11,7 +11,7 @@ import torch
 from coordinator_rig import PAGE
 from memory_connector import MemoryConnector, MemoryStorage
 from prefix_cases import page_keys
-from sharing_rig import ALGORITHMS, NEW, Rig, continued, prompt_of
+from sharing_rig import ALGORITHMS, NEW, OTHER_RESIDENCIES, Rig, continued, prompt_of
 
 from gpu_tier.connector import KV_SPEC
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
@@ -45,6 +45,14 @@ def test_another_engine_decodes_the_same_tokens_without_prefill(
     assert (tokens, attached, steps) == (expected, PREFIX, 1)
     assert first.is_empty()
     assert second.is_empty()
+
+
+@pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("latent", "dsa"), ("llama", "snapkv")])
+def test_residencies_that_need_no_host_copy(storage: MemoryStorage, model: str, algorithm: str) -> None:
+    options = OTHER_RESIDENCIES[algorithm]
+    expected = continued(model, algorithm, TOKENS, 6, **options)
+    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6)[0] == expected
+    assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6) == (expected, PREFIX, 1)
 
 
 @pytest.mark.parametrize("layout", Layout)
