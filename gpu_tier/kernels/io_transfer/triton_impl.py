@@ -92,9 +92,9 @@ def _write_addresses(
     tl.store(out + place, offset, mask=place < number)
 
 
-# A size of one would be made a constant, and constants have no `.to`.
-_ALWAYS_TENSORS = ["rows", "entries", "programs", "layers"]
-_copy_kernel = triton.jit(_copy_rows, do_not_specialize=_ALWAYS_TENSORS)
+# A size of one would be made a constant, and constants have no `.to`; layers 0, 1 and 16 would be kernels of their own.
+_SAME_KERNEL = ["rows", "entries", "programs", "layers", "src_layer", "dst_layer"]
+_copy_kernel = triton.jit(_copy_rows, do_not_specialize=_SAME_KERNEL)
 _address_kernel = triton.jit(_write_addresses)
 
 
