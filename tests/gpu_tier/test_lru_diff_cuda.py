@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from lru_states import RandomSteps, copied, outputs_equal, states_equal
 from thoroughness import examples
+from torch import Tensor
 
 from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
 from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
@@ -88,40 +90,77 @@ def pools(geometry: KVGeometry, layout: Layout, host_pages: int, device_pages: i
     return SwapIn(host_bytes, device_bytes, host, device, 2, 1, geometry.num_kv_heads)
 
 
-@pytest.mark.parametrize("unit", [1, 4])
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize(("kind", "heads"), [("mha", 1), ("mha", 2), ("mla", 1)])
+CAPACITY, ITEMS, WIDTH = 10, 20, 7
+FUSED = [
+    pytest.param(kind, heads, layout, unit, id=f"{kind}-{heads}-{layout}-{unit}")
+    for kind, heads in (("mha", 1), ("mha", 2), ("mla", 1))
+    for layout in Layout
+    for unit in (1, 4)
+]
+
+
+def fused_state(heads: int, unit: int) -> LayerState:
+    rng = torch.Generator().manual_seed(3)
+    return LayerState(
+        slot_item=torch.arange(CAPACITY, dtype=torch.int32).repeat(1, heads, 1),
+        lru_slots=torch.arange(CAPACITY, dtype=torch.int16).repeat(1, heads, 1),
+        newest_item=torch.full((1, heads), ITEMS - 2, dtype=torch.int32),
+        slot_loc=unit * torch.randperm(CAPACITY, generator=rng).int()[None],
+        newest_slots=torch.tensor([[CAPACITY * unit, (CAPACITY + 1) * unit]], dtype=torch.int32),
+        host_loc=unit * torch.randperm(ITEMS, generator=rng)[None],
+    )
+
+
+def fused_step(heads: int, unit: int) -> tuple[Tensor, ...]:
+    """Three loads of each head and one promotion, of a selected item and of one that is not."""
+    return (
+        torch.tensor([[15, 3, 19, 18, 12, 1, 17], [1, 16, 11, 9, 0, 13, 2]][:heads]).int()[None], torch.tensor([0]),
+        torch.tensor([ITEMS * unit], dtype=torch.int32), torch.tensor([True]), torch.tensor([1], dtype=torch.int32),
+    )  # fmt: skip
+
+
+def fused_outputs(heads: int, device: str = "cpu") -> DiffOutputs:
+    counters, errors = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    return DiffOutputs.empty(1, heads, WIDTH, counters.to(device), errors.to(device))
+
+
+def moved_by_the_reference(kind: str, heads: int, layout: Layout, unit: int) -> Tensor:
+    expected = pools(GEOMETRIES[kind], layout, ITEMS * unit, (CAPACITY + 2) * unit)
+    before, out = expected.device.clone(), fused_outputs(heads)
+    scratch = DiffScratch(1, heads, ITEMS, CAPACITY, torch.device("cpu"))
+    lru_diff(
+        *fused_step(heads, unit), fused_state(heads, unit), out, scratch, unit_tokens=unit, swap_in=expected,
+        impl="reference",
+    )  # fmt: skip
+    assert out.load_count.tolist() == [[3] * heads]
+    assert (out.promote_dst >= 0).all()
+    assert not torch.equal(expected.device, before)
+    return expected.device
+
+
+@pytest.mark.parametrize(("kind", "heads", "layout", "unit"), FUSED)
 def test_the_fused_copies_are_those_of_the_plan(
     emulated: ctypes.CDLL, kind: str, heads: int, layout: Layout, unit: int
 ) -> None:
-    capacity, n_items, width = 10, 20, 7
-    rng = torch.Generator().manual_seed(3)
-    theirs = LayerState(
-        slot_item=torch.arange(capacity, dtype=torch.int32).repeat(1, heads, 1),
-        lru_slots=torch.arange(capacity, dtype=torch.int16).repeat(1, heads, 1),
-        newest_item=torch.full((1, heads), n_items - 2, dtype=torch.int32),
-        slot_loc=unit * torch.randperm(capacity, generator=rng).int()[None],
-        newest_slots=torch.tensor([[capacity * unit, (capacity + 1) * unit]], dtype=torch.int32),
-        host_loc=unit * torch.randperm(n_items, generator=rng)[None],
-    )
-    mine = copied(theirs)
-    first, second = (pools(GEOMETRIES[kind], layout, n_items * unit, (capacity + 2) * unit) for _ in range(2))
-    before = first.device.clone()
-    arguments = (
-        torch.tensor([[15, 3, 19, 18, 12, 1, 17], [1, 16, 11, 9, 0, 13, 2]][:heads]).int()[None], torch.tensor([0]),
-        torch.tensor([n_items * unit], dtype=torch.int32), torch.tensor([True]), torch.tensor([1], dtype=torch.int32),
-    )  # fmt: skip
-    ours, others = (
-        DiffOutputs.empty(1, heads, width, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
-        for _ in range(2)
-    )
-    scratch = DiffScratch(1, heads, n_items, capacity, torch.device("cpu"))
-    lru_diff(*arguments, theirs, ours, scratch, unit_tokens=unit, swap_in=first, impl="reference")
-    given = cuda.arguments(*arguments, mine, others, unit)
+    swap_in = pools(GEOMETRIES[kind], layout, ITEMS * unit, (CAPACITY + 2) * unit)
+    arguments, state, out = fused_step(heads, unit), fused_state(heads, unit), fused_outputs(heads)
+    given = cuda.arguments(*arguments, state, out, unit)
     given.promote = True
-    cuda.add_copies(given, second)
+    cuda.add_copies(given, swap_in)
     assert emulated.emulate(ctypes.byref(given), 128, 1) == 0
-    assert ours.load_count.tolist() == [[3] * heads]
-    assert (ours.promote_dst >= 0).all()
-    assert not torch.equal(first.device, before)
-    assert torch.equal(first.device, second.device)
+    assert torch.equal(swap_in.device, moved_by_the_reference(kind, heads, layout, unit))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("impl", ["triton", "cuda"])
+@pytest.mark.parametrize(("kind", "heads", "layout", "unit"), FUSED)
+def test_on_the_gpu_a_step_moves_what_it_planned(kind: str, heads: int, layout: Layout, unit: int, impl: str) -> None:
+    swap_in = pools(GEOMETRIES[kind], layout, ITEMS * unit, (CAPACITY + 2) * unit)
+    swap_in = replace(swap_in, host=swap_in.host.pin_memory(), device=swap_in.device.cuda())
+    state = fused_state(heads, unit)
+    state = LayerState(**{field.name: getattr(state, field.name).cuda() for field in fields(LayerState)})
+    scratch = DiffScratch(1, heads, ITEMS, CAPACITY, torch.device("cuda"))
+    arguments = [argument.cuda() for argument in fused_step(heads, unit)]
+    out = fused_outputs(heads, "cuda")
+    lru_diff(*arguments, state, out, scratch, unit_tokens=unit, swap_in=swap_in, impl=impl)
+    assert torch.equal(swap_in.device.cpu(), moved_by_the_reference(kind, heads, layout, unit))
