@@ -151,11 +151,10 @@ class SharingEngine:
         full, first = exact // self._page_size, prompt.published_pages
         is_prompt = first < tracker.n_prompt // self._page_size <= full
         is_due = self._publish_every and full - first >= self._publish_every
-        if full <= first or not (is_prompt or is_due or at_end):
+        if not (is_prompt or is_due or at_end):
             return
-        sidecar = self._coordinator.algorithm.export_sidecar(
-            prompt.request, first * self._page_size, full * self._page_size
-        )
+        size = self._page_size
+        sidecar = self._coordinator.algorithm.export_sidecar(prompt.request, first * size, full * size)
         self._store.publish(
             self._engine.tokens(prompt.request),
             host_tokens.pages(prompt.request),
@@ -163,4 +162,4 @@ class SharingEngine:
             first_page=first,
             sidecar=None if sidecar is None else sidecar.data,
         )
-        prompt.published_pages = full
+        prompt.published_pages = max(first, full)

@@ -162,6 +162,8 @@ class PrefixStore:
     ) -> None:
         """Let later requests, here and elsewhere, find the full blocks of a request. Call again as it grows.
 
+        What the storage did not take before is offered again.
+
         Args:
             token_ids: of the request, from its first token on.
             pages: its host pages; the bytes of the full ones among them are all there.
@@ -173,10 +175,8 @@ class PrefixStore:
             ConfigError: the algorithm requires a sidecar and there is none, or it is too short.
         """
         full = min(len(pages), min(n_exact, len(token_ids)) // self._page_size)
-        if full <= first_page:
-            return
         new = pages[first_page:full]
-        if sidecar is None and len(self._blocks.required) > 1:
+        if new and sidecar is None and len(self._blocks.required) > 1:
             raise ConfigError("sidecar", None, "this algorithm's blocks are of no use without")
         if any(page in ended.pages for ended in self._ended for page in new):
             return  # a storage that hangs may still write beside them

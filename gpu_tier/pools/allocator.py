@@ -82,7 +82,7 @@ class PagedAllocator:
             self._references[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Drop a reference to each page; one without references is available again.
+        """Drop a reference to each page; one without references is available again, those given first last.
 
         Raises:
             AllocationError: a page has fewer references than are dropped; nothing was changed.
@@ -92,7 +92,8 @@ class PagedAllocator:
             if not self._is_held(page) or self._references[page] < times:
                 raise AllocationError(f"page {page} of the {self._name} is freed {times} times, held less often")
             self._check_free(page, self._references[page] - times)
-        for page, times in dropped.items():
+        # Pages often hold a chain of blocks; the last is to go first, since it is of no use without those before.
+        for page, times in reversed(dropped.items()):
             self._references[page] -= times
             if not self._references[page]:
                 self._released(page)

@@ -77,7 +77,8 @@ def test_the_least_recently_held_page_goes_first() -> None:
     pages.filled(taken)
     for page in taken:
         pages.cache(page, page)
-    pages.free(taken)
+    for page in taken:
+        pages.free([page])
     assert pages.lookup(taken[0]) == taken[0]
     pages.free([taken[0]])
     assert pages.alloc(1) == [taken[1]]

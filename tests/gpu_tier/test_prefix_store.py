@@ -341,6 +341,23 @@ def test_a_pool_with_little_room_attaches_less(storage: MemoryStorage) -> None:
     tier.check_nothing_is_held()
 
 
+def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
+    tier = Tier(None, pages=8)
+    tier.serve(TOKENS)
+    tier.serve([token + 1000 for token in TOKENS])
+    for pages in (4, 3, 2, 1, 0):  # the chain that was used longest ago, block by block
+        prefix = tier.attach([token + 1000 for token in TOKENS])
+        assert len(prefix.pages) == 4
+        taken = tier.allocator.alloc(4 - pages)
+        tier.allocator.free(taken)
+        tier.store.give_back(prefix)
+        prefix = tier.attach(TOKENS)
+        assert len(prefix.pages) == pages
+        tier.check(TOKENS, prefix)
+        tier.store.give_back(prefix)
+        tier.store.give_back(tier.attach([token + 1000 for token in TOKENS]))
+
+
 def test_evicted_pages_are_loaded_again(storage: MemoryStorage) -> None:
     full(storage)
     tier = Tier(storage, pages=4)

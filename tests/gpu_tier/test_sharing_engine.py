@@ -156,6 +156,22 @@ def test_a_storage_that_is_down_costs_nothing_but_time(storage: MemoryStorage) -
     assert rig.is_empty()
 
 
+def test_what_the_storage_did_not_take_is_offered_again_at_the_end(storage: MemoryStorage) -> None:
+    rig = rig_of(storage, "latent", "dsa")
+    assert isinstance(rig.connector, MemoryConnector)
+    rig.connector.is_down = True
+    number = rig.engine.submit(TOKENS)
+    while len(rig.engine.tokens(number)) < len(TOKENS) + 3:
+        rig.engine.step()
+    rig.store.step()
+    assert rig.store.counters.failed_pages == 12
+    rig.connector.is_down = False
+    rig.engine.finish(number)
+    assert rig.store.flush(10)
+    assert rig_of(storage, "latent", "dsa").run(TOKENS)[1] == PREFIX
+    assert rig.is_empty()
+
+
 def test_a_prompt_that_waits_for_its_prefix_does_not_stop_the_others(storage: MemoryStorage) -> None:
     rig_of(storage, "llama", "quest").run(TOKENS)
     rig = rig_of(storage, "llama", "quest")
