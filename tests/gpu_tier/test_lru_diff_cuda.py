@@ -45,10 +45,12 @@ extern "C" int emulate(const gpu_tier::DiffArgs* args, int threads, unsigned see
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
-    kernel = (Path(cuda.__file__).parent / "lru_diff.cu").read_text()
+    kernels = Path(cuda.__file__).parents[1]
+    kernel = (kernels / "lru_diff" / "lru_diff.cu").read_text()
     kernel = kernel[: kernel.index("// Returns the bytes of shared memory")]
+    (folder / "lru_diff.cuh").write_text((kernels / "lru_diff.cuh").read_text().replace("copy.cuh", "emulated_cuda.h"))
     source = folder / "kernel.cpp"
-    source.write_text(kernel.replace('"../copy.cuh"', '"emulated_cuda.h"') + DRIVER)
+    source.write_text(kernel.replace("../lru_diff.cuh", "lru_diff.cuh") + DRIVER)
     target = folder / "kernel.so"
     flags = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}"]
     subprocess.run([str(COMPILER), *flags, "-o", str(target), str(source)], check=True)
