@@ -10,6 +10,7 @@ lengths need no padding and no mask.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ from gpu_tier.engine.hf_shape import AttentionShape
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.types import ForwardBatch
 
-__all__ = ["ATTENTION_NAME", "HandOverCache", "register", "running"]
+__all__ = ["ATTENTION_NAME", "HandOverCache", "note_extra", "register", "running"]
 
 ATTENTION_NAME = "gpu_tier"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
@@ -37,6 +38,7 @@ class _Pass:
     batch: ForwardBatch
     shape: AttentionShape
     written: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    extra: dict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
 
 _RUNNING: ContextVar[_Pass | None] = ContextVar("gpu_tier_pass", default=None)
@@ -57,6 +59,12 @@ def running(attention: AttentionLayer, batch: ForwardBatch, shape: AttentionShap
         _RUNNING.reset(token)
 
 
+def note_extra(layer_id: int, name: str, value: Tensor) -> None:
+    """Keep what an algorithm needs of a layer beyond keys and values until its attention; outside a pass nothing."""
+    if (current := _RUNNING.get()) is not None:
+        current.extra[layer_id][name] = value
+
+
 class HandOverCache(Cache):
     """Holds nothing: what a layer adds goes to the coordinator's pools, and attention reads it there."""
 
@@ -72,6 +80,11 @@ class HandOverCache(Cache):
         current.written[layer_idx] = rows
         current.attention.write(layer_idx, current.batch, *rows)
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take the index keys ``[1, T, dI]`` of a layer, and return one: what the model would select by is not used."""
+        note_extra(layer_idx, "index_key", indexer_key_states[0])
+        return indexer_key_states[:, :1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are given to the model."""
@@ -89,11 +102,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention: ``[1, heads, T, d]`` each, returns ``[1, T, Hq, dv]``; transformers calls it."""
     current = _current()
-    _check_supported(attention_mask, scaling, current.shape.sm_scale, kwargs)
+    _check_supported(None if current.shape.has_indexer else attention_mask, scaling, current.shape.sm_scale, kwargs)
     layer_id: Any = module.layer_idx
     form = current.shape.form
     rows = current.written.pop(layer_id)
-    out = current.attention.run(form.queries(module, query), *rows, layer_id, current.batch, {})
+    extra = current.extra.pop(layer_id, {})
+    out = current.attention.run(form.queries(module, query), *rows, layer_id, current.batch, extra)
     return form.output(module, out)[None].to(query.dtype), None
 
 

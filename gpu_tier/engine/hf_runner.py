@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpu_tier.engine import hf_attention
 from gpu_tier.engine.attention_layer import AttentionLayer
+from gpu_tier.engine.hf_indexer import IndexerTaps
 from gpu_tier.engine.hf_shape import AttentionShape
 from gpu_tier.engine.hooks import EngineHooks
 from gpu_tier.engine.model import ModelState
@@ -42,9 +44,13 @@ class HfRunner:
             raise StateError("the model decodes through another coordinator; close that first")
         hf_attention.register()
         model.set_attn_implementation(hf_attention.ATTENTION_NAME)
+        self._taps = IndexerTaps(model, hf_attention.note_extra)
+        # Indexers want a mask; one that is given with four dimensions is passed on as it is.
+        self._mask = torch.zeros(1, 1, 1, 1, device=model.device) if shape.has_indexer else None
 
     def close(self) -> None:
         """Give the model its own attention back."""
+        self._taps.close()
         self._model.set_attn_implementation(self._original)
 
     def run(self, batch: ForwardBatch, token_ids: Tensor, states: Sequence[ModelState]) -> Tensor:
@@ -61,6 +67,7 @@ class HfRunner:
         with hf_attention.running(self._attention, batch, self._shape) as cache:
             output = self._model(
                 input_ids=token_ids[None],
+                attention_mask=self._mask,
                 position_ids=positions[None],
                 past_key_values=cache,
                 use_cache=True,

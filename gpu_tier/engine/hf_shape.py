@@ -16,6 +16,7 @@ from gpu_tier.rows import KVDtype
 __all__ = ["AttentionShape"]
 
 _DTYPES = {torch.float32: KVDtype.F32, torch.float16: KVDtype.F16, torch.bfloat16: KVDtype.BF16}
+_INDEXED_MODEL = "deepseek_v32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,13 @@ class AttentionShape:
         geometry: of its KV.
         num_q_heads: query heads.
         sm_scale: what scores are multiplied by before the softmax.
+        has_indexer: whether its layers score tokens themselves, as DeepSeek-V3.2's do.
     """
 
     geometry: KVGeometry
     num_q_heads: int
     sm_scale: float
+    has_indexer: bool = False
 
     @classmethod
     def of(cls, model: Any, page_size: int, kv_dtype: KVDtype | None = None) -> AttentionShape:
@@ -51,7 +54,8 @@ class AttentionShape:
         kind, heads, head_dim, v_head_dim = _rows(config)
         dtype = kv_dtype or _DTYPES[model.dtype]
         geometry = KVGeometry(kind, config.num_hidden_layers, heads, head_dim, v_head_dim, dtype, page_size)
-        return cls(geometry, config.num_attention_heads, _scaling(model, head_dim))
+        has_indexer = config.model_type == _INDEXED_MODEL
+        return cls(geometry, config.num_attention_heads, _scaling(model, head_dim), has_indexer)
 
     @property
     def form(self) -> KVForm:
@@ -64,9 +68,10 @@ def _attention_modules(model: Any) -> Iterator[Any]:
 
 
 def _check_layers(model: Any, config: Any) -> None:
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    known = {"full_attention", "indexed_attention"} if config.model_type == _INDEXED_MODEL else {"full_attention"}
+    other = set(getattr(config, "layer_types", None) or ()) - known
     if other:
-        raise ConfigError("layer_types", sorted(other), "every layer must be full attention")
+        raise ConfigError("layer_types", sorted(other), f"every layer must be {' or '.join(sorted(known))}")
     for module in _attention_modules(model):
         if hasattr(module, "kv_lora_rank") and not hasattr(module, "expand_kv"):
             raise ConfigError("kv_lora_rank", module.kv_lora_rank, "such a model must hand its latents to its cache")

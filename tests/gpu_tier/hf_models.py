@@ -43,7 +43,7 @@ _LATENT = {
 }  # fmt: skip
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16},
+    "deepseek_v32": _LATENT | {"index_n_heads": 4, "index_head_dim": 32, "index_topk": 256},
     "mistral": {"sliding_window": None},
 }
 

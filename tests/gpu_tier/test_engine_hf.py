@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gpu_tier.engine.batch_engine import BatchEngine
 from gpu_tier.engine.generation import generate
@@ -18,7 +19,7 @@ from gpu_tier.engine.prefill import PrefillAttention
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.rows import KVDtype
-from tests.gpu_tier.engine_rig import PlainHooks
+from tests.gpu_tier.engine_rig import PlainHooks, plain_attention
 from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
 
@@ -41,12 +42,49 @@ def fixture_engine_of() -> Iterator[Any]:
         runner.close()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "llama", "mistral", "qwen3"])
 def test_batches_of_unequal_lengths_generate_what_the_model_does(name: str, engine_of: Any) -> None:
     model = make_model(name)
     prompts = [prompt(length, length) for length in (1, 33, 12, 50)]
     expected = [own_generate(model, p, 6) for p in prompts]
     assert generate(engine_of(model, 17, 9), prompts, 6) == expected
+
+
+class IndexedHooks(PlainHooks):
+    """`PlainHooks` whose decode attends to the tokens that the index scores rank highest, in f32."""
+
+    def __init__(self, v_dims: int, sm_scale: float, top_k: int) -> None:
+        super().__init__(v_dims)
+        self.sm_scale, self.top_k = sm_scale, top_k
+        self.index_keys: dict[int, list[Tensor]] = {}
+
+    def attention_begin(self, *args: Any, **extra: Tensor) -> Any:
+        self.extra = extra
+        self.index_keys.setdefault(args[3], []).append(extra["index_key"])
+        return super().attention_begin(*args, **extra)
+
+    def attend(self, q: Tensor, meta: Any, partials: Any, sm_scale: float) -> Tensor:
+        keys = torch.cat(self.index_keys[self._layer])
+        scores = self.extra["index_weight"] @ (self.extra["index_query"][0] @ keys.T).relu()
+        ids = scores[0].topk(min(self.top_k, len(keys))).indices
+        k, v = self.trackers[self._batch.requests[0]].kv[self._layer]
+        return plain_attention(q, k[ids], v[ids], sm_scale)
+
+
+def test_deepseeks_own_indexer_reaches_the_hooks() -> None:
+    # Its prompts are sparse too, so they must not be longer than what it selects.
+    model = make_model("deepseek_v32", index_topk=16)
+    expected = own_generate(model, prompt(15), 30)
+    shape = AttentionShape.of(model, 16)
+    hooks = IndexedHooks(shape.geometry.v_head_dim, shape.sm_scale, 16)
+    runner = runner_of(model, hooks, shape)
+    engine = BatchEngine(runner, hooks)
+    assert generate(engine, [prompt(15)], 30) == [expected]
+    everything = PlainHooks(shape.geometry.v_head_dim)
+    runner.close()
+    runner = runner_of(model, everything, shape)
+    assert generate(BatchEngine(runner, everything), [prompt(15)], 30) != [expected]
+    runner.close()
 
 
 def test_logits_equal_the_models(engine_of: Any) -> None:
@@ -108,8 +146,6 @@ def test_models_whose_attention_is_another_are_refused(engine_of: Any) -> None:
     windowed.add(prompt(4))
     with pytest.raises(ConfigError, match="sliding_window=8"):
         windowed.step()
-    with pytest.raises(ConfigError, match="indexed_attention"):
-        AttentionShape.of(make_model("deepseek_v32"), 16)
     with pytest.raises(ConfigError, match="dtype"):
         AttentionShape.of(make_model().double(), 16)
 
