@@ -129,6 +129,7 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
 	$(BIN)/python benchmarks/connector.py --quick --json build/connector.json
 	$(BIN)/python benchmarks/conversation.py --quick --json build/conversation.json
+	$(BIN)/python benchmarks/gpu/compile_kernels.py --json build/gpu_compile.json
 	TRITON_INTERPRET=1 $(BIN)/python benchmarks/gpu/check_device.py --cpu-smoke --json build/gpu_check.json
 	$(BIN)/python benchmarks/gpu/k1_io_transfer.py --cpu-smoke --json build/gpu_k1.json
 	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import checkout
 import torch
@@ -26,7 +27,7 @@ MEASURES = (
     "nothing: it compares every kernel, compiled for the device, with its reference, and runs the tests for a GPU"
 )
 TESTS_SECONDS = 360
-SMOKE = Sizes(tokens=128, selected=16, batch=4, steps=3, dims=16)
+SMOKE = Sizes(tokens=128, selected=16, batch=4, steps=3, dims=16, latent_heads=16)
 
 
 def difference(mine: Tensor, right: Tensor) -> float:
@@ -57,13 +58,15 @@ def run_tests(this: DeviceRun) -> None:
     """Run the tests that need a GPU, without the settings of this repository: those ask for plug-ins."""
     folder = checkout.ROOT / "benchmarks" / "gpu"
     paths = os.pathsep.join(str(path) for path in (checkout.ROOT, checkout.ROOT / "tests", folder))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "GPU_TIER_TUNING": "first", "PYTHONPATH": paths}
     command = [
         sys.executable, "-m", "pytest", "-q", "-c", str(folder / "pytest.ini"), "--rootdir", str(checkout.ROOT),
         "--confcutdir", str(checkout.ROOT / "tests" / "gpu_tier"), "-p", "device_tests", "--no-header",
         "--continue-on-collection-errors",
         str(checkout.ROOT / "tests" / "gpu_tier"),
     ]  # fmt: skip
+    if find_spec("xdist") is not None:
+        command += ["--numprocesses", str(min(8, os.cpu_count() or 1))]  # most of the time is compilation
     try:
         code = subprocess.run(command, env=environment, check=False, timeout=TESTS_SECONDS).returncode
     except subprocess.TimeoutExpired:

@@ -186,7 +186,7 @@ def run(doc: str, measures: str, measure: Callable[[DeviceRun], None], argv: Seq
 def _device_run(is_smoke: bool, is_quick: bool) -> DeviceRun:
     if is_smoke:
         return DeviceRun(DeviceClock(torch.device("cpu"), steps=2, repetitions=1), True, True)
-    clock = DeviceClock(torch.device("cuda"), steps=50, repetitions=1 if is_quick else 3)
+    clock = DeviceClock(torch.device("cuda", torch.cuda.current_device()), steps=50, repetitions=1 if is_quick else 3)
     return DeviceRun(clock, False, is_quick)
 
 

@@ -45,13 +45,15 @@ class Sizes:
         batch: requests.
         steps: of the buffers.
         dims: of an MHA head; of an MLA latent four times as many and rope.
+        latent_heads: query heads of MLA.
     """
 
-    tokens: int = 8192
+    tokens: int = 16384
     selected: int = 2048
     batch: int = 5
     steps: int = 12
     dims: int = 128
+    latent_heads: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def _shapes(sizes: Sizes) -> list[tuple[KVGeometry, int]]:
     dims, latent = sizes.dims, 4 * sizes.dims
     found = [(KVGeometry(KVKind.MHA, 1, 2, dims, dims, dtype), 8) for dtype in KVDtype]
     mla = [KVGeometry(KVKind.MLA, 1, 1, latent + 64, latent, dtype) for dtype in (KVDtype.BF16, KVDtype.FP8)]
-    return found + [(geometry, 16) for geometry in mla]
+    return found + [(geometry, sizes.latent_heads) for geometry in mla]
 
 
 def _attention(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
