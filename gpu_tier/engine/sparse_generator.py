@@ -41,7 +41,8 @@ class SparseGenerator:
         engine: runs the passes; for those who want to add and abort requests themselves.
 
     Raises:
-        ConfigError: the model keeps KV in a way that is not supported.
+        ConfigError: the model keeps KV in a way that is not supported, or is in training mode.
+        StateError: another object decodes with the model.
     """
 
     def __init__(
@@ -69,9 +70,14 @@ class SparseGenerator:
             device=model.device,
         )
         attention = PrefillAttention(self.coordinator.key_reader, shape.sm_scale, piece_tokens, prefill)
-        self._runner = HfRunner(model, self.coordinator, shape, attention)
+        try:
+            self._runner = HfRunner(model, self.coordinator, shape, attention)
+        except Exception:
+            self.coordinator.manager.host.close()
+            raise
         self.engine = BatchEngine(self._runner, self.coordinator, device=model.device, chunk_tokens=chunk_tokens)
         self._max_tokens = max_tokens
+        self._is_closed = False
         self._own_stop_tokens = _stop_tokens(model)
 
     def generate(
@@ -96,8 +102,16 @@ class SparseGenerator:
         return generate(self.engine, prompts, max_new_tokens, stop)
 
     def close(self) -> None:
-        """Give the model its own attention back."""
+        """End what runs, give the model its own attention and the host its memory back. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for request in self.engine.requests:
+            self.engine.abort(request)
         self._runner.close()
+        for stream in ("compute", "h2d", "d2h"):
+            self.coordinator.runtime.record(stream).wait()  # the device may still read or write host memory
+        self.coordinator.manager.host.close()
 
     def __enter__(self) -> Self:
         return self

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpu_tier.engine.sparse_generator import SparseGenerator
-from gpu_tier.errors import ConfigError, PoolExhaustedError
-from tests.gpu_tier.coordinator_rig import WHOLE, config_of, whole
+from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from tests.gpu_tier.coordinator_rig import WHOLE, config_of, nothing_is_held, whole
 from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
 
@@ -52,6 +52,24 @@ def test_more_prompts_than_fit_wait() -> None:
         with pytest.raises(ConfigError, match="max_new_tokens=57"):
             generator.generate([prompt(10), prompt(200)], 57)
         assert generator.generate(prompts[:1], 5) == expected[:1]
+
+
+def test_a_closed_generator_holds_nothing_and_generates_nothing() -> None:
+    model = make_model()
+    first = generator_of(model, "quest")
+    first.engine.add(prompt(50))
+    first.engine.step()
+    first.close()
+    assert first.coordinator.manager.host.data.numel() == 0
+    assert nothing_is_held(first.coordinator)
+    expected = own_generate(model, prompt(50), 4)
+    with generator_of(model, "quest") as second:
+        first.close()
+        with pytest.raises(StateError, match="close that first"):
+            generator_of(model, "full")
+        assert second.generate([prompt(50)], 4) == [expected]
+    with pytest.raises(StateError, match="attention is now"):
+        first.generate([prompt(50)], 4)
 
 
 @pytest.mark.parametrize("prefill", ["exact", "flash"])
