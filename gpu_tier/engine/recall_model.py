@@ -26,7 +26,7 @@ from gpu_tier.geometry import KVKind
 __all__ = ["CHECKPOINT", "CHECKPOINT_SHA256", "RecallModel", "load_recall_model", "save_recall_model"]
 
 CHECKPOINT = Path(__file__).with_name("recall.safetensors")
-CHECKPOINT_SHA256 = ""
+CHECKPOINT_SHA256 = "e7ae410567d83a8ce2e8d2f421600e5ee202701b783c56cbc7978e7888698d3c"
 
 _WIDTH, _Q_HEADS, _KV_HEADS, _HEAD_DIM, _ROPE_DIMS, _TAPS, _LAYERS = 128, 4, 2, 32, 8, 4, 2
 _THETA = 10000.0
