@@ -219,7 +219,7 @@ class Hierarchical(Step):
             rows, heads, width = self.selected.shape[1:]
             self._out = DiffOutputs.empty(rows, heads, width, counters, errors)
             items, capacity = self.host_slots.shape[1], self.work.config.device_buffer_size
-            self._scratch = DiffScratch.empty(rows, heads, items, capacity, self.device)
+            self._scratch = DiffScratch(rows, heads, items, capacity, self.device)
         pools = self.host, self.pool
         swap_in = SwapIn(*(pool.data for pool in pools), *(pool.addressing for pool in pools), layer, layer, 1)
         batch = self.batch

@@ -216,7 +216,7 @@ def test_the_state_of_a_buffer_is_what_the_policy_allocates() -> None:
         geometry, capacity=48, unit_tokens=1, selecting_heads=8, max_requests=1, max_items=640,
         host_loc=torch.zeros(1, 640, dtype=torch.int64), runtime=NullRuntime(),
     )  # fmt: skip
-    scratch = DiffScratch.empty(1, 8, 640, 48, torch.device("cpu"))
+    scratch = DiffScratch(1, 8, 640, 48, torch.device("cpu"))
     in_tables = 640 * (4 + 8)
     assert request.tables == policy.nbytes + scratch.item_slot.nbytes + scratch.order.nbytes + in_tables
 
