@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +141,13 @@ def test_the_document_shows_what_the_command_prints(capsys: pytest.CaptureFixtur
     command, _, printed = shown.partition("$ gpu_tier ")[2].replace("\\\n", "").partition("\n")
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_the_command_without_torch_says_what_to_install() -> None:
+    code = "import sys; sys.modules['torch'] = None; import gpu_tier.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "gpu_tier: torch is not installed; the GPU tier needs: pip install 'kvcm[gpu]'\n"
 
 
 ARGUMENTS = ["plan", "--gpu-gib", "139", "--host-gib", "400", "--hit-rate", "0.85", "--latency-ms", "50"]
