@@ -8,6 +8,9 @@ from statistics import fmean
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
 
 from gpu_tier.eval.metrics import attended, attention_weights, errors, mass_recall, recall_at, steady_tokens
 from gpu_tier.eval.quality import OBSERVED, QualityResult, evaluate, kv_bytes, method, method_for_bytes, selections
@@ -57,6 +60,20 @@ def test_recall_counts_only_what_is_not_steady() -> None:
     # Steady 0.45; chosen 0.3 + 0.1, the best two others 0.3 + 0.15.
     chosen = torch.tensor([[False, True, True, False, False]])
     assert mass_recall(weights, chosen, steady) == pytest.approx(0.85 / 0.90)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(seed=st.integers(0, 2**31), tokens=st.integers(8, 60), chosen=st.floats(0, 1), k=st.integers(1, 8))
+def test_no_selection_beats_the_best_and_more_tokens_never_find_less(
+    seed: int, tokens: int, chosen: float, k: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.softmax(3 * torch.randn(3, 2, tokens, generator=generator), -1)
+    steady = steady_tokens(tokens, TokenRanges(sink=2, local=3))
+    some = torch.rand(3, tokens, generator=generator) < chosen
+    more = some | (torch.rand(3, tokens, generator=generator) < 0.3)
+    assert 0 <= mass_recall(weights, some, steady) <= 1 + 1e-6
+    assert 0 <= recall_at(k, weights, some, steady) <= recall_at(k, weights, more, steady) <= 1
 
 
 def test_attention_over_nothing_is_zero() -> None:
