@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.errors import PoolExhaustedError
@@ -122,3 +125,66 @@ def test_any_order_of_requests_gives_what_plain_tensors_give(
         pair.step()
         pair.end(0, "finish")
     assert nothing_is_held(coordinator)
+
+
+# Settings of algorithms whose representations outlive a step; each selects much less than a request has.
+REPRESENTED: dict[str, dict[str, Any]] = {
+    "quest": {"top_k": 48, "algo": {"token_budget": 48, "page": 8, "recent_pages": 2, "skip_layers": 1}},
+    "quest per head": {"top_k": 48, "algo": {"token_budget": 48, "page": 8, "skip_layers": 0, "heads": "per_head"}},
+    "dsa": {"top_k": 16, "algo": {"index_heads": 4, "index_dim": 32}},
+    "snapkv": {"algo": {"cap": 24, "w_obs": 4}},
+    "snapkv anew": {
+        "residency": "lru",
+        "device_buffer_size": 256,
+        "algo": {"cap": 24, "w_obs": 4, "mode": "retrievable", "reselect_every": 5},
+    },
+}
+STEPS = 30
+
+
+@cache
+def alone(algorithm: str, name: str, length: int, seed: int) -> list[int]:
+    """What a request gets in an engine of its own."""
+    engine = DecodeEngine(MODELS[name], coordinator_of(MODELS[name], represented(algorithm, name)))
+    request = engine.add(prompt(length, seed))
+    for _ in range(STEPS):
+        engine.step()
+    return engine.tokens(request)
+
+
+def represented(algorithm: str, name: str) -> SparseConfig:
+    settings = REPRESENTED[algorithm]
+    if algorithm == "dsa" and name == "llama":
+        settings = settings | {"algo": {"index_source": "proxy"}}
+    return config_of(algorithm.split()[0], settings, min_sparse_prompt_len=17)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("algorithm", sorted(REPRESENTED))
+@settings(max_examples=examples(60), deadline=None)
+@given(actions=st.lists(ACTIONS, min_size=5, max_size=20), chunk=st.sampled_from([7, 16, 64, 200]))
+def test_requests_get_what_they_get_alone(
+    algorithm: str, name: str, actions: list[tuple[str, int]], chunk: int
+) -> None:
+    coordinator = coordinator_of(MODELS[name], represented(algorithm, name), pages=140)
+    engine = DecodeEngine(MODELS[name], coordinator, chunk_tokens=chunk)
+    lengths: dict[int, int] = {}
+    for action, value in actions:
+        if action == "add":
+            with contextlib.suppress(PoolExhaustedError):
+                lengths[engine.add(prompt(value, value))] = value
+        elif action == "step":
+            for _ in range(value):
+                engine.step()
+        elif lengths:
+            request = sorted(lengths)[value % len(lengths)]
+            check_alone(engine.tokens(request), alone(algorithm, name, lengths[request], lengths.pop(request)))
+            engine.abort(request)
+    for request, length in lengths.items():
+        check_alone(engine.tokens(request), alone(algorithm, name, length, length))
+        engine.abort(request)
+    assert nothing_is_held(coordinator)
+
+
+def check_alone(tokens: list[int], expected: list[int]) -> None:
+    assert tokens[: len(expected)] == expected[: len(tokens)]
