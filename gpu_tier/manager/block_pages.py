@@ -81,27 +81,25 @@ class BlockPages:
                 break
         return pages
 
-    def keep(self, page: int, key: int, *, has_sidecar: bool, is_stored: bool = False) -> None:
+    def keep(self, page: int, key: int, *, has_sidecar: bool, is_stored: bool) -> None:
         """Cache a page whose bytes are all there. If another page has the key already, that one will be found.
 
         Args:
             page: it.
             key: of its block.
             has_sidecar: whether its sidecar is there.
-            is_stored: whether the storage is known to have it; if not, what was known of the block stays.
+            is_stored: whether the storage is known to have the block.
         """
         self.host.cache(page, key)
-        if self._key_of.get(page) != key:
-            self._is_stored.discard(page)
-            self._key_of[page] = key
+        self._key_of[page] = key
         _put(self._has_sidecar, page, has_sidecar)
-        if is_stored:
-            self._is_stored.add(page)
+        _put(self._is_stored, page, is_stored)
 
-    def mark_stored(self, pages: Sequence[int], is_stored: bool) -> None:
-        """Note whether the storage has blocks."""
-        for page in pages:
-            _put(self._is_stored, page, is_stored)
+    def mark_stored(self, keys: Sequence[int], pages: Sequence[int], is_stored: bool) -> None:
+        """Note whether the storage has blocks; pages that were given to others meanwhile are left alone."""
+        for key, page in zip(keys, pages, strict=True):
+            if self._key_of.get(page) == key:
+                _put(self._is_stored, page, is_stored)
 
     def is_stored(self, page: int) -> bool:
         """Return whether the storage had the block when it was last heard of."""

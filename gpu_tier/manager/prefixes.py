@@ -21,38 +21,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gpu_tier.connector import KV_SPEC, KVConnector, LoadTicket, PageDst, PageSrc, PrefixHandle, WriteTicket
+from gpu_tier.connector import KVConnector, LoadTicket, PageDst, PrefixHandle, PrefixMatch
 from gpu_tier.errors import ConfigError
 from gpu_tier.manager.block_pages import BlockPages, SidecarSpec
+from gpu_tier.manager.block_writes import BlockWrites
 from gpu_tier.manager.prefix_attach import AttachedPrefix, AttachState, PrefixAttach
+from gpu_tier.manager.prefix_counters import PrefixCounters
 from gpu_tier.pools.host_pool import HostKVPool
 
 __all__ = ["AttachedPrefix", "PrefixCounters", "PrefixStore", "SidecarSpec"]
 
 _PAUSE_SECONDS = 0.002
-
-
-@dataclass(slots=True)
-class PrefixCounters:
-    """What was counted so far.
-
-    Attributes:
-        host_tokens: attached tokens that were in the pool.
-        storage_tokens: attached tokens that were loaded.
-        loads_short: loads of which fewer blocks arrived than were promised.
-        sidecar_misses: attached tokens whose optional sidecar was not there.
-        written_pages: pages that the storage has taken, or had.
-        failed_pages: pages that it has not.
-        dropped_pages: pages not given to it, or only later, because too many were being written.
-    """
-
-    host_tokens: int = 0
-    storage_tokens: int = 0
-    loads_short: int = 0
-    sidecar_misses: int = 0
-    written_pages: int = 0
-    failed_pages: int = 0
-    dropped_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +71,19 @@ class PrefixStore:
         self._page_size = host.geometry.page_size
         self._connector = connector
         self._page_keys = page_keys
-        self._most_writing = int(most_writing * host.allocator.num_pages)
         self._loading: dict[int, PrefixAttach] = {}
         self._ended: list[_Ended] = []
-        self._writing: dict[WriteTicket, tuple[int, ...]] = {}
+        self._checks: list[tuple[PrefixHandle, tuple[int, ...]]] = []
+        self._writes: BlockWrites | None = None
         if connector is not None:
             connector.use_memory(self._blocks.all_memory)
+            most_pages = int(most_writing * host.allocator.num_pages)
+            self._writes = BlockWrites(self._blocks, connector, self.counters, most_pages)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being written, and no memory may change any more."""
-        return not (self._ended or self._writing)
+        return not self._ended and (self._writes is None or self._writes.is_idle)
 
     def begin(self, token_ids: Sequence[int]) -> PrefixAttach:
         """Begin to look for the longest known prefix of a prompt."""
@@ -185,21 +166,16 @@ class PrefixStore:
         self._blocks.filled(new)
         keys = tuple(self._page_keys(token_ids[: full * self._page_size]))
         for page, key in zip(new, keys[first_page:], strict=True):
-            self._blocks.keep(page, key, has_sidecar=sidecar is not None)
-        self._write(keys, pages[:full])
+            self._blocks.keep(page, key, has_sidecar=sidecar is not None, is_stored=False)
+        if self._writes is not None:
+            self._writes.offer(keys, pages[:full])
 
     def step(self) -> None:
         """Let go of pages that were written, and of those that no storage may write to any more."""
-        if self._connector is None:
+        if self._writes is None:
             return
-        for ticket, pages in list(self._writing.items()):
-            progress = self._connector.poll_write(ticket)
-            if progress.is_done:
-                del self._writing[ticket]
-                self._blocks.mark_stored(pages[: progress.stored], True)
-                self._allocator.end_write(pages)
-                self.counters.written_pages += progress.stored
-                self.counters.failed_pages += len(pages) - progress.stored
+        self._writes.step()
+        self._checks = [check for check in self._checks if not self._hear(*check)]
         self._ended = [left for ended in self._ended if (left := self._settle(ended)) is not None]
 
     def flush(
@@ -221,6 +197,7 @@ class PrefixStore:
         attach.cached += self._blocks.find(attach.keys[len(attach.cached) :])
         found = len(attach.cached)
         if found == len(attach.keys) or self._connector is None:
+            self._check(attach)
             self._finish(attach, [], 0)
             return
         if attach.keys[found] in self._loading:
@@ -228,6 +205,34 @@ class PrefixStore:
             return
         attach.handle = self._connector.match_prefix(attach.keys, self._blocks.required, self._blocks.optional)
         attach.state = AttachState.MATCHING
+
+    def _check(self, attach: PrefixAttach) -> None:
+        """Ask whether the storage has what the pool has, though nobody waits for the answer.
+
+        Blocks of other engines must not be evicted because all who use them have them in their pools; and where the
+        storage has lost a block, what follows it would be stored in vain.
+        """
+        if self._connector is not None and attach.keys:
+            handle = self._connector.match_prefix(attach.keys, self._blocks.required)
+            self._checks.append((handle, tuple(attach.cached)))
+
+    def _hear(self, handle: PrefixHandle, pages: Sequence[int]) -> bool:
+        """Take note of such an answer; returns whether it is there."""
+        assert self._connector is not None
+        match = self._connector.matched(handle)
+        if match is None:
+            return False
+        self._note(handle.keys, pages, match)
+        self._connector.release(handle)
+        return True
+
+    def _note(self, keys: Sequence[int], pages: Sequence[int], match: PrefixMatch) -> None:
+        """Take note which of the leading blocks, whose pages are in the pool, the storage has."""
+        if match.reason:
+            return
+        end = min(match.blocks, len(pages))
+        self._blocks.mark_stored(keys[:end], pages[:end], True)
+        self._blocks.mark_stored(keys[end : len(pages)], pages[end:], False)
 
     def _wait(self, attach: PrefixAttach) -> None:
         """Let somebody else load the next block."""
@@ -257,8 +262,7 @@ class PrefixStore:
         match = self._connector.matched(attach.handle)
         if match is None:
             return
-        if not match.reason:
-            self._blocks.mark_stored(attach.cached[match.blocks :], False)
+        self._note(attach.keys, attach.cached, match)
         # Somebody else may have loaded or computed some of it meanwhile, or be at it.
         attach.cached += self._blocks.find(attach.keys[len(attach.cached) : match.blocks])
         start = len(attach.cached)
@@ -342,25 +346,3 @@ class PrefixStore:
             return _Ended(ended.ticket, handle, ended.pages)
         self._allocator.free(ended.pages)
         return None
-
-    def _write(self, keys: Sequence[int], pages: Sequence[int]) -> None:
-        """Write what the storage does not have, from the first such block on."""
-        if self._connector is None:
-            return
-        start = next((i for i, page in enumerate(pages) if not self._blocks.is_stored(page)), len(pages))
-        start = max([start, *(i + 1 for i, page in enumerate(pages) if self._blocks.is_busy(page))])
-        if start == len(pages):
-            return
-        room = max(0, self._most_writing - sum(map(len, self._writing.values())))
-        held = tuple(pages[start : start + room])
-        self.counters.dropped_pages += len(pages) - start - len(held)
-        if not held:
-            return
-        names = [KV_SPEC]
-        if self._blocks.sidecar is not None and self._blocks.with_sidecar(held) == len(held):
-            names.append(self._blocks.sidecar.name)
-        sources = [
-            PageSrc(key, self._blocks.memory(page, names)) for key, page in zip(keys[start:], held, strict=False)
-        ]
-        self._allocator.begin_write(held)
-        self._writing[self._connector.write(keys[start - 1] if start else None, sources)] = held

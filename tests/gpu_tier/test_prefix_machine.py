@@ -134,6 +134,8 @@ class PrefixMachine(RuleBasedStateMachine):
             tier.check(tokens, prefix)
             tier.store.give_back(prefix)
         for tier in getattr(self, "tiers", []):
+            for number in list(tier.connector.lookups):
+                tier.connector.answer(number)
             for number in list(tier.connector.writes):
                 tier.connector.finish_write(number)
             for load in tier.connector.loads.values():

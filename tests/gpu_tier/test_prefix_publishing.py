@@ -121,6 +121,58 @@ def test_the_storage_forgot_what_the_pool_still_has(storage: MemoryStorage) -> N
     tier.check_nothing_is_held()
 
 
+def test_a_prompt_that_is_all_in_the_pool_is_looked_up_all_the_same(storage: MemoryStorage) -> None:
+    """So that the storage knows that it is used, and what follows a block that it lost is not stored in vain."""
+    tier = Tier(storage)
+    tier.serve(TOKENS)
+    tier.connector.is_manual = True
+    prefix = tier.store.poll(tier.store.begin(TOKENS))
+    assert prefix is not None  # nobody waited
+    (number,) = tier.connector.lookups
+    del storage.blocks[page_keys(TOKENS)[2]]
+    tier.connector.answer(number)
+    tier.store.step()
+    longer = [*TOKENS, *range(PAGE)]
+    pages = tier.compute(longer, prefix)
+    tier.store.publish(longer, pages, len(longer), first_page=4, sidecar=tier.sidecar(longer, 4))
+    tier.allocator.free(pages)
+    (number,) = tier.connector.writes
+    tier.connector.finish_write(number)
+    assert set(storage.blocks) == set(page_keys(longer))
+    tier.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_answer_about_pages_that_others_have_now_changes_nothing(storage: MemoryStorage, is_there: bool) -> None:
+    tier = Tier(storage, pages=4)
+    tier.serve(TOKENS)
+    tier.connector.is_manual = True
+    attach = tier.store.begin(TOKENS)
+    tier.store.abort(attach)
+    others = [token + 1000 for token in TOKENS]
+    pages = tier.compute(others)
+    tier.connector.is_down = True
+    tier.store.publish(others, pages, len(others), sidecar=tier.sidecar(others))
+    tier.connector.finish_write(2)
+    tier.connector.is_down = False
+    if not is_there:
+        storage.blocks.clear()
+    tier.connector.answer(1)
+    tier.store.step()
+    tier.store.publish([*others, 1], pages, len(others), first_page=4)
+    (write,) = tier.connector.writes.values()
+    assert [page.key for page in write.pages] == page_keys(others)
+
+
+def test_what_was_stored_once_is_not_taken_for_stored_for_ever(storage: MemoryStorage) -> None:
+    tier = Tier(storage)
+    tier.serve(TOKENS)
+    storage.blocks.clear()
+    tier.allocator.free(tier.allocator.alloc(16))  # out of the pool, too
+    tier.serve(TOKENS)  # in the same pages, perhaps
+    assert set(storage.blocks) == set(page_keys(TOKENS))
+
+
 def test_no_more_pages_are_held_for_writing_than_allowed(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True, pages=6, most_writing=0.5)
     pages = tier.compute(TOKENS)
