@@ -133,10 +133,8 @@ class DeviceRun:
     def add_share(self, case: str, metric: str, speed: float, peak: float, target: float | None) -> None:
         """Publish a speed in GB/s beside a peak."""
         share = speed / peak
-        wanted = "" if target is None else f"share of the peak >= {target:.2f}"
-        self.add(
-            Row(case, metric, speed / 1e9, "GB/s", peak / 1e9, share, wanted, None if not wanted else share >= target)
-        )
+        wanted, ok = ("", None) if target is None else (f"share of the peak >= {target:.2f}", share >= target)
+        self.add(Row(case, metric, speed / 1e9, "GB/s", peak / 1e9, share, wanted, ok))
 
     def add_speed_up(self, case: str, over: str, gain: float, baseline_share: float) -> None:
         """Publish how much faster something is than a baseline that reaches a share of the roofline, or why not."""

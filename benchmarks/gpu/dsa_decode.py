@@ -220,8 +220,9 @@ class Hierarchical(Step):
             self._out = DiffOutputs.empty(rows, heads, width, counters, errors)
             items, capacity = self.host_slots.shape[1], self.work.config.device_buffer_size
             self._scratch = DiffScratch(rows, heads, items, capacity, self.device)
-        pools = self.host, self.pool
-        swap_in = SwapIn(*(pool.data for pool in pools), *(pool.addressing for pool in pools), layer, layer, 1)
+        swap_in = SwapIn(
+            self.host.data, self.pool.data, self.host.addressing, self.pool.addressing, layer, layer, num_heads=1
+        )
         batch = self.batch
         lru_diff(
             self.selected[layer], batch.req_pool_indices, batch.seq_lens, self.mask, batch.num_real_reqs,

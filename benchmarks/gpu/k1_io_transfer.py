@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import checkout  # noqa: F401 - first: it makes the rest importable
 import torch
@@ -134,7 +135,7 @@ class Mover:
         """Move the items to the host."""
         self.transfer.store(self.dst, self.src, **self._how())
 
-    def _how(self) -> dict[str, object]:
+    def _how(self) -> dict[str, Any]:
         case = self.case
         return {
             "layers": self.layers, "per_head": case.per_head, "unit_tokens": case.unit_tokens, "engine": case.engine,

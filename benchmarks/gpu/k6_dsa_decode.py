@@ -196,19 +196,19 @@ class Bench:
             for layer in work.geometry.layers[:2]:
                 step.resolve(layer)
 
-        parts: list[tuple[str, Callable[[int], None], Callable[[int], None]]] = [
+        parts: list[tuple[str, Callable[[int], object], Callable[[int], None]]] = [
             ("index scores", lambda layer: step.indexer.score(layer, step.seq_lens), step.prepare),
             ("top-k", lambda _layer: step.indexer.pick(step.seq_lens), step.prepare),
             ("loads", lambda layer: step.load(layer, step.plans[layer % 2]), plan),
             ("attention", lambda layer: step.attend(layer, step.plans[layer % 2]), plan),
-            ("lru_diff", lambda layer: step.resolve(layer) and None, step.prepare),
+            ("lru_diff", step.resolve, step.prepare),
             ("lru_diff, then loads", lambda layer: step.load(layer, step.resolve(layer)), step.prepare),
             ("lru_diff and loads in one kernel", step.swap, step.prepare),
         ]
         case = f"n={self.n_tokens}, B={batch}, C={size}, hit rate {rate:.2f} (input)"
         for name, part, prepare in parts:
 
-            def all_layers(part: Callable[[int], None] = part) -> None:
+            def all_layers(part: Callable[[int], object] = part) -> None:
                 for layer in work.geometry.layers:
                     part(layer)
 

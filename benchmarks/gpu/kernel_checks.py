@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sliding_trace import SlidingTrace
@@ -299,7 +300,7 @@ def _transfer(runtime: DeviceRuntime, geometry: KVGeometry, layout: Layout, per_
         host.data.copy_(torch.randint(0, 256, host.data.shape, dtype=torch.uint8, generator=generator))
         device = DeviceKVPool(geometry, pages, runtime)
         transfer = KVTransfer(host, device, runtime, SparseConfig("dsa", kernels=impl))
-        how = {"count": count, "per_head": per_head, "unit_tokens": unit, "engine": Engine.KERNEL}
+        how: dict[str, Any] = {"count": count, "per_head": per_head, "unit_tokens": unit, "engine": Engine.KERNEL}
         transfer.load(there, here, layers=geometry.layers[:1], **how)
         transfer.load(here, there, layers=geometry.layers[1:], **how)
         loaded = device.data.cpu()
