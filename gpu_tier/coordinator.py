@@ -31,11 +31,12 @@ from gpu_tier.config import SparseConfig
 from gpu_tier.errors import StateError
 from gpu_tier.lifetime import Lifetimes
 from gpu_tier.manager.key_reader import KVReader
+from gpu_tier.manager.offload import OffloadTicket
 from gpu_tier.manager.prefix_attach import AttachedPrefix
 from gpu_tier.manager.resident_layers import ResidentLayers
 from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
 from gpu_tier.manager.stream import HostStream
-from gpu_tier.runtime import DeviceRuntime, Event
+from gpu_tier.runtime import DeviceRuntime
 from gpu_tier.step import Step
 from gpu_tier.trackers import RequestState, RequestTrackers
 from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
@@ -89,7 +90,7 @@ class SparseCoordinator:
         self._stream = stream
         self._step: Step | None = None
         self._inputs: _LayerInputs | None = None
-        self._offloads: deque[Event] = deque(maxlen=2)
+        self._offloads: deque[OffloadTicket] = deque(maxlen=2)
         self.sparse_tokens = 0
         self.dense_tokens = 0
 
@@ -174,13 +175,19 @@ class SparseCoordinator:
 
     def forward_begin(self, batch: ForwardBatch) -> None:
         """Begin a pass."""
-        if len(self._offloads) == 2:  # the newest slots of the step before the last are about to be overwritten
-            self.runtime.fence(self._offloads[0], "compute")
         self.manager.poll()
+        if len(self._offloads) == 2:
+            # The newest slots of the step before the last are about to be overwritten, and what lay there may have to
+            # be loaded. The host may be several steps ahead of the device, so that it has not seen the copy end.
+            self.manager.reach(self._offloads[0])
+        if self._offloads and not self.config.promote_newest:  # the last step's token may have to be loaded at once
+            self.manager.reach(self._offloads[-1])
         trackers = [self.trackers[request] for request in batch.requests]
         sparse = [t.state is RequestState.SPARSE and batch.mode is Mode.DECODE for t in trackers]
         self._step = Step.of(batch, sparse, self.manager.tables.table)
         if self._stream is not None and any(sparse):
+            if self._offloads:  # the last step's token is read from the host, too
+                self.runtime.fence(self._offloads[-1].done, "h2d")
             totals = [t.seq_len if is_sparse else 0 for t, is_sparse in zip(trackers, sparse, strict=True)]
             self._stream.begin(batch.requests, tuple(totals))
 
@@ -309,7 +316,7 @@ class SparseCoordinator:
             self.sparse_tokens += step.num_sparse
             self.dense_tokens += batch.num_real - step.num_sparse
         if (ticket := self._lifetimes.offload_pass(batch)) is not None:
-            self._offloads.append(ticket.done)
+            self._offloads.append(ticket)
         for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
             tracker = self.trackers[request]
             if self._lifetimes.is_exact(tracker):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CudaRuntime", "DeviceRuntime", "Event", "NullRuntime", "runtime_for"]
+__all__ = ["CudaRuntime", "DeviceRuntime", "Event", "NullRuntime", "runtime_for", "upload"]
 
 
 class Event(ABC):
@@ -126,6 +126,16 @@ class CudaRuntime(DeviceRuntime):
         """See `DeviceRuntime`."""
         assert isinstance(event, _CudaEvent)
         self._named(name).wait_event(event.event)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The current stream copies it and the host does not wait.
+
+    `Tensor.to` waits for everything that was given to the stream: in a step, for the whole step.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def runtime_for(device: torch.device | str) -> DeviceRuntime:

@@ -1,7 +1,9 @@
 """Host pages of requests, and which of their items are backed up there (`host_loc`).
 
 `host_loc` is what residency policies read: an item gets its entry when its host copy is complete and not before, so an
-item without one is never a victim (ordering rule O1) and never loaded.
+item without one is never a victim (ordering rule O1) and never loaded. There are two ways to know that it is: the host
+has seen the copy end (`back_up`), or the compute stream waits for it (`locate`). Only what the host has seen may be
+read by the host.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.runtime import upload
 
 __all__ = ["HostTokens"]
 
@@ -36,6 +39,7 @@ class HostTokens:
         self.host_loc = torch.full((max_requests, items), -1, dtype=torch.int64, device=device)
         self._pages: dict[int, list[int]] = {}
         self._backed_up: dict[int, int] = {}
+        self._located: dict[int, int] = {}  # items of each request that have their entry
         self._filled: dict[int, int] = {}
 
     def adopt(self, request: int, pages: Sequence[int], n_tokens: int) -> None:
@@ -67,9 +71,21 @@ class HostTokens:
     def slots(self, request: int, start: int, stop: int) -> Tensor:
         """Return the host slot of each token, ``int64 [stop - start]``, on the host."""
         size = self.pool.addressing.page_size
+        first = start // size
         tokens = torch.arange(start, stop)
-        pages = torch.tensor(self._pages.get(request, []), dtype=torch.int64)
-        return pages[tokens // size] * size + tokens % size
+        pages = torch.tensor(self._pages.get(request, [])[first : -(-stop // size)], dtype=torch.int64)
+        return pages[tokens // size - first] * size + tokens % size
+
+    def span_slots(self, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Return the host slots of the tokens of spans (request, start, stop), one after the other, on the host."""
+        return self._item_slots(spans, 1)
+
+    def _item_slots(self, spans: Sequence[tuple[int, int, int]], unit: int) -> Tensor:
+        if all(stop - start == 1 for _, start, stop in spans):  # a decode step: tensors of one number are slow
+            size = self.pool.addressing.page_size
+            tokens = [(self._pages[request], start * unit) for request, start, _ in spans]
+            return torch.tensor([pages[token // size] * size + token % size for pages, token in tokens])
+        return torch.cat([self.slots(request, start * unit, stop * unit)[::unit] for request, start, stop in spans])
 
     def backed_up(self, request: int) -> int:
         """Return the leading tokens whose host copy is complete."""
@@ -77,20 +93,26 @@ class HostTokens:
 
     def back_up(self, requests: Sequence[int], totals: Sequence[int]) -> None:
         """Take note that the first `totals[i]` tokens of `requests[i]` are complete on the host."""
-        rows, items, slots = [], [], []
         for request, total in zip(requests, totals, strict=True):
-            first, last = self._backed_up.get(request, 0) // self.unit, total // self.unit
             self._backed_up[request] = max(total, self._backed_up.get(request, 0))
             self._mark_filled(request)
+        self.locate(requests, totals)
+
+    def locate(self, requests: Sequence[int], totals: Sequence[int]) -> None:
+        """Name the host slots of the first `totals[i]` tokens of `requests[i]`: compute comes after their copies."""
+        spans = []
+        for request, total in zip(requests, totals, strict=True):
+            first, last = self._located.get(request, 0), total // self.unit
             if last > first:
-                new = self.slots(request, first * self.unit, last * self.unit)[:: self.unit]
-                rows.append(torch.full((last - first,), request))
-                items.append(torch.arange(first, last))
-                slots.append(new)
-        if rows:
-            device = self.host_loc.device
-            where = torch.cat(rows).to(device), torch.cat(items).to(device)
-            self.host_loc[where] = torch.cat(slots).to(device)
+                spans.append((request, first, last))
+                self._located[request] = last
+        if spans:
+            rows = torch.tensor([request for request, _, _ in spans])
+            counts = torch.tensor([last - first for _, first, last in spans])
+            items = torch.cat([torch.arange(first, last) for _, first, last in spans])
+            slots = self._item_slots(spans, self.unit)
+            where = upload(torch.stack([rows.repeat_interleave(counts), items, slots]), self.host_loc.device)
+            self.host_loc[where[0], where[1]] = where[2]
 
     def _mark_filled(self, request: int) -> None:
         whole = self._backed_up[request] // self.pool.addressing.page_size
@@ -102,5 +124,6 @@ class HostTokens:
         """Release everything of a request."""
         self.pool.allocator.free(self._pages.pop(request, []))
         self._filled.pop(request, None)
-        if self._backed_up.pop(request, 0):
+        self._backed_up.pop(request, None)
+        if self._located.pop(request, 0):
             self.host_loc[request] = -1

@@ -44,6 +44,11 @@ class Offloads:
         done, self._tickets = self._tickets[:ended], self._tickets[ended:]
         return done
 
+    def until(self, ticket: OffloadTicket) -> list[OffloadTicket]:
+        """Return the copies on their way that end no later than one of them; none when that one has ended."""
+        places = [place for place, other in enumerate(self._tickets) if other is ticket]
+        return self._tickets[: places[0] + 1] if places else []
+
     def of(self, requests: Sequence[int]) -> list[OffloadTicket]:
         """Return the copies on their way that touch one of the requests."""
         wanted = set(requests)

@@ -3,7 +3,7 @@
 Ordering rules, each kept by events between streams:
 
 O1. The host copy of a token is complete before the token can be evicted: an item enters `host_loc` only when its copy
-    has ended, and policies evict nothing without an entry there.
+    has ended or compute waits for it, and policies evict nothing without an entry there.
 O2. `fetch` of a layer is complete before the layer's attention reads the buffer: compute waits for its event.
 O3. A slot written by `fetch` is not overwritten by the next step's before attention has read it: the copy stream waits
     for compute before it begins.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from gpu_tier.config import SparseConfig
@@ -28,7 +27,7 @@ from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.pools.req_to_token import ReqToTokenPool
 from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime, Event
+from gpu_tier.runtime import DeviceRuntime, Event, upload
 from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection
 
 __all__ = ["SparseKVCacheManager"]
@@ -117,11 +116,11 @@ class SparseKVCacheManager:
             stops: token behind the last of each.
             device_slots: ``int64 [M]`` where they lie, request after request.
         """
-        spans = zip(requests, starts, stops, strict=True)
-        host_slots = torch.cat([self.host_tokens.slots(request, start, stop) for request, start, stop in spans])
+        host_slots = self.host_tokens.span_slots(list(zip(requests, starts, stops, strict=True)))
         self.runtime.fence(self.runtime.record("compute"), "d2h")
         with self.runtime.stream("d2h"):
-            self.transfer.store(device_slots[None].long(), host_slots[None].to(self.runtime.device), layers=self.layers)
+            target = upload(host_slots[None], self.runtime.device)
+            self.transfer.store(device_slots[None].long(), target, layers=self.layers)
         done = self.runtime.record("d2h")
         ticket = self.offloads.add(OffloadTicket(tuple(requests), tuple(stops), done))
         self.poll()
@@ -135,11 +134,20 @@ class SparseKVCacheManager:
         """Take note of the copies that have ended, and return them."""
         ended = self.offloads.finished()
         for ticket in ended:
-            live = [
-                pair for pair in zip(ticket.requests, ticket.totals, strict=True) if self.host_tokens.holds(pair[0])
-            ]
+            live = self._live(ticket)
             self.host_tokens.back_up([request for request, _ in live], [total for _, total in live])
         return ended
+
+    def reach(self, ticket: OffloadTicket) -> None:
+        """Let compute wait for a copy, and from now on rely on it and on all before it; the host does not wait."""
+        self.runtime.fence(ticket.done, "compute")
+        for pending in self.offloads.until(ticket):
+            live = self._live(pending)
+            self.host_tokens.locate([request for request, _ in live], [total for _, total in live])
+
+    def _live(self, ticket: OffloadTicket) -> list[tuple[int, int]]:
+        pairs = zip(ticket.requests, ticket.totals, strict=True)
+        return [pair for pair in pairs if self.host_tokens.holds(pair[0])]
 
     def settle(self, request: int) -> None:
         """Wait until no copy of a request is on its way."""
@@ -194,13 +202,13 @@ class SparseKVCacheManager:
         self, request: int, tokens: Tensor, slots: Tensor, layers: range, *, per_head: bool, n_tokens: int
     ) -> None:
         device = self.runtime.device
-        target = slots.to(device, torch.int64)
+        target = upload(slots, device).long()
         if self.dense.has(request, 0, n_tokens):
-            source = self.tables.slots(request, 0, n_tokens)[tokens.to(device)].long()
+            source = self.tables.slots(request, 0, n_tokens)[upload(tokens, device)].long()
             self.transfer.move(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
             return
         self.settle(request)
-        source = self.host_tokens.slots(request, 0, n_tokens)[tokens].to(device)
+        source = upload(self.host_tokens.slots(request, 0, n_tokens)[tokens], device)
         self.transfer.load(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
 
     def release(self, request: int) -> None:

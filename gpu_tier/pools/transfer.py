@@ -21,7 +21,7 @@ from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
-from gpu_tier.runtime import DeviceRuntime
+from gpu_tier.runtime import DeviceRuntime, upload
 
 __all__ = ["DMA_RUN_BYTES", "Engine", "KVTransfer", "TransferCounters"]
 
@@ -212,9 +212,9 @@ class KVTransfer:
         # Kernels cannot reach pageable memory; the reference copies through the host, and waits.
         readable = direction == _D2D or host.is_device_readable
         io_transfer(
-            job.src.data, job.dst.data, job.src.addressing, job.dst.addressing, job.src_idx.to(device),
-            job.dst_idx.to(device), layers=job.layers, num_heads=self.geometry.num_kv_heads,
-            count=None if job.count is None else job.count.to(device), per_head=job.per_head,
+            job.src.data, job.dst.data, job.src.addressing, job.dst.addressing, upload(job.src_idx, device),
+            upload(job.dst_idx, device), layers=job.layers, num_heads=self.geometry.num_kv_heads,
+            count=None if job.count is None else upload(job.count, device), per_head=job.per_head,
             unit_tokens=job.unit_tokens, blocks=blocks, moved=self._moved[direction : direction + 1],
             impl=self._config.kernels if readable else "reference",
         )  # fmt: skip
