@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 from manager_process import ManagerProcess
+from pool_parts import CAPACITY, NODE
 from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, sidecars_of
 from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
 
@@ -325,6 +326,27 @@ def test_engines_that_write_the_same_blocks_at_once(manager: ManagerProcess, ins
     assert sum(saved) == 6  # type: ignore[arg-type]
     with TierEngine(manager.address, instance_id, sidecar=DSA) as reader:
         assert reader.attached_tokens(TOKENS) == 6 * PAGE
+
+
+def test_a_memory_pool_of_the_node(
+    manager: ManagerProcess, instance_id: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = f"pool-{instance_id}"
+    manager.add_pool(pool, NODE, CAPACITY)
+    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
+    monkeypatch.setenv("KVCM_NODE_ID", NODE)
+    with TierEngine(manager.address, instance_id, sidecar=DSA, group=pool) as first:
+        until(lambda: _is_taken(first))  # the manager has yet to look at the pool that it was told of
+        with TierEngine(manager.address, instance_id, sidecar=DSA, group=pool) as second:
+            assert second.attached_tokens(TOKENS) == 6 * PAGE
+    monkeypatch.setenv("KVCM_NODE_ID", "node-b")
+    with TierEngine(manager.address, instance_id, sidecar=DSA, group=pool) as elsewhere:
+        assert elsewhere.attached_tokens(TOKENS) == 0
+
+
+def _is_taken(engine: TierEngine) -> bool:
+    engine.serve(TOKENS)
+    return engine.store.counters.written_pages > 0
 
 
 def test_leases_are_given_back(manager: ManagerProcess, instance_id: str) -> None:

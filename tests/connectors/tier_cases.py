@@ -49,6 +49,7 @@ class TierEngine:
         sidecar: str = "",
         is_required: bool = True,
         others: Sequence[str] = (),
+        group: str = "default",
         pages: int = 16,
         settings: TierSettings = PATIENT,
         **changes: Any,
@@ -58,7 +59,7 @@ class TierEngine:
         names = {*others, sidecar} - {""}
         parts = BlockParts(geometry.page_bytes, dict.fromkeys(names, SIDECAR_BYTES))
         kv = format_of(geometry, layout)
-        self.connector = ManagerConnector.connect(manager, "default", instance_id, kv, parts, settings=settings)
+        self.connector = ManagerConnector.connect(manager, group, instance_id, kv, parts, settings=settings)
         spec = SidecarSpec(sidecar, SIDECAR_BYTES, is_required) if sidecar else None
         self.store = PrefixStore(self.host, self.connector, self.connector.page_keys, spec, **changes)
 

@@ -52,16 +52,18 @@ class Rig:
         dtype: KVDtype = KVDtype.F32,
         sparse: bool = True,
         pages: int = 100,
+        decoder: Any = None,
+        device: str = "cpu",
         **changes: Any,
     ) -> None:
-        model = MODELS[model_name]
+        model = decoder or MODELS[model_name]
         config = config_of(algorithm, SHORT[algorithm] if sparse else whole(algorithm, has_indexer=True), **changes)
         geometry = KVGeometry(
             model.kind, model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim, dtype, PAGE
         )
         self.coordinator: SparseCoordinator = build(
             config, geometry, num_q_heads=model.num_q_heads, sm_scale=model.sm_scale, device_pages=pages,
-            max_requests=8, max_tokens=320, publishes=True,
+            max_requests=8, max_tokens=320, device=device, publishes=True,
         )  # fmt: skip
         host = self.coordinator.manager.host
         kv = KVFormat.of(geometry, config.host_layout, model=model_name, weights="0", rope={"theta": 10_000.0})
@@ -70,7 +72,7 @@ class Rig:
         self.connector = connect(kv, geometry.page_bytes, sidecars) if connect is not None else None
         keys = page_keys or self.connector.page_keys  # type: ignore[union-attr]
         self.store = PrefixStore(host, self.connector, keys, sidecar)
-        self.decoder = DecodeEngine(model, self.coordinator, chunk_tokens=CHUNK)
+        self.decoder = DecodeEngine(model, self.coordinator, device=device, chunk_tokens=CHUNK)
         self.engine = SharingEngine(self.decoder, self.coordinator, self.store)
 
     def run(self, tokens: Sequence[int], new: int = NEW) -> tuple[list[int], int, int]:
