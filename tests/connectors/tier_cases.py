@@ -18,6 +18,8 @@ from gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarSpec
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.runtime import NullRuntime
 
+torch.set_num_threads(1)  # for tensors this small, threads mostly wait for each other
+
 __all__ = ["PATIENT", "TierEngine", "dsa_spec"]
 
 PATIENT = TierSettings(call_seconds=20.0, register_seconds=20.0, batch_bytes=1000)

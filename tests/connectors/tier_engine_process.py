@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-import torch
 from sharing_rig import Rig, prompt_of
 
 from connectors.gpu_tier.connector import ManagerConnector
@@ -15,8 +14,6 @@ from gpu_tier.connector import KVFormat
 
 TOKENS = prompt_of(200)
 PATIENT = TierSettings(call_seconds=20.0, register_seconds=20.0)
-
-torch.set_num_threads(1)
 
 
 def main(address: str, instance: str, model: str, algorithm: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from coordinator_rig import MODELS, PAGE, config_of, prompt, whole
 
 from gpu_tier.assembly import build
@@ -17,6 +18,8 @@ from gpu_tier.manager.prefixes import PrefixStore
 from gpu_tier.rows import KVDtype
 
 __all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "Rig", "continued", "prompt_of"]
+
+torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
 
 NEW = 20
 CHUNK = 32
