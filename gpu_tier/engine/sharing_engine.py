@@ -75,7 +75,7 @@ class SharingEngine:
         """Compute the next pass of everything that runs, and return the token that each prompt got.
 
         Raises:
-            PoolExhaustedError: there is no room for what runs; aborting something makes room.
+            PoolExhaustedError: there is no room for what runs; retracting something makes room.
         """
         self._store.step()
         self._admit()
@@ -100,12 +100,21 @@ class SharingEngine:
         """End a prompt whose answer is complete; what of it is exact is published."""
         prompt = self._known(number)
         if prompt.request is not None:
-            self._coordinator.manager.settle(prompt.request)
-            self._publish(prompt, at_end=True)
+            self._publish_rest(prompt)
             self._engine.finish(prompt.request)
         else:
             self._store.abort(prompt.attach)
         del self._prompts[number]
+
+    def retract(self, number: int) -> None:
+        """Take a prompt off to make room; it goes on as soon as there is some, from what of it is exact."""
+        prompt = self._known(number)
+        if prompt.request is None:
+            return
+        self._publish_rest(prompt)
+        prompt.tokens = self._engine.retract(prompt.request)
+        prompt.request = None
+        prompt.attach = self._store.begin(prompt.tokens)
 
     def abort(self, number: int) -> None:
         """End a prompt in any state; one that is not known too."""
@@ -141,10 +150,15 @@ class SharingEngine:
                 raise
             prompt.published_pages = len(prefix.pages)
 
+    def _publish_rest(self, prompt: _Prompt) -> None:
+        assert prompt.request is not None
+        self._coordinator.manager.settle(prompt.request)
+        self._publish(prompt, at_end=True)
+
     def _publish(self, prompt: _Prompt, *, at_end: bool) -> None:
         assert prompt.request is not None
         tracker = self._coordinator.trackers[prompt.request]
-        if tracker.state in _IN_PROMPT:
+        if tracker.state in _IN_PROMPT and not at_end:
             return
         host_tokens = self._coordinator.manager.host_tokens
         exact = min(tracker.exact_tokens, host_tokens.backed_up(prompt.request))

@@ -77,6 +77,36 @@ def test_prompts_longer_than_their_window_on_the_device(storage: MemoryStorage, 
     assert rig_of(storage, model, algorithm).run(tokens, 6) == (expected, 288, 1)
 
 
+@pytest.mark.parametrize("has_storage", [False, True])
+@pytest.mark.parametrize("steps", [1, 3, 15])
+@pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("latent", "dsa")])
+def test_a_retracted_prompt_goes_on_from_the_pool(
+    storage: MemoryStorage, steps: int, has_storage: bool, model: str, algorithm: str
+) -> None:
+    options = {"min_sparse_prompt_len": 300}  # so that all of it is exact
+    expected = continued(model, algorithm, TOKENS, 40, **options)
+    connect = (lambda *_: MemoryConnector(storage)) if has_storage else None
+    rig = Rig(model, algorithm, connect, KEYS, **options)
+    number = rig.engine.submit(TOKENS)
+    while not rig.engine.running:
+        rig.engine.step()
+    for _ in range(steps - 1):
+        rig.engine.step()
+    before = len(rig.engine.tokens(number))
+    rig.engine.retract(number)
+    rig.engine.retract(number)  # it is off already
+    assert rig.engine.running == ()
+    assert rig.coordinator.manager.device.allocator.in_use == 0
+    while len(rig.engine.tokens(number)) < 240:
+        rig.engine.step()
+    assert rig.engine.tokens(number) == expected
+    computed = min(before - 1, steps * 32)  # tokens that had KV
+    assert rig.engine.attached_tokens(number) == computed // PAGE * PAGE
+    rig.engine.finish(number)
+    assert rig.store.flush(10)
+    assert rig.is_empty()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("model", "algorithm"), [*MODELS_OF, ("llama", "full_offload"), ("llama", "snapkv")])
 def test_a_gpu_goes_on_from_its_own_prefix(
