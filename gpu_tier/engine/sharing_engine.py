@@ -34,10 +34,10 @@ def sidecar_of(coordinator: SparseCoordinator, kv: KVFormat) -> SidecarSpec | No
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt and what became of it: it waits for its prefix, or runs."""
+    """A prompt and what became of it: it waits for room (no attach) or for its prefix, or runs."""
 
     tokens: list[int]
-    attach: PrefixAttach
+    attach: PrefixAttach | None = None
     request: int | None = None
     published_pages: int = 0
 
@@ -59,6 +59,7 @@ class SharingEngine:
         self._publish_every = coordinator.config.publish_every
         self._numbers = itertools.count()
         self._prompts: dict[int, _Prompt] = {}
+        self._full_at: tuple[int, ...] | None = None
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -103,7 +104,7 @@ class SharingEngine:
             self._publish_rest(prompt)
             self._engine.finish(prompt.request)
         else:
-            self._store.abort(prompt.attach)
+            self._let_go(prompt)
         del self._prompts[number]
 
     def retract(self, number: int) -> None:
@@ -113,8 +114,7 @@ class SharingEngine:
             return
         self._publish_rest(prompt)
         prompt.tokens = self._engine.retract(prompt.request)
-        prompt.request = None
-        prompt.attach = self._store.begin(prompt.tokens)
+        prompt.request = prompt.attach = None
 
     def abort(self, number: int) -> None:
         """End a prompt in any state; one that is not known too."""
@@ -124,6 +124,10 @@ class SharingEngine:
         if prompt.request is not None:
             self._engine.abort(prompt.request)
         else:
+            self._let_go(prompt)
+
+    def _let_go(self, prompt: _Prompt) -> None:
+        if prompt.attach is not None:
             self._store.abort(prompt.attach)
 
     def _known(self, number: int) -> _Prompt:
@@ -131,24 +135,42 @@ class SharingEngine:
             raise StateError(f"no such prompt: {number}")
         return self._prompts[number]
 
+    def _room(self) -> tuple[int, ...]:
+        """Return what is left of everything that a request takes."""
+        manager = self._coordinator.manager
+        return manager.tables.available, manager.device.allocator.available, manager.host.allocator.available
+
     def _admit(self) -> None:
         """Let prompts run whose prefix is known, as far as there is room."""
+        if self._full_at is not None and all(
+            now <= then for now, then in zip(self._room(), self._full_at, strict=True)
+        ):
+            return
+        self._full_at = None
         for number, prompt in list(self._prompts.items()):
-            prefix = self._store.poll(prompt.attach) if prompt.request is None else None
-            if prefix is None:
-                continue
-            try:
-                prompt.request = self._engine.add(prompt.tokens, prefix)
-            except PoolExhaustedError:
-                if not self.running:
-                    del self._prompts[number]
-                    raise
-                prompt.attach = self._store.begin(prompt.tokens)  # the prefix was released with the rest
+            if prompt.request is None and not self._try(number, prompt):
+                self._full_at = self._room()
                 return
-            except Exception:
-                del self._prompts[number]
-                raise
-            prompt.published_pages = len(prefix.pages)
+
+    def _try(self, number: int, prompt: _Prompt) -> bool:
+        """Let a prompt run if its prefix is there; returns false when there is no room for it."""
+        prompt.attach = prompt.attach or self._store.begin(prompt.tokens)
+        prefix = self._store.poll(prompt.attach)
+        if prefix is None:
+            return True
+        prompt.attach = None
+        try:
+            prompt.request = self._engine.add(prompt.tokens, prefix)  # which releases the prefix when it fails
+        except PoolExhaustedError:
+            if self.running:
+                return False
+            del self._prompts[number]
+            raise
+        except Exception:
+            del self._prompts[number]
+            raise
+        prompt.published_pages = len(prefix.pages)
+        return True
 
     def _publish_rest(self, prompt: _Prompt) -> None:
         assert prompt.request is not None

@@ -115,7 +115,7 @@ class PrefixStore:
         return prefix
 
     def abort(self, attach: PrefixAttach) -> None:
-        """Forget an attach, however far it is; one that is done is given back."""
+        """Forget an attach, however far it is. One that is done is given back: not to be called when it was taken."""
         if attach.state is AttachState.DONE:
             if attach.result is not None:
                 self.give_back(attach.result)

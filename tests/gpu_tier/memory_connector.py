@@ -76,6 +76,7 @@ class MemoryConnector:
         self.loads: dict[int, Load] = {}
         self.writes: dict[int, Write] = {}
         self.is_down = False
+        self.questions = 0
         self._numbers = itertools.count()
 
     # The Protocol.
@@ -84,6 +85,7 @@ class MemoryConnector:
         self.memory_bytes = sum(piece.nbytes for piece in memory)
 
     def match_prefix(self, keys: Sequence[int], required: Sequence[str], optional: Sequence[str] = ()) -> PrefixHandle:
+        self.questions += 1
         handle = PrefixHandle(next(self._numbers), tuple(keys))
         self.lookups[handle.number] = Lookup(tuple(keys), tuple(required), tuple(optional))
         return handle

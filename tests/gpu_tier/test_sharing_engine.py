@@ -218,6 +218,8 @@ def test_prompts_wait_for_room(storage: MemoryStorage) -> None:
     expected = [continued("llama", "full", prompt) for prompt in prompts]
     rig = rig_of(storage, "llama", "full", pages=25)
     assert answers_of(rig, prompts) == expected
+    assert isinstance(rig.connector, MemoryConnector)
+    assert rig.connector.questions <= 2 * len(prompts)  # and not one in every step
     assert rig.is_empty()
 
 
