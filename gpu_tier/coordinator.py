@@ -148,7 +148,12 @@ class SparseCoordinator:
         Args:
             request: its row, which may be given to another request from now on.
             reason: finished, aborted or retracted.
+
+        A pass that has begun with the request must not go on: its hooks raise StateError, nothing of it counts, and the
+        others' tokens are planned anew.
         """
+        if self._step is not None and request in self._step.batch.requests:
+            self._step = None
         self._lifetimes.end(request, reason)
 
     def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
@@ -174,7 +179,13 @@ class SparseCoordinator:
     # A forward pass.
 
     def forward_begin(self, batch: ForwardBatch) -> None:
-        """Begin a pass."""
+        """Begin a pass.
+
+        Raises:
+            StateError: a request has ended or advanced since the pass was planned.
+        """
+        self._step = None
+        self._lifetimes.check_fresh(batch)
         self.manager.poll()
         if len(self._offloads) == 2:
             # The newest slots of the step before the last are about to be overwritten, and what lay there may have to

@@ -104,8 +104,10 @@ class Lifetimes:
             self.manager.buffers.cover(request, self._capacity(tracker))
         on_host = tracker.cached_tokens if self._leaves_device(tracker) else 0
         window = self.config.prefill_window_tokens if self._leaves_device(tracker) else 0
-        dense = min(n - on_host, window or n)
-        self.manager.dense.hold(request, -(-dense // self.config.page_size))
+        pages = -(-(n - on_host) // self.config.page_size)
+        if window:  # which may begin and end inside a page
+            pages = min(pages, -(-window // self.config.page_size) + 1)
+        self.manager.dense.hold(request, pages)
 
     def _take_over(self, tracker: Tracker, prefix: AttachedPrefix) -> None:
         request, cached = tracker.request, tracker.cached_tokens
@@ -114,7 +116,7 @@ class Lifetimes:
         if not self._leaves_device(tracker):
             manager.dense.cover(request, 0, cached)
             target = manager.tables.slots(request, 0, cached).long()
-            manager.transfer.load(slots[None].to(target.device), target[None], layers=manager.layers)
+            manager.transfer.load(slots[None], target[None], layers=manager.layers)
         if self.resident:
             self.resident.fill(request, slots)
         if not self.algorithm.selects:
@@ -124,7 +126,8 @@ class Lifetimes:
         if covered < cached and self.algorithm.required_sidecar:
             allowed = f"{self.config.algorithm} cannot rebuild its representations from KV: they must cover {cached}"
             raise ConfigError("prefix.sidecars", covered, allowed)
-        rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
+        if self.algorithm.represents_keys:
+            rebuild_representations(self.algorithm, manager.reader, request, covered, cached, manager.runtime.device)
 
     def end(self, request: int, reason: str) -> None:
         """Release a request; one that is not known is passed over."""
@@ -171,34 +174,52 @@ class Lifetimes:
 
     def plan_prefill(self, requests: Sequence[int], extend_lens: Sequence[int]) -> ForwardBatch:
         """See `SparseCoordinator.plan_prefill`."""
-        slots = []
-        for request, extend in zip(requests, extend_lens, strict=True):
-            tracker = self.trackers[request]
+        trackers = self._known(requests)
+        for tracker, extend in zip(trackers, extend_lens, strict=True):
             tracker.require(_S.REGISTERED, _S.PREFILL)
+            left = tracker.n_prompt - tracker.seq_len
+            if not 1 <= extend <= left:
+                raise ConfigError("extend_lens", extend, f"must be 1 to {left}, what is left")
+        slots = []
+        for tracker, extend in zip(trackers, extend_lens, strict=True):
             start, stop = tracker.seq_len, tracker.seq_len + extend
-            if not 1 <= extend <= tracker.n_prompt - start:
-                raise ConfigError("extend_lens", extend, f"must be 1 to {tracker.n_prompt - start}, what is left")
             self._trim(tracker)
-            self.manager.dense.cover(request, start, stop)
+            self.manager.dense.cover(tracker.request, start, stop)
             tracker.move(_S.PREFILL)
-            slots.append(self.manager.tables.slots(request, start, stop).cpu())
-        starts = tuple(self.trackers[request].seq_len for request in requests)
+            slots.append(self.manager.dense.slots(tracker.request, start, stop))
+        starts = tuple(tracker.seq_len for tracker in trackers)
         plan = BatchPlan(tuple(requests), starts, tuple(extend_lens), torch.cat(slots))
         return make_batch(Mode.PREFILL, plan, self.manager.runtime.device)
 
     def plan_decode(self, requests: Sequence[int], pad_to: int) -> ForwardBatch:
         """See `SparseCoordinator.plan_decode`."""
-        trackers = [self.trackers[request] for request in requests]
+        trackers = self._known(requests)
         for tracker in trackers:
             tracker.require(_S.STAGING, _S.SPARSE, _S.DENSE)
             if tracker.seq_len >= self.max_tokens:
                 raise ConfigError("max_tokens", self.max_tokens, f"request {tracker.request} has as many tokens")
+        for tracker in trackers:
             self._advance(tracker)
             self._grow(tracker)
-        slots = torch.tensor([self._next_slot(tracker) for tracker in trackers], dtype=torch.int32)
+        slots = torch.tensor(self._next_slots(trackers), dtype=torch.int32)
         starts = tuple(tracker.seq_len for tracker in trackers)
         plan = BatchPlan(tuple(requests), starts, (1,) * len(trackers), slots)
         return make_batch(Mode.DECODE, plan, self.manager.runtime.device, pad_to)
+
+    def _known(self, requests: Sequence[int]) -> list[Tracker]:
+        if len(set(requests)) < len(requests):
+            raise ConfigError("requests", list(requests), "must name each request once")
+        return [self.trackers[request] for request in requests]
+
+    def check_fresh(self, batch: ForwardBatch) -> None:
+        """Check that no request of a planned pass has ended or advanced meanwhile.
+
+        Raises:
+            StateError: one has.
+        """
+        for request, length, extend in zip(batch.requests, batch.lengths, batch.extend_lens, strict=True):
+            if self.trackers[request].seq_len != length - extend:
+                raise StateError(f"request {request} is not what it was when the pass was planned: plan it anew")
 
     def _trim(self, tracker: Tracker) -> None:
         """Release dense pages of the prompt beyond the window; their tokens are on the host."""
@@ -206,8 +227,8 @@ class Lifetimes:
         if not window or not self._leaves_device(tracker):
             return
         self.manager.settle(tracker.request)
-        page = self.config.page_size
-        self.manager.dense.drop(tracker.request, range(self.manager.host_tokens.backed_up(tracker.request) // page))
+        on_host = self.manager.host_tokens.backed_up(tracker.request)
+        self.manager.dense.reuse(tracker.request, on_host // self.config.page_size)
 
     def _grow(self, tracker: Tracker) -> None:
         request, n = tracker.request, tracker.seq_len + 1
@@ -223,20 +244,29 @@ class Lifetimes:
         if self.resident:
             self.resident.cover(request, n)
 
+    def _next_slots(self, trackers: Sequence[Tracker]) -> list[int]:
+        """Return the device slot of each request's next token, and note in the table what is new there."""
+        slots, changes = [], []
+        for tracker in trackers:
+            slot, token = self._next_slot(tracker), tracker.seq_len
+            slots.append(slot)
+            if tracker.state is _S.SPARSE and self.config.residency != "device":
+                changes.append((tracker.request, token, slot))
+                overwritten = token - 2 * self.algorithm.unit_tokens
+                if self.config.residency != "static" and overwritten >= 0:
+                    changes.append((tracker.request, overwritten, -1))
+        if changes:
+            requests, tokens, places = zip(*changes, strict=True)
+            self.manager.tables.put(requests, tokens, places)
+        return slots
+
     def _next_slot(self, tracker: Tracker) -> int:
-        request, token = tracker.request, tracker.seq_len
-        manager, tables = self.manager, self.manager.tables
+        request, token, buffers = tracker.request, tracker.seq_len, self.manager.buffers
         if tracker.state is not _S.SPARSE or self.config.residency == "device":
-            return manager.dense.slot(request, token)
+            return self.manager.dense.slot(request, token)
         if self.config.residency == "static":
-            slot = manager.buffers.item_slot(request, self._kept[request] + token - tracker.n_prompt)
-        else:
-            slot = manager.buffers.newest_slot(request, token)
-            overwritten = token - 2 * self.algorithm.unit_tokens
-            if overwritten >= 0:
-                tables.table[request, overwritten] = -1
-        tables.table[request, token] = slot
-        return slot
+            return buffers.item_slot(request, self._kept[request] + token - tracker.n_prompt)
+        return buffers.newest_slot(request, token)
 
     # States.
 
@@ -279,9 +309,10 @@ class Lifetimes:
             tracker.move(_S.SPARSE)
             return
         try:
-            self.manager.host_tokens.cover(request, n)
             self.manager.buffers.cover(request, self._capacity(tracker))
+            self.manager.host_tokens.cover(request, n)
         except PoolExhaustedError:
+            self.manager.buffers.release(request)
             tracker.wants_sparse = False  # it goes on densely and tries again with its next token
             return
         tracker.move(_S.STAGING)

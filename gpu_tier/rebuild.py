@@ -23,5 +23,7 @@ def rebuild_representations(
         slots = torch.full((last - first,), -1)
         batch = make_batch(Mode.PREFILL, BatchPlan((request,), (first,), (last - first,), slots), device)
         for layer_id in algorithm.context.geometry.layers[algorithm.skip_layers :]:
-            k, v = reader.rows(layer_id, request, first, last)
-            algorithm.construct_representations(layer_id, batch, k, v if algorithm.needs_values else None)
+            k, v = reader.keys(layer_id, request, first, last), None
+            if algorithm.needs_values:
+                k, v = reader.rows(layer_id, request, first, last)
+            algorithm.construct_representations(layer_id, batch, k, v)

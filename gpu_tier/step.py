@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.backend.adaptor import DenseRows
+from gpu_tier.runtime import upload
 from gpu_tier.types import ForwardBatch, Mode, ResidencyPlan, Selection, Unit
 
 __all__ = ["BatchPlan", "Step", "make_batch"]
@@ -35,15 +36,14 @@ def make_batch(mode: Mode, plan: BatchPlan, device: torch.device, pad_to: int = 
     """Return the batch of a plan, with padding rows up to `pad_to`; a padding row is one token without a slot."""
     lengths = tuple(start + extend for start, extend in zip(plan.starts, plan.extend_lens, strict=True))
     padding = max(0, pad_to - len(plan.requests))
-    spans = [torch.arange(start, stop) for start, stop in zip(plan.starts, lengths, strict=True)]
-    positions = torch.cat([*spans, torch.zeros(padding, dtype=torch.int64)])
     slots = torch.nn.functional.pad(plan.slots.long(), (0, padding), value=-1)
+    positions = torch.nn.functional.pad(_positions(plan, lengths), (0, padding))
     return ForwardBatch(
         mode=mode,
         req_pool_indices=_tensor([*plan.requests, *[0] * padding], torch.int64, device),
         seq_lens=_tensor([*lengths, *[0] * padding], torch.int32, device),
-        out_cache_loc=slots.to(device),
-        positions=positions.to(device),
+        out_cache_loc=upload(slots, device),
+        positions=upload(positions, device),
         num_real_reqs=_tensor([len(plan.requests)], torch.int32, device),
         requests=plan.requests,
         lengths=lengths,
@@ -51,8 +51,14 @@ def make_batch(mode: Mode, plan: BatchPlan, device: torch.device, pad_to: int = 
     )
 
 
-def _tensor(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(device)
+def _positions(plan: BatchPlan, lengths: Sequence[int]) -> Tensor:
+    if all(extend == 1 for extend in plan.extend_lens):
+        return torch.tensor(plan.starts, dtype=torch.int64)
+    return torch.cat([torch.arange(start, stop) for start, stop in zip(plan.starts, lengths, strict=True)])
+
+
+def _tensor(values: Sequence[int] | Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return upload(torch.tensor(values, dtype=dtype), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class Step:
         dense = [length for length, sparse in zip(batch.lengths, is_sparse, strict=True) if not sparse]
         return cls(
             batch=batch,
-            sparse_mask=torch.tensor([*is_sparse, *[False] * padding], dtype=torch.bool).to(device),
+            sparse_mask=_tensor([*is_sparse, *[False] * padding], torch.bool, device),
             num_sparse=sum(is_sparse),
             dense=DenseRows(table, max(dense, default=0)),
             token_requests=_tensor([*owners, *[-1] * padding], torch.int64, device),

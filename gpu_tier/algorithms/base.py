@@ -99,6 +99,8 @@ class BaseSparseAlgorithm(ABC):
     """Whether the current token's representation has to exist before `retrieve_topk`."""
     required_sidecar: ClassVar[bool] = False
     """Whether representations cannot be rebuilt from KV: a prefix without them is a miss."""
+    represents_keys: ClassVar[bool] = True
+    """Whether representations are made of keys: then an attached prefix that came without them is read through."""
 
     def __init__(self, context: AlgorithmContext) -> None:
         self.context = context

@@ -24,6 +24,7 @@ class Oracle(BaseSparseAlgorithm):
     """Selects, per KV head, the tokens with the largest attention weights."""
 
     unit: ClassVar[Unit] = Unit.TOKEN
+    represents_keys: ClassVar[bool] = False
 
     def initialize_representation_pool(self) -> None:
         """Keep the settings: its representation are the keys themselves."""

@@ -37,6 +37,7 @@ class SnapKV(BaseSparseAlgorithm):
 
     unit: ClassVar[Unit] = Unit.TOKEN
     can_start_late: ClassVar[bool] = False
+    represents_keys: ClassVar[bool] = False
 
     def initialize_representation_pool(self) -> None:
         """Allocate the sets; windows of queries are allocated while a request needs them."""

@@ -23,6 +23,7 @@ class StreamingLLM(BaseSparseAlgorithm):
     """Selects sink pages and window pages, one table for all heads."""
 
     unit: ClassVar[Unit] = Unit.PAGE
+    represents_keys: ClassVar[bool] = False
 
     def initialize_representation_pool(self) -> None:
         """Keep the settings in pages; there is nothing to represent."""

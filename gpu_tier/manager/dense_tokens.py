@@ -6,8 +6,6 @@ what dense attention reads, and what tells where a token is: -1 means not on the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -51,32 +49,39 @@ class DenseTokens:
         missing = [block for block in range(start // size, -(-stop // size)) if block not in pages]
         if len(missing) > len(spare):
             spare.extend(self.pool.allocator.alloc(len(missing) - len(spare)))
-        for block in missing:
-            pages[block] = spare.pop()
-            self.tables.set_slots(request, block * size, self._slots_of(pages[block]))
+        pages.update((block, spare.pop()) for block in missing)
+        if missing:
+            first, last = missing[0] * size, (missing[-1] + 1) * size
+            self.tables.set_slots(request, first, self.slots(request, first, last))
 
-    def _slots_of(self, page: int) -> Tensor:
-        size = self.pool.addressing.page_size
-        return torch.arange(page * size, (page + 1) * size, dtype=torch.int32)
-
-    def drop(self, request: int, blocks: Iterable[int]) -> None:
-        """Release the pages of some blocks; blocks without one are passed over."""
-        size = self.pool.addressing.page_size
-        pages = self._pages.get(request, {})
-        for block in [block for block in blocks if block in pages]:
-            self.pool.allocator.free([pages.pop(block)])
-            self.tables.set_slots(request, block * size, torch.full((size,), -1, dtype=torch.int32))
+    def reuse(self, request: int, stop_block: int) -> None:
+        """Set the pages of the blocks before `stop_block` aside: the request's next blocks get them."""
+        pages, size = self._pages.get(request, {}), self.pool.addressing.page_size
+        blocks = [block for block in pages if block < stop_block]
+        if blocks:
+            self._spare[request].extend(pages.pop(block) for block in blocks)
+            self.tables.clear(request, min(blocks) * size, (max(blocks) + 1) * size)
 
     def release(self, request: int) -> None:
         """Release everything of a request."""
-        self.drop(request, list(self._pages.get(request, {})))
-        self.pool.allocator.free(self._spare.pop(request, []))
-        self._pages.pop(request, None)
+        pages = self._pages.pop(request, {})
+        self.pool.allocator.free([*pages.values(), *self._spare.pop(request, [])])
+        if pages:
+            size = self.pool.addressing.page_size
+            self.tables.clear(request, min(pages) * size, (max(pages) + 1) * size)
 
     def slot(self, request: int, token: int) -> int:
         """Return the device slot of a token that has one, on the host."""
         size = self.pool.addressing.page_size
         return self._pages[request][token // size] * size + token % size
+
+    def slots(self, request: int, start: int, stop: int) -> Tensor:
+        """Return the device slots of tokens that have one, ``int32 [stop - start]``, on the host."""
+        size = self.pool.addressing.page_size
+        first = start // size
+        pages = [self._pages[request][block] for block in range(first, -(-stop // size))]
+        slots = torch.tensor(pages, dtype=torch.int32)[:, None] * size + torch.arange(size, dtype=torch.int32)
+        return slots.flatten()[start - first * size : stop - first * size]
 
     def blocks(self, request: int) -> list[int]:
         """Return the blocks of a request that have a page, ascending."""

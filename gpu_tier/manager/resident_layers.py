@@ -71,7 +71,7 @@ class ResidentLayers:
     def fill(self, request: int, host_slots: Tensor) -> None:
         """Load the first tokens of a request from the host pool, for an attached prefix."""
         slots = self.table[request, : len(host_slots)].long()
-        self._transfer.load(host_slots[None].to(slots.device), slots[None], layers=self.layers)
+        self._transfer.load(host_slots[None], slots[None], layers=self.layers)
 
     def release(self, request: int) -> None:
         """Release everything of a request."""

@@ -15,7 +15,7 @@ from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.transfer import KVTransfer
-from gpu_tier.runtime import DeviceRuntime, Event
+from gpu_tier.runtime import DeviceRuntime, Event, upload
 from gpu_tier.types import LayerKV, PagedMeta, Partial
 
 __all__ = ["HostStream"]
@@ -56,6 +56,8 @@ class HostStream:
         self._requests: tuple[int, ...] = ()
         self._last_layer = geometry.layers[-1]
         self._loaded: dict[tuple[int, int], tuple[int, Event]] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._read: list[Event | None] = [None] * _BUFFERS
         self._turn = 0
 
@@ -68,7 +70,8 @@ class HostStream:
         """Begin a step: row i reads the first `totals[i]` tokens of `requests[i]` from the host, none if 0."""
         self._requests = requests
         self._pieces = self._packed(totals)
-        self._loaded.clear()
+        for known in (self._loaded, self._slots, self._tables):
+            known.clear()
 
     def _packed(self, totals: tuple[int, ...]) -> list[_Piece]:
         size = self.pool.addressing.page_size
@@ -95,7 +98,7 @@ class HostStream:
         buffer, loaded = self._load(layer_id, number)
         self._load_ahead(layer_id, number)
         self._runtime.fence(loaded, "compute")
-        meta = self._metadata(self._pieces[number], buffer, q.shape[0], q.device)
+        meta = self._metadata(number, buffer, q.shape[0])
         dims = self.pool.geometry.v_head_dim
         o = torch.empty(*q.shape[:2], dims, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -116,23 +119,37 @@ class HostStream:
             buffer, self._turn = self._turn, (self._turn + 1) % _BUFFERS
             if (event := self._read[buffer]) is not None:
                 self._runtime.fence(event, "h2d")
-            self._loaded[layer_id, number] = (buffer, self._copy(layer_id, self._pieces[number], buffer))
+            self._loaded[layer_id, number] = (buffer, self._copy(layer_id, number, buffer))
         return self._loaded[layer_id, number]
 
-    def _copy(self, layer_id: int, piece: _Piece, buffer: int) -> Event:
-        size = self.pool.addressing.page_size
-        sources, targets, page = [], [], buffer * self._pages
-        for row, start, stop in piece.spans:
-            sources.append(self._host.slots(self._requests[row], start, stop))
-            targets.append(torch.arange(page * size, page * size + stop - start))
-            page += -(-(stop - start) // size)
-        device = self._runtime.device
-        source, target = torch.cat(sources)[None].to(device), torch.cat(targets)[None].to(device)
+    def _copy(self, layer_id: int, number: int, buffer: int) -> Event:
         with self._runtime.stream("h2d"):
-            self._transfer.load(source, target, layers=range(layer_id, layer_id + 1))
+            source, target = self._slots_of(number)
+            offset = buffer * self._pages * self.pool.addressing.page_size
+            self._transfer.load(source, target + offset, layers=range(layer_id, layer_id + 1))
         return self._runtime.record("h2d")
 
-    def _metadata(self, piece: _Piece, buffer: int, rows: int, device: torch.device) -> PagedMeta:
+    def _slots_of(self, number: int) -> Tensor:
+        """Return the host slots of a piece and its slots in the first buffer, ``int64 [2, 1, tokens]``."""
+        if number not in self._slots:
+            size = self.pool.addressing.page_size
+            sources, targets, page = [], [], 0
+            for row, start, stop in self._pieces[number].spans:
+                sources.append(self._host.slots(self._requests[row], start, stop))
+                targets.append(torch.arange(page * size, page * size + stop - start))
+                page += -(-(stop - start) // size)
+            both = torch.stack([torch.cat(sources), torch.cat(targets)])
+            self._slots[number] = upload(both[:, None], self._runtime.device)
+        return self._slots[number]
+
+    def _metadata(self, number: int, buffer: int, rows: int) -> PagedMeta:
+        if (number, buffer) not in self._tables:
+            table, lengths = self._table(self._pieces[number], buffer, rows)
+            device = self._runtime.device
+            self._tables[number, buffer] = upload(table, device), upload(lengths, device)
+        return PagedMeta(self._layer(), *self._tables[number, buffer], self.pool.addressing.page_size)
+
+    def _table(self, piece: _Piece, buffer: int, rows: int) -> tuple[Tensor, Tensor]:
         size = self.pool.addressing.page_size
         table = torch.full((rows, self._pages), -1, dtype=torch.int32)
         lengths = torch.zeros(rows, dtype=torch.int32)
@@ -142,7 +159,7 @@ class HostStream:
             table[row, :count] = torch.arange(page, page + count, dtype=torch.int32)
             lengths[row] = stop - start
             page += count
-        return PagedMeta(self._layer(), table.to(device), lengths.to(device), size)
+        return table, lengths
 
     def _layer(self) -> LayerKV:
         return self.pool.layer(self.pool.geometry.start_layer)

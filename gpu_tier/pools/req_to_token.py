@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
+from gpu_tier.runtime import upload
 
 __all__ = ["ReqToTokenPool"]
 
@@ -88,7 +91,27 @@ class ReqToTokenPool:
         stop = start + slots.shape[0]
         if start < 0 or stop > self.max_tokens:
             raise ConfigError("max_tokens", self.max_tokens, f"tokens {start} to {stop - 1} must fit into a row")
-        self.table[request, start:stop] = slots.to(self.table)
+        self.table[request, start:stop] = upload(slots.to(self.table.dtype), self.table.device)
+
+    def put(self, requests: Sequence[int], tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """Say where single tokens of several requests lie, -1 for those that left the device.
+
+        Raises:
+            AllocationError: nobody holds one of the rows.
+        """
+        for request in requests:
+            self._check_held(request)
+        where = upload(torch.tensor([requests, tokens, slots], dtype=torch.int64), self.table.device)
+        self.table[where[0], where[1]] = where[2].int()
+
+    def clear(self, request: int, start: int, stop: int) -> None:
+        """Take note that the tokens start to stop - 1 left the device.
+
+        Raises:
+            AllocationError: nobody holds the row.
+        """
+        self._check_held(request)
+        self.table[request, start:stop] = -1
 
     def slots(self, request: int, start: int, stop: int) -> Tensor:
         """Return the slots of tokens start to stop - 1, ``int32 [stop - start]``: a view of the table."""
