@@ -323,8 +323,8 @@ class Lifetimes:
     def _enter_sparse(self, tracker: Tracker) -> None:
         request, n = tracker.request, tracker.seq_len
         if self.config.residency == "static":
-            decoded = torch.arange(tracker.n_prompt, n, dtype=torch.int32)
-            sets = [self.algorithm.static_items(request, layer_id).cpu() for layer_id in self.manager.layers]
+            sets = [self.algorithm.static_items(request, layer_id) for layer_id in self.manager.layers]
+            decoded = torch.arange(tracker.n_prompt, n, dtype=torch.int32, device=sets[0].device)
             self._kept[request] = sets[0].shape[-1]
             self.manager.enter_static(request, [torch.cat([s, decoded.expand(len(s), -1)], 1) for s in sets], n)
         else:

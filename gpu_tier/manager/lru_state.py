@@ -17,7 +17,7 @@ from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, LayerState, lru_diff
 from gpu_tier.manager.policy import BufferFill
-from gpu_tier.runtime import DeviceRuntime
+from gpu_tier.runtime import DeviceRuntime, upload
 from gpu_tier.types import ForwardBatch, MissPlan, Promotion, ResidencyPlan, Selection
 
 __all__ = ["LruCounters", "LruDiffPolicy"]
@@ -118,17 +118,16 @@ class LruDiffPolicy:
         full, part = divmod(n_tokens, self.unit_tokens)
         first = max(0, full - self.capacity)
         held = full - first
-        items = torch.arange(first, full, dtype=torch.int64, device=self._device)
-        self._slot_loc[request] = buffer_slots.to(self._slot_loc)
-        self._newest_slots[request] = newest_slots.to(self._newest_slots)
-        self._slot_item[:, request, :, :held] = items.int()
+        items = torch.arange(first, full + bool(part))
+        self._slot_loc[request] = upload(buffer_slots, self._device)
+        self._newest_slots[request] = upload(newest_slots, self._device)
+        self._slot_item[:, request, :, :held] = torch.arange(first, full, dtype=torch.int32, device=self._device)
         order = torch.arange(held, held + self.capacity, device=self._device) % self.capacity
         self._lru_slots[:, request] = order.short()
         self._newest_item[:, request] = full if part else -1
         self._admitted[request] = n_tokens
         slots = self._slot_loc[request, :held].long()
         if part:
-            items = torch.cat([items, items.new_full((1,), full)])
             slots = torch.cat([slots, self._newest_slots[request, full % 2 :][:1].long()])
         return BufferFill(items, slots)
 

@@ -17,7 +17,7 @@ class BufferFill:
     """Items to copy into a request's fresh buffer, the same in all layers and heads.
 
     Attributes:
-        items: ``int64 [M]`` items.
+        items: ``int64 [M]`` items, on the host.
         slots: ``int64 [M]`` device slot of each item's first token.
     """
 

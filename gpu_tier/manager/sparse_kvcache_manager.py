@@ -167,7 +167,7 @@ class SparseKVCacheManager:
         buffer = self.buffers.buffer(request)
         fill = self.policy.admit(request, buffer.items[:capacity], buffer.newest, n_tokens)
         if len(fill.items):
-            tokens = fill.items.cpu() * self.unit
+            tokens = fill.items * self.unit
             self._fill(request, tokens[None], fill.slots[None], self.layers, per_head=False, n_tokens=n_tokens)
 
     def enter_static(self, request: int, sets: Sequence[Tensor], n_tokens: int) -> None:
@@ -183,7 +183,7 @@ class SparseKVCacheManager:
         for layer_id, tokens in zip(self.layers, sets, strict=True):
             targets = slots.expand(tokens.shape[0], -1)
             layers = range(layer_id, layer_id + 1)
-            self._fill(request, tokens.cpu().long(), targets, layers, per_head=tokens.shape[0] > 1, n_tokens=n_tokens)
+            self._fill(request, tokens.long(), targets, layers, per_head=tokens.shape[0] > 1, n_tokens=n_tokens)
 
     def grow_static(self, request: int, capacity: int, n_tokens: int) -> None:
         """Let the buffer of a static set hold so many tokens; n_tokens is the request's length.
@@ -208,7 +208,7 @@ class SparseKVCacheManager:
             self.transfer.move(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
             return
         self.settle(request)
-        source = upload(self.host_tokens.slots(request, 0, n_tokens)[tokens], device)
+        source = upload(self.host_tokens.slots(request, 0, n_tokens)[tokens.cpu()], device)
         self.transfer.load(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
 
     def release(self, request: int) -> None:

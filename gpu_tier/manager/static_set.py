@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.manager.policy import BufferFill
+from gpu_tier.runtime import upload
 from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection
 
 __all__ = ["StaticSetPolicy"]
@@ -34,7 +35,7 @@ class StaticSetPolicy:
         missing = len(buffer_slots) - self._slots.shape[1]
         if missing > 0:
             self._slots = torch.nn.functional.pad(self._slots, (0, missing), value=-1)
-        self._slots[request, : len(buffer_slots)] = buffer_slots.to(self._slots.device)
+        self._slots[request, : len(buffer_slots)] = upload(buffer_slots, self._slots.device)
         return BufferFill(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 
     def release(self, request: int) -> None:

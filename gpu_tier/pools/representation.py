@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu_tier.errors import AllocationError, ConfigError
 from gpu_tier.pools.allocator import PagedAllocator
+from gpu_tier.runtime import upload
 
 __all__ = ["RepresentationPool"]
 
@@ -94,7 +95,7 @@ class RepresentationPool:
             return
         fresh = self.allocator.alloc(need - len(held))
         self._held[request] = [*held, *fresh]
-        ids = torch.tensor(fresh, dtype=torch.int32).to(self.table.device, non_blocking=True)
+        ids = upload(torch.tensor(fresh, dtype=torch.int32), self.table.device)
         self.table[request, len(held) : need] = ids
         self._data[:, ids.long()] = self.fill
 
@@ -149,4 +150,4 @@ class RepresentationPool:
             raise AllocationError(
                 f"request {request} holds {len(held)} pages of representations, not {start} to {stop}"
             )
-        return torch.tensor(held[start:stop], dtype=torch.int64).to(self._data.device, non_blocking=True)
+        return upload(torch.tensor(held[start:stop], dtype=torch.int64), self._data.device)
