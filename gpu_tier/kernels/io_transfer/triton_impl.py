@@ -38,7 +38,8 @@ row_offset: Any = triton.jit(_row_offset)
 
 def _copy_rows(
     src: "Any", dst: "Any", src_idx: "Any", dst_idx: "Any", count: "Any", moved: "Any", rows: "Any", entries: "Any",
-    programs: "Any", src_layer: "Any", dst_layer: "Any", layers: "Any", src_page_size: "Any", dst_page_size: "Any",
+    programs: "Any", src_layer: "Any", dst_layer: "Any", layers: "Any",
+    src_page_size: tl.constexpr, dst_page_size: tl.constexpr,
     src_base: "Any", src_page: "Any", src_token: "Any", src_layer_stride: "Any", src_head: "Any",
     dst_base: "Any", dst_page: "Any", dst_token: "Any", dst_layer_stride: "Any", dst_head: "Any", num_heads: "Any",
     heads: tl.constexpr, unit: tl.constexpr, words: tl.constexpr, word_size: tl.constexpr, per_head: tl.constexpr,
@@ -56,13 +57,18 @@ def _copy_rows(
         total = live * item_words
         start = (program - before % programs + programs) % programs * tile
         while start < total:
-            number = start + tl.arange(0, tile)
-            inside = number < total
-            word = number % words
-            head = number // words % heads
-            token = number // (words * heads) % unit
-            layer = number // (words * heads * unit) % layers
-            entry = row * entries + number // item_words
+            # A division of 64 bits takes many registers, so only numbers of the whole program are divided like that.
+            # What counts the words of one item has 32.
+            first = start // item_words
+            ahead = (start - first * item_words).to(tl.int32) + tl.arange(0, tile)
+            item = ahead // item_words.to(tl.int32)
+            within = ahead - item * item_words.to(tl.int32)
+            word = within % words
+            head = (within // words % heads).to(tl.int64)
+            token = within // (words * heads) % unit
+            layer = (within // (words * heads * unit)).to(tl.int64)
+            inside = tl.arange(0, tile) < total - start
+            entry = row * entries + first + item
             here = tl.load(src_idx + entry, mask=inside, other=-1).to(tl.int64)
             there = tl.load(dst_idx + entry, mask=inside, other=-1).to(tl.int64)
             inside = inside & (here >= 0) & (there >= 0)
@@ -130,7 +136,7 @@ def run(
                 src_addr.page_size, dst_addr.page_size, *_strides(part.src, size), *_strides(part.dst, size), num_heads,
                 heads=part.heads, unit=unit_tokens, words=words, word_size=size, per_head=per_head,
                 has_count=count is not None, has_moved=moved is not None, tile=_tile(entries * item_words),
-                num_warps=16 if blocks else 8,
+                num_warps=8,
             )  # fmt: skip
 
 
