@@ -9,6 +9,10 @@ and the representations decode. A row is ``[quantised | scales | plain]``:
   (512 + 16 + 128 = 656 bytes for DeepSeek's 512 + 64 dims).
 
 A scale is ``max|x| / 448`` of its group, 448 being the largest e4m3 number.
+
+Rows lie back to back, without padding. A known limit follows: an fp8 row of MHA with 128 dims takes 132 bytes, as an
+index key of DSA does, so rows begin at multiples of 4 bytes only, and a thread of a GPU can neither load nor copy more
+than 4 bytes of one at once. bf16 rows of 128 dims, and MLA in fp8 (656 = 41 * 16), are read 16 bytes at a time.
 """
 
 from __future__ import annotations

@@ -116,11 +116,7 @@ def _compile_only() -> list[str]:
         compiled.append(f"{self.fn.__module__}.{self.fn.__name__}")
         return binary
 
-    def first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())  # tuning would launch
-
     jit.run = run
-    import_module("triton.runtime.autotuner").Autotuner.run = first_config
     import_module("triton.runtime").driver.set_active(_Driver())
     return compiled
 

@@ -139,11 +139,13 @@ def test_paged_attention(impl: str, shape: Shape, page_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3, 20])
-@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("block", [(16, 16), (16, 128), (32, 32), (64, 16)])
 @pytest.mark.parametrize("shape", [SHAPES[5], SHAPES[10]], ids=str)
-def test_triton_in_any_pieces_and_tiles(shape: Shape, block: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_in_any_pieces_and_tiles(
+    shape: Shape, block: tuple[int, int], splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     triton_impl = import_module("gpu_tier.kernels.split_decode.triton_impl")
-    monkeypatch.setattr(triton_impl.kernel, "forced", Tiling.of(BLOCK_N=block))
+    monkeypatch.setattr(triton_impl.kernel, "forced", Tiling.of(BLOCK_M=block[0], BLOCK_N=block[1]))
     monkeypatch.setattr(triton_impl, "plan_splits", lambda *_: splits)
     got, wanted = run_token("triton", shape, random_slots(4, [[70], [0], [33]]), 72)
     close(got, wanted, shape.dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Shape, expected, random_kv, random_query
 
+from gpu_tier.kernels import tuning
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.scratch import scratch
 from gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting, next_power_of_2, processors
@@ -57,6 +59,91 @@ def test_elsewhere_tilings_are_measured_unless_one_is_forced() -> None:
     tuned._kernel, tuned.forced = Launched(), tuned.tilings[1]
     tuned[(3,)](1)
     assert tuned._kernel.calls[0][1]["BLOCK"] == 32
+
+
+def timed(times: dict[Tiling, float], monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
+    """Let calls take so long; return the list of those that are measured."""
+    measured: list[Tiling] = []
+
+    def milliseconds(call: Any) -> float:
+        measured.append(call())
+        return times[measured[-1]]
+
+    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    return measured
+
+
+def same(tiling: Tiling) -> Tiling:
+    return tiling
+
+
+def test_the_fastest_that_fits_is_measured_once_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = kernel()
+    wide, narrow = tuned.tilings
+    times = {wide: 1.0, narrow: 2.0}
+    measured = timed(times, monkeypatch)
+    assert [tuned.choose("a", lambda _: True, same) for _ in range(2)] == [wide] * 2
+    assert measured == [wide, narrow]
+    times[narrow] = 0.5
+    assert tuned.choose("a", lambda _: True, same) is wide
+    assert tuned.choose("b", lambda _: True, same) is narrow
+    assert tuned.choose("c", lambda tiling: tiling["BLOCK"] == 64, same) is wide
+
+
+def test_without_measuring_the_first_that_fits_is_chosen_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = kernel()
+    measured = timed(dict.fromkeys(tuned.tilings, 1.0), monkeypatch)
+    assert tuned.choose("a", lambda tiling: tiling["BLOCK"] < 64, same, measure=False) is tuned.tilings[1]
+    assert kernel(GPU_TIER_TUNING="first").choose("a", lambda _: True, same) == tuned.tilings[0]
+    assert kernel(TRITON_INTERPRET="1").choose("a", lambda _: True, same) == tuned.tilings[0]
+    assert not measured
+    assert tuned.choose("a", lambda _: True, same) is tuned.tilings[0]
+    assert len(measured) == 2
+    tuned.forced = Tiling.of(BLOCK=16)
+    assert tuned.choose("a", lambda _: False, same) is tuned.forced
+
+
+def chosen(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> tuple[Any, Tiling]:
+    """Return the key that attention would measure with, and the default tiling of the shape."""
+    calls: list[tuple[Any, Tiling]] = []
+    split = import_module("gpu_tier.kernels.split_decode.triton_impl").kernel
+    ask = split.choose
+
+    def choose(key: Any, *args: Any, **options: Any) -> Tiling:
+        calls.append((key, ask(key, *args, **options)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(split, "choose", choose)
+    kv, q = random_kv(shape, 4), random_query(shape, rows)
+    out = torch.empty(*q.shape[:2], shape.v_dims), torch.empty(q.shape[:2])
+    table = torch.zeros(rows, 1, width, dtype=torch.int32)
+    decode_attn_token(q, kv, table, torch.ones(rows, 1, dtype=torch.int32), 0.1, *out, impl="triton")
+    monkeypatch.undo()
+    return calls[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [
+        (Shape(1, 4, 64, KVDtype.BF16), 16),
+        (Shape(1, 128, 64, KVDtype.BF16), 32),
+        (Shape(1, 128, 576, KVDtype.FP8, rope=64), 32),
+        (Shape(1, 128, 576, KVDtype.F32, rope=64), 16),
+    ],
+    ids=str,
+)
+def test_a_program_holds_as_many_heads_as_do_not_spill(
+    shape: Shape, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen(shape, monkeypatch)[1]["BLOCK_M"] == heads
+
+
+def test_attention_is_measured_anew_for_four_times_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(2, 2, 16, KVDtype.F32)
+    keys = [chosen(shape, monkeypatch, rows, width)[0] for rows, width in ((1, 64), (1, 100), (4, 64), (1, 256))]
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3] != keys[0]
+    assert chosen(Shape(2, 4, 16, KVDtype.F32), monkeypatch)[0] != keys[0]
 
 
 def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:

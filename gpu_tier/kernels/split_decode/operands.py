@@ -1,4 +1,4 @@
-"""The rows of a layer as typed tensors, which is what a Triton kernel can point into."""
+"""What the kernel gets: the rows of a layer as typed tensors it can point into, and which of them count."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
+from gpu_tier.kernels.tuning import next_power_of_2
 from gpu_tier.rows import KVDtype, Rows
 from gpu_tier.types import LayerKV
 
-__all__ = ["Operand", "RowOperands", "operands_of"]
+__all__ = ["Operand", "RowOperands", "SlotTable", "operands_of", "tile_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,26 @@ class RowOperands:
     rope: Operand
 
 
+@dataclass(frozen=True, slots=True)
+class SlotTable:
+    """Which slots each row attends to.
+
+    Attributes:
+        table: ``int32 [B, Hs, K]`` slots, or pages.
+        lens: ``int32 [B, Hs]`` tokens that count.
+        page_tokens: tokens of an entry: 1 for slots.
+    """
+
+    table: Tensor
+    lens: Tensor
+    page_tokens: int = 1
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can name."""
+        return self.table.shape[-1] * self.page_tokens
+
+
 def operands_of(kv: LayerKV) -> tuple[RowOperands, RowOperands]:
     """Return keys and values (of MLA the latents twice)."""
     if kv.v is None:
@@ -73,3 +94,26 @@ def _split(rows: Rows, rope: int) -> RowOperands:
     scale = rows.data.view(torch.float32)[..., row.quant_dims // 4 :]
     plain = rows.data.view(torch.bfloat16)[..., (row.quant_dims + 4 * row.groups) // 2 :] if rope else quantised
     return RowOperands(Operand(quantised, main), Operand(scale, row.groups), Operand(plain, rope))
+
+
+def tile_sizes(keys: RowOperands, values: RowOperands, *, latent: bool) -> dict[str, int | bool]:
+    """Return dims and alignments as the kernel takes them: tiles have powers of two, groups are padded one by one."""
+    groups = max(1, keys.scale.n) if latent else 1
+    groups_padded = next_power_of_2(groups)
+    k_padded = max(16, groups_padded * next_power_of_2(keys.main.n // groups))
+    return {
+        "K_DIMS": keys.main.n,
+        "K_PADDED": k_padded,
+        "GROUPS": groups,
+        "GROUPS_PADDED": groups_padded,
+        "ROPE": keys.rope.n,
+        "ROPE_PADDED": max(16, next_power_of_2(max(1, keys.rope.n))),
+        "V_DIMS": values.main.n,
+        "V_PADDED": k_padded if latent else max(16, next_power_of_2(values.main.n)),
+        "FP8": keys.scale.n > 0,
+        "K_ALIGN": keys.main.alignment,
+        "SCALE_ALIGN": keys.scale.alignment,
+        "ROPE_ALIGN": keys.rope.alignment,
+        "V_ALIGN": values.main.alignment,
+        "V_SCALE_ALIGN": values.scale.alignment,
+    }

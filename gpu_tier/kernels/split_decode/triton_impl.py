@@ -1,8 +1,10 @@
 """Split-K decode attention in Triton.
 
-A program holds up to 64 query heads of one KV head (they read the same rows; a dot needs 16 of them at least) and walks
+A program holds 16 to 64 query heads of one KV head (they read the same rows; a dot needs 16 of them at least) and walks
 over one piece of the keys with a running softmax. Each row divides its own length by the number of pieces, so rows of
-any lengths share one launch. Pieces are merged by `lse_merge`; a single one writes the result itself.
+any lengths share one launch. Pieces are merged by `lse_merge`; a single one writes the result itself. How many heads a
+program holds is part of the tiling: more of them read a row less often, and leave fewer registers. The number of pieces
+follows from it, so what is measured to choose a tiling is the whole call.
 
 The tile of keys is ``[BLOCK_N, dims]``, gathered row by row: its loads are wide because the dims of a row are
 contiguous, and the slots of the next tiles are read ahead by the pipeline. Of MLA the value is the leading part of the
@@ -10,8 +12,8 @@ same row, so it is loaded once. fp8 of MHA has one scale per row: those of the k
 values the weights, and the rows themselves are only converted. fp8 of MLA has one per group of dims.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,40 +22,21 @@ from torch import Tensor
 
 from gpu_tier.kernels.lse_merge.triton_impl import run as merge
 from gpu_tier.kernels.scratch import scratch
-from gpu_tier.kernels.split_decode.operands import RowOperands, operands_of
+from gpu_tier.kernels.split_decode.operands import SlotTable, operands_of, tile_sizes
 from gpu_tier.kernels.split_decode.splits import plan_splits
 from gpu_tier.kernels.tuning import Tiling, interpreting, next_power_of_2, processors, tunable
+from gpu_tier.rows import KVDtype
 from gpu_tier.types import LayerKV
 
-__all__ = ["SlotTable", "attend", "kernel"]
+__all__ = ["attend", "kernel"]
 
 triton: Any = import_module("triton")  # optional, and without types
 tl: Any = import_module("triton.language")
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
-_MOST_HEADS = 64
+_MOST_F32_DIMS = 256  # of rows that programs hold more than 16 heads of: products of f32 take no tensor cores
 _LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTable:
-    """Which slots each row attends to.
-
-    Attributes:
-        table: ``int32 [B, Hs, K]`` slots, or pages.
-        lens: ``int32 [B, Hs]`` tokens that count.
-        page_tokens: tokens of an entry: 1 for slots.
-    """
-
-    table: Tensor
-    lens: Tensor
-    page_tokens: int = 1
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens that a row can name."""
-        return self.table.shape[-1] * self.page_tokens
 
 
 @_jit
@@ -141,6 +124,39 @@ def _fold(score: "Any", highest: "Any", total: "Any") -> "Any":
     return weight, shrink, raised, total * shrink + tl.sum(weight, axis=1)
 
 
+@_jit
+def _piece(
+    lens: "Any",
+    split: "Any",
+    splits: "Any",
+    capacity: "Any",
+    BLOCK_N: tl.constexpr,
+) -> "Any":
+    """Return where a piece of a row's tokens begins and ends; the length of the row is where `lens` points."""
+    length = tl.minimum(tl.load(lens), capacity)
+    piece = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    start = split * piece
+    return start, tl.minimum(start + piece, length)
+
+
+@_jit
+def _write(
+    o: "Any",
+    lse: "Any",
+    acc: "Any",
+    highest: "Any",
+    total: "Any",
+    real: "Any",
+    written: "Any",
+    dim: "Any",
+    exists: "Any",
+) -> None:
+    """Write a piece's result to pointers to the first number of each head, and to where its log-sum-exp is."""
+    some = tl.where(total > 0.0, total, 1.0)
+    tl.store(lse, tl.where(total > 0.0, (highest + tl.log2(some)) * LN2, -float("inf")), mask=real)
+    tl.store(o[:, None] + dim[None, :], acc / some[:, None], mask=written[:, None] & exists[None, :])
+
+
 def _split(
     q: "Any",
     k: "Any",
@@ -206,10 +222,7 @@ def _split(
     split = tl.program_id(1)
     selector = 0 if SHARED_TABLE else head
 
-    length = tl.minimum(tl.load(lens + row * lens_row + selector * lens_head), capacity)
-    piece = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
-    start = split * piece
-    stop = tl.minimum(start + piece, length)
+    start, stop = _piece(lens + row * lens_row + selector * lens_head, split, splits, capacity, BLOCK_N)
 
     member = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = member < GROUP_HEADS
@@ -263,10 +276,6 @@ def _split(
                 weight *= v_factor[None, :]
         acc = tl.dot(_operand(weight, DTYPE, UPCAST), values, acc * shrink[:, None], input_precision="ieee")
 
-    some = tl.where(total > 0.0, total, 1.0)
-    out_row = (row * heads + head) * GROUP_HEADS + member
-    log_total = tl.where(total > 0.0, (highest + tl.log2(some)) * LN2, -float("inf"))
-    tl.store(lse + split.to(tl.int64) * lse_split + out_row, log_total, mask=real)
     if LATENT:
         v_dim, v_exists = k_dim, k_exists
     else:
@@ -274,45 +283,66 @@ def _split(
         v_exists = v_dim < V_DIMS
     # Nobody reads the output of an empty piece, but for the only one.
     written = member < tl.where(tl.maximum(stop - start, 2 - splits) > 0, GROUP_HEADS, 0)
-    o_at = o + split.to(tl.int64) * o_split + out_row[:, None] * V_DIMS + v_dim[None, :]
-    tl.store(o_at, acc / some[:, None], mask=written[:, None] & v_exists[None, :])
+    out_row = (row * heads + head) * GROUP_HEADS + member
+    o_at = o + split.to(tl.int64) * o_split + out_row * V_DIMS
+    lse_at = lse + split.to(tl.int64) * lse_split + out_row
+    _write(o_at, lse_at, acc, highest, total, real, written, v_dim, v_exists)
 
 
-# The first fits any shape without spilling much.
+# The first that fits a shape is the default, and spills no registers on a GPU of compute capability 9.0.
 # A load through a table is two loads in a row: three stages keep one tile of rows under way, five keep two.
 _TILINGS = (
-    Tiling.of(BLOCK_N=32, num_warps=8, num_stages=5),
-    Tiling.of(BLOCK_N=64, num_warps=4, num_stages=5),
-    Tiling.of(BLOCK_N=64, num_warps=4, num_stages=3),
-    Tiling.of(BLOCK_N=32, num_warps=4, num_stages=5),
-    Tiling.of(BLOCK_N=32, num_warps=8, num_stages=3),
-    Tiling.of(BLOCK_N=64, num_warps=8, num_stages=5),
-    Tiling.of(BLOCK_N=128, num_warps=8, num_stages=3),
+    Tiling.of(BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=5),
+    Tiling.of(BLOCK_M=16, BLOCK_N=32, num_warps=8, num_stages=5),
+    Tiling.of(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=5),
+    Tiling.of(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    Tiling.of(BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=5),
+    Tiling.of(BLOCK_M=16, BLOCK_N=64, num_warps=8, num_stages=5),
+    Tiling.of(BLOCK_M=16, BLOCK_N=128, num_warps=8, num_stages=3),
+    Tiling.of(BLOCK_M=32, BLOCK_N=64, num_warps=8, num_stages=3),
+    Tiling.of(BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=5),
+    Tiling.of(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=3),
+    Tiling.of(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
 )
-kernel = tunable(_TILINGS, key=("K_PADDED", "V_PADDED", "ROPE_PADDED", "BLOCK_M", "FP8", "SHARED_TABLE"))(_split)
+kernel = tunable(_TILINGS, key=())(_split)
 
 
-def attend(
-    q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Tensor, out_lse: Tensor, splits: int = 0
-) -> None:
-    """Attend to the slots of a table; see `decode_attn_token` for shapes.
-
-    Args:
-        splits: pieces of the keys; 0 chooses them from the number of programs.
-    """
+def attend(q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Tensor, out_lse: Tensor) -> None:
+    """Attend to the slots of a table; see `decode_attn_token` for shapes."""
     if not q.shape[0]:
         return
+    group = q.shape[1] // kv.k.data.shape[1]
+    most = 16 if kv.k.format.dtype is KVDtype.F32 and q.shape[2] > _MOST_F32_DIMS else max(16, next_power_of_2(group))
+    call = partial(_attend, q, kv, slots, sm_scale, out_o, out_lse)
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    tiling = kernel.choose(_key(q, kv, slots), lambda tiling: tiling["BLOCK_M"] <= most, call, measure=not capturing)
+    call(tiling)
+
+
+def _key(q: Tensor, kv: LayerKV, slots: SlotTable) -> Hashable:
+    """Return what the fastest tiling depends on.
+
+    Rows to read count by powers of four, and as many as the table has room for: lengths are known to the GPU alone.
+    """
     heads = kv.k.data.shape[1]
-    group = q.shape[1] // heads
-    block_m = min(_MOST_HEADS, max(16, next_power_of_2(group)))
-    programs = q.shape[0] * heads * triton.cdiv(group, block_m)
-    if not splits:
-        splits = plan_splits(programs, slots.capacity, processors(q.device))
+    rows = q.shape[0] * heads * slots.capacity
+    formats = kv.k.format, None if kv.v is None else kv.v.format
+    return q.shape[1] // heads, q.dtype, formats, kv.v_dims, slots.table.shape[1] == 1, rows.bit_length() // 2
+
+
+def _attend(
+    q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Tensor, out_lse: Tensor, tiling: Tiling
+) -> None:
+    """Attend with a tiling."""
+    heads = kv.k.data.shape[1]
+    programs = q.shape[0] * heads * -(-q.shape[1] // (heads * tiling["BLOCK_M"]))
+    splits = plan_splits(programs, slots.capacity, processors(q.device))
+    launch = partial(_launch, q, kv, slots, sm_scale, tiling, (programs, splits))
     if splits == 1:
-        _launch(q, kv, slots, sm_scale, (programs, 1), block_m, out_o[None], out_lse[None])
+        launch(out_o[None], out_lse[None])
         return
     o, lse = _partials(q.device, splits, *out_o.shape)
-    _launch(q, kv, slots, sm_scale, (programs, splits), block_m, o, lse)
+    launch(o, lse)
     merge(o, lse, out_o, out_lse)
 
 
@@ -321,15 +351,15 @@ def _launch(
     kv: LayerKV,
     slots: SlotTable,
     sm_scale: float,
+    tiling: Tiling,
     grid: tuple[int, int],
-    block_m: int,
     o: Tensor,
     lse: Tensor,
 ) -> None:
     keys, values = operands_of(kv)
     heads = kv.k.data.shape[1]
     tensors = (keys.main, keys.scale, keys.rope, values.main, values.scale)
-    kernel[grid](
+    kernel.at(tiling, grid)(
         q,
         *(operand.data for operand in tensors),
         slots.table,
@@ -355,31 +385,8 @@ def _launch(
         LATENT=kv.v is None,
         DTYPE=_dot_type(keys.main.data.dtype),
         UPCAST=interpreting(),
-        BLOCK_M=block_m,
-        **_sizes(keys, values, latent=kv.v is None),
+        **tile_sizes(keys, values, latent=kv.v is None),
     )
-
-
-def _sizes(keys: RowOperands, values: RowOperands, *, latent: bool) -> dict[str, int | bool]:
-    groups = max(1, keys.scale.n) if latent else 1
-    groups_padded = next_power_of_2(groups)
-    k_padded = max(16, groups_padded * next_power_of_2(keys.main.n // groups))
-    return {
-        "K_DIMS": keys.main.n,
-        "K_PADDED": k_padded,
-        "GROUPS": groups,
-        "GROUPS_PADDED": groups_padded,
-        "ROPE": keys.rope.n,
-        "ROPE_PADDED": max(16, next_power_of_2(max(1, keys.rope.n))),
-        "V_DIMS": values.main.n,
-        "V_PADDED": k_padded if latent else max(16, next_power_of_2(values.main.n)),
-        "FP8": keys.scale.n > 0,
-        "K_ALIGN": keys.main.alignment,
-        "SCALE_ALIGN": keys.scale.alignment,
-        "ROPE_ALIGN": keys.rope.alignment,
-        "V_ALIGN": values.main.alignment,
-        "V_SCALE_ALIGN": values.scale.alignment,
-    }
 
 
 def _dot_type(dtype: torch.dtype) -> Any:
