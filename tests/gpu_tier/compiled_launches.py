@@ -22,6 +22,7 @@ from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.indexer_score import triton_impl as indexer_triton
 from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.quest_score import triton_impl as quest_triton
+from gpu_tier.kernels.split_decode import attend as split_call
 from gpu_tier.kernels.split_decode import triton_impl as split_triton
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.rows import KVDtype, Rows
@@ -77,7 +78,7 @@ def _record(recorder: _Recorder) -> None:
         recorder.compile(kernel, args, named)
 
     triton.runtime.JITFunction.run = run
-    split_triton.processors = lambda _: 132
+    split_call.processors = lambda _: 132
     for module in (split_triton, quest_triton, indexer_triton):
         module.kernel.measures = False
 

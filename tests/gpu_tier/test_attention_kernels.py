@@ -146,7 +146,8 @@ def test_triton_in_any_pieces_and_tiles(
 ) -> None:
     triton_impl = import_module("gpu_tier.kernels.split_decode.triton_impl")
     monkeypatch.setattr(triton_impl.kernel, "forced", Tiling.of(BLOCK_M=block[0], BLOCK_N=block[1]))
-    monkeypatch.setattr(triton_impl, "plan_splits", lambda *_: splits)
+    call = import_module("gpu_tier.kernels.split_decode.attend")
+    monkeypatch.setattr(call, "plan_splits", lambda *_: splits)
     got, wanted = run_token("triton", shape, random_slots(4, [[70], [0], [33]]), 72)
     close(got, wanted, shape.dtype)
 

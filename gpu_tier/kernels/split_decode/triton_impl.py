@@ -2,9 +2,7 @@
 
 A program holds 16 to 64 query heads of one KV head (they read the same rows; a dot needs 16 of them at least) and walks
 over one piece of the keys with a running softmax. Each row divides its own length by the number of pieces, so rows of
-any lengths share one launch. Pieces are merged by `lse_merge`; a single one writes the result itself. How many heads a
-program holds is part of the tiling: more of them read a row less often, and leave fewer registers. The number of pieces
-follows from it, so what is measured to choose a tiling is the whole call.
+any lengths share one launch. Pieces are merged by `lse_merge`; a single one writes the result itself.
 
 The tile of keys is ``[BLOCK_N, dims]``, gathered row by row: its loads are wide because the dims of a row are
 contiguous, and the slots of the next tiles are read ahead by the pipeline. Of MLA the value is the leading part of the
@@ -12,29 +10,23 @@ same row, so it is loaded once. fp8 of MHA has one scale per row: those of the k
 values the weights, and the rows themselves are only converted. fp8 of MLA has one per group of dims.
 """
 
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.lse_merge.triton_impl import run as merge
-from gpu_tier.kernels.scratch import scratch
 from gpu_tier.kernels.split_decode.operands import SlotTable, operands_of, tile_sizes
-from gpu_tier.kernels.split_decode.splits import plan_splits
-from gpu_tier.kernels.tuning import Tiling, interpreting, next_power_of_2, processors, tunable
-from gpu_tier.rows import KVDtype
+from gpu_tier.kernels.tuning import Tiling, interpreting, tunable
 from gpu_tier.types import LayerKV
 
-__all__ = ["attend", "kernel"]
+__all__ = ["is_capturing", "kernel", "launch"]
 
 triton: Any = import_module("triton")  # optional, and without types
 tl: Any = import_module("triton.language")
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
-_MOST_F32_DIMS = 256  # of rows that programs hold more than 16 heads of: products of f32 take no tensor cores
 _LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -307,46 +299,7 @@ _TILINGS = (
 kernel = tunable(_TILINGS, key=())(_split)
 
 
-def attend(q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Tensor, out_lse: Tensor) -> None:
-    """Attend to the slots of a table; see `decode_attn_token` for shapes."""
-    if not q.shape[0]:
-        return
-    group = q.shape[1] // kv.k.data.shape[1]
-    most = 16 if kv.k.format.dtype is KVDtype.F32 and q.shape[2] > _MOST_F32_DIMS else max(16, next_power_of_2(group))
-    call = partial(_attend, q, kv, slots, sm_scale, out_o, out_lse)
-    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    tiling = kernel.choose(_key(q, kv, slots), lambda tiling: tiling["BLOCK_M"] <= most, call, measure=not capturing)
-    call(tiling)
-
-
-def _key(q: Tensor, kv: LayerKV, slots: SlotTable) -> Hashable:
-    """Return what the fastest tiling depends on.
-
-    Rows to read count by powers of four, and as many as the table has room for: lengths are known to the GPU alone.
-    """
-    heads = kv.k.data.shape[1]
-    rows = q.shape[0] * heads * slots.capacity
-    formats = kv.k.format, None if kv.v is None else kv.v.format
-    return q.shape[1] // heads, q.dtype, formats, kv.v_dims, slots.table.shape[1] == 1, rows.bit_length() // 2
-
-
-def _attend(
-    q: Tensor, kv: LayerKV, slots: SlotTable, sm_scale: float, out_o: Tensor, out_lse: Tensor, tiling: Tiling
-) -> None:
-    """Attend with a tiling."""
-    heads = kv.k.data.shape[1]
-    programs = q.shape[0] * heads * -(-q.shape[1] // (heads * tiling["BLOCK_M"]))
-    splits = plan_splits(programs, slots.capacity, processors(q.device))
-    launch = partial(_launch, q, kv, slots, sm_scale, tiling, (programs, splits))
-    if splits == 1:
-        launch(out_o[None], out_lse[None])
-        return
-    o, lse = _partials(q.device, splits, *out_o.shape)
-    launch(o, lse)
-    merge(o, lse, out_o, out_lse)
-
-
-def _launch(
+def launch(
     q: Tensor,
     kv: LayerKV,
     slots: SlotTable,
@@ -356,6 +309,12 @@ def _launch(
     o: Tensor,
     lse: Tensor,
 ) -> None:
+    """Compute the pieces of a grid ``(programs, pieces)`` with a tiling.
+
+    Args:
+        o: ``f32 [pieces, B, Hq, dv]``, written, but not for empty pieces beside others.
+        lse: ``f32 [pieces, B, Hq]``, written.
+    """
     keys, values = operands_of(kv)
     heads = kv.k.data.shape[1]
     tensors = (keys.main, keys.scale, keys.rope, values.main, values.scale)
@@ -389,13 +348,10 @@ def _launch(
     )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether launches are captured in a CUDA graph now, so that none can be timed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _dot_type(dtype: torch.dtype) -> Any:
     return {torch.float32: tl.float32, torch.float16: tl.float16}.get(dtype, tl.bfloat16)
-
-
-def _partials(device: torch.device, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
-    """Return room for partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
-    numbers = splits * rows * heads
-    room = scratch(device, torch.float32, numbers * (dims + 1))
-    o, lse = room[: numbers * dims], room[numbers * dims : numbers * (dims + 1)]
-    return o.view(splits, rows, heads, dims), lse.view(splits, rows, heads)
