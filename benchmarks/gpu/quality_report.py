@@ -78,7 +78,8 @@ def _recall_table(rows: Sequence[Row]) -> ResultTable:
     cells = tuple(_recall_cells(case, by_metric) for case, by_metric in found.items())
     note = (
         "At least 600 questions a line, the same for all methods of a table, decoded through the whole engine after an "
-        "exact prefill. Needles are one per four tokens with random neighbours: the worst case for methods that choose "
+        "exact prefill; dsa is its stand-in. Shares are of the tokens, or of the KV bytes, representation included. "
+        "Needles are one per four tokens with random neighbours: the worst case for methods that choose "
         "pages. Attention errors are over both layers; the second starts from what the first got wrong. Hit rates are "
         "of a buffer of twice the selection and count the cold start."
     )

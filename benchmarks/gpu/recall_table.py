@@ -12,9 +12,27 @@ from gpu_tier.config import SparseConfig
 from gpu_tier.engine.recall_data import QuestionPosition, RecallBatch, recall_batch
 from gpu_tier.engine.recall_model import RecallModel, load_recall_model
 from gpu_tier.eval.quality import method
-from gpu_tier.eval.recall import RecallRun, recall
+from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 
-__all__ = ["RECALL_SIZES", "RecallSize", "recall_rows"]
+__all__ = ["RECALL_SIZES", "Budget", "RecallSize", "recall_rows"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A method and what it may use: a share of the context's tokens, or of its KV bytes with its representation."""
+
+    name: str
+    share: float
+    of: str = "tokens"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.share:.1%}" + (" of bytes" if self.of == "bytes" else "")
+
+    def config(self, model: RecallModel, n_tokens: int) -> SparseConfig:
+        """Return its settings for a context of so many tokens."""
+        if self.of == "tokens":
+            return method(self.name, round(self.share * n_tokens))
+        return method(self.name, tokens_for_bytes(model, method(self.name, n_tokens), self.share, n_tokens))
 
 
 @dataclass(frozen=True)
@@ -25,7 +43,7 @@ class RecallSize:
     contexts: int
     questions: int
     position: QuestionPosition
-    methods: tuple[tuple[str, float], ...]
+    methods: tuple[Budget, ...]
     least_full: float
 
     @property
@@ -35,11 +53,10 @@ class RecallSize:
         return f"recall {self.needles * 4 / 1024:.2g}K{asked}"
 
 
-_METHODS = (
-    ("oracle", 0.018), ("oracle", 0.1), ("dsa", 0.05), ("dsa", 0.1), ("quest", 0.1), ("quest", 0.2), ("quest", 0.5),
-    ("snapkv", 0.1), ("streaming_llm", 0.1),
-)  # fmt: skip
-_POSITION_METHODS = (("oracle", 0.1), ("quest", 0.2), ("snapkv", 0.1), ("snapkv", 0.2))
+_NAMES = ("oracle", "dsa", "quest", "snapkv", "streaming_llm")
+_EQUAL = (*(Budget(name, 0.1) for name in _NAMES), *(Budget(name, 0.25, "bytes") for name in _NAMES))
+_METHODS = (Budget("oracle", 0.018), Budget("dsa", 0.05), Budget("quest", 0.2), Budget("quest", 0.5), *_EQUAL)
+_POSITION_METHODS = (Budget("quest", 0.2), Budget("snapkv", 0.2), *_EQUAL)
 
 RECALL_SIZES = {
     "full": (
@@ -49,11 +66,11 @@ RECALL_SIZES = {
         RecallSize(256, 75, 8, "first", _POSITION_METHODS, 0.88),
         RecallSize(256, 75, 8, "last", _POSITION_METHODS, 0.88),
     ),
-    "quick": (RecallSize(128, 2, 4, "none", (("oracle", 0.1), ("snapkv", 0.2)), 0.0),),
+    "quick": (RecallSize(128, 2, 4, "none", (Budget("oracle", 0.1), Budget("quest", 0.3, "bytes")), 0.0),),
 }
 
-# How far below full attention a method may be, and what attention without retrieval must not reach.
-_LARGEST_LOSS = {("oracle", 0.018): 0.05, ("oracle", 0.1): 0.02}
+# How far below full attention the oracle may be, and what attention without retrieval must not reach.
+_LARGEST_LOSS = 0.05
 _MOST_STREAMING = 0.15
 
 
@@ -69,17 +86,17 @@ def recall_rows(sizes: tuple[RecallSize, ...], is_quick: bool) -> list[Row]:
         rows.append(
             Row(f"{size.case}, full", "accuracy", full.accuracy, "share", target=f">= {size.least_full}", ok=ok)
         )
-        for name, share in size.methods:
-            rows += _method_rows(model, size, batch, full, name, share, is_quick)
+        for budget in size.methods:
+            rows += _method_rows(model, size, batch, full, budget, is_quick)
     return rows
 
 
 def _method_rows(
-    model: RecallModel, size: RecallSize, batch: RecallBatch, full: RecallRun, name: str, share: float, is_quick: bool
+    model: RecallModel, size: RecallSize, batch: RecallBatch, full: RecallRun, budget: Budget, is_quick: bool
 ) -> list[Row]:
-    run = recall(model, method(name, round(share * batch.context.shape[1])), batch)
-    target, ok = _bar(name, share, run, full)
-    case = f"{size.case}, {name} {share:.1%}"
+    run = recall(model, budget.config(model, batch.context.shape[1]), batch)
+    target, ok = _bar(budget, run, full)
+    case = f"{size.case}, {budget}"
     print(f"{case}: {run.accuracy:.3f} of {full.accuracy:.3f}", file=sys.stderr)
     ratio = run.accuracy / full.accuracy if full.accuracy else None
     rows = [
@@ -91,10 +108,9 @@ def _method_rows(
     return rows
 
 
-def _bar(name: str, share: float, run: RecallRun, full: RecallRun) -> tuple[str, bool | None]:
-    if (name, share) in _LARGEST_LOSS:
-        loss = _LARGEST_LOSS[name, share]
-        return f"full - {loss}", run.accuracy >= full.accuracy - loss
-    if name == "streaming_llm":
+def _bar(budget: Budget, run: RecallRun, full: RecallRun) -> tuple[str, bool | None]:
+    if budget.name == "oracle":
+        return f"full - {_LARGEST_LOSS}", run.accuracy >= full.accuracy - _LARGEST_LOSS
+    if budget == Budget("streaming_llm", 0.1):
         return f"<= {_MOST_STREAMING}", run.accuracy <= _MOST_STREAMING
     return "", None

@@ -23,7 +23,7 @@ from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.rows import KVDtype
 
-__all__ = ["RecallRun", "recall"]
+__all__ = ["RecallRun", "recall", "tokens_for_bytes"]
 
 _PIECE_TOKENS = 8192
 
@@ -90,6 +90,22 @@ class _Decode:
     def end(self) -> None:
         for request in self.requests:
             self.coordinator.on_request_end(request)
+
+
+def tokens_for_bytes(model: RecallModel, config: SparseConfig, share: float, n_tokens: int) -> int:
+    """Return the tokens that a method may select when it holds a share of the context's KV bytes on the device.
+
+    Args:
+        model: the recall transformer; its KV is counted as bf16.
+        config: settings of the method; its representations are those of these.
+        share: of the KV's bytes that representations and selected KV may take together.
+        n_tokens: tokens of the context.
+    """
+    kv = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    context = torch.zeros(1, n_tokens, dtype=torch.int64)
+    algorithm = _coordinator(model, config, context).algorithm
+    representation = 0 if config.algorithm == "oracle" else algorithm.representation_bytes(n_tokens)
+    return int((share * n_tokens * kv - representation) / kv)
 
 
 @torch.no_grad()
