@@ -39,12 +39,12 @@ from gpu_tier.manager.stream import HostStream
 from gpu_tier.runtime import DeviceRuntime
 from gpu_tier.step import Step
 from gpu_tier.trackers import RequestState, RequestTrackers
-from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, PagedMeta, Partial, ResidencyPlan
+from gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial, ResidencyPlan
 
 __all__ = ["SparseCoordinator"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LayerInputs:
     """What `attention_end` needs of `attention_begin`."""
 
@@ -53,7 +53,7 @@ class _LayerInputs:
     k: Tensor
     v: Tensor | None
     extra: dict[str, Tensor]
-    plan: ResidencyPlan | None
+    plan: ResidencyPlan | None = None
 
 
 class SparseCoordinator:
@@ -195,7 +195,8 @@ class SparseCoordinator:
             self.manager.reach(self._offloads[-1])
         trackers = [self.trackers[request] for request in batch.requests]
         sparse = [t.state is RequestState.SPARSE and batch.mode is Mode.DECODE for t in trackers]
-        self._step = Step.of(batch, sparse, self.manager.tables.table)
+        resident = None if self.resident is None else self.resident.table
+        self._step = Step.of(batch, sparse, self.manager.tables.table, resident)
         if self._stream is not None and any(sparse):
             if self._offloads:  # the last step's token is read from the host, too
                 self.runtime.fence(self._offloads[-1].done, "h2d")
@@ -239,22 +240,32 @@ class SparseCoordinator:
             prefill (None, []): the engine computes exact attention.
         """
         step = self._current(batch)
-        k, v = self._as_stored(k, v)
-        is_resident = self.resident is not None and layer_id in self.resident.layers
-        if self.resident is not None and is_resident:
-            self.resident.write(layer_id, batch, step.token_requests, k, v)
-        plan: ResidencyPlan | None = None
+        if self.resident is not None and layer_id in self.resident.layers:
+            self.resident.pool.write(layer_id, step.resident_slots, k, v)
+        inputs = _LayerInputs(layer_id, q, *self._as_stored(k, v), extra)
+        if batch.mode is Mode.DECODE and self._represents(layer_id) and self.algorithm.updates_before_retrieval:
+            self.algorithm.update_representations(layer_id, batch, inputs.k, inputs.v, **extra)
         partials: list[Partial] = []
-        if batch.mode is Mode.DECODE:
-            if is_resident:
-                meta = self._resident_meta(layer_id, step)
-            elif self._stream is not None and step.any_sparse:
-                meta, partials = self._streamed(q, layer_id, step)
-            else:
-                selected, plan = self._selected(q, k, v, layer_id, step, extra)
-                meta = meta if meta is not None and not step.any_sparse else selected
-        self._inputs = _LayerInputs(layer_id, q, k, v, extra, plan)
+        if batch.mode is Mode.DECODE and (meta is None or step.any_sparse):
+            meta, partials, inputs.plan = self._to_read(inputs, step)
+        self._inputs = inputs
         return meta, partials
+
+    def _to_read(self, inputs: _LayerInputs, step: Step) -> tuple[AttnMetadata, list[Partial], ResidencyPlan | None]:
+        """Return what a layer's attention reads, what to merge with that, and the plan that brought it there."""
+        layer_id = inputs.layer_id
+        if self.resident is not None and layer_id in self.resident.layers:
+            assert step.resident is not None
+            return self._dense_adaptor.dense_metadata(self.resident.pool.layer(layer_id), step.resident), [], None
+        if not step.any_sparse:
+            return self._dense_adaptor.dense_metadata(self.manager.device.layer(layer_id), step.dense), [], None
+        if self._stream is not None:
+            return *self._streamed(inputs.q, layer_id, step), None
+        meta, plan = self._selected(inputs, step)
+        return meta, [], plan
+
+    def _represents(self, layer_id: int) -> bool:
+        return self.algorithm.selects and not (self.resident and layer_id in self.resident.layers)
 
     def _current(self, batch: ForwardBatch) -> Step:
         if self._step is None or self._step.batch is not batch:
@@ -262,20 +273,18 @@ class SparseCoordinator:
         return self._step
 
     def _as_stored(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the numbers as attention will read them: representations must describe what is stored."""
+        """Return what representations are made of: numbers as attention will read them."""
         formats = self.manager.device.geometry.parts
-        stored = formats[0].decode(formats[0].encode(k))
-        return stored, None if v is None else formats[1].decode(formats[1].encode(v))
+        if self.algorithm.selects and self.algorithm.represents_keys:
+            k = formats[0].decode(formats[0].encode(k))
+        if v is None or not self.algorithm.needs_values:
+            return k, None
+        return k, formats[1].decode(formats[1].encode(v))
 
-    def _selected(
-        self, q: Tensor, k: Tensor, v: Tensor | None, layer_id: int, step: Step, extra: dict[str, Tensor]
-    ) -> tuple[AttnMetadata, ResidencyPlan | None]:
-        batch, kv = step.batch, self.manager.device.layer(layer_id)
-        if self.algorithm.selects and self.algorithm.updates_before_retrieval:
-            self.algorithm.update_representations(layer_id, batch, k, v, **extra)
-        if not step.any_sparse:
-            return self._dense_adaptor.dense_metadata(batch, kv, step.dense), None
-        selection = self.algorithm.retrieve_topk(q, layer_id, batch, step.sparse_mask, **extra)
+    def _selected(self, inputs: _LayerInputs, step: Step) -> tuple[AttnMetadata, ResidencyPlan]:
+        layer_id, batch = inputs.layer_id, step.batch
+        kv = self.manager.device.layer(layer_id)
+        selection = self.algorithm.retrieve_topk(inputs.q, layer_id, batch, step.sparse_mask, **inputs.extra)
         if self.config.debug_checks:
             selection.validate(batch)
         plan = self.manager.resolve(layer_id, batch, selection, step.sparse_mask)
@@ -284,16 +293,11 @@ class SparseCoordinator:
         meta = self._adaptor.adapt_for_attn_metadata(selection, plan, step.sparse_mask, batch, kv, step.dense)
         return meta, plan
 
-    def _resident_meta(self, layer_id: int, step: Step) -> PagedMeta:
-        assert self.resident is not None
-        kv: LayerKV = self.resident.pool.layer(layer_id)
-        return self._dense_adaptor.dense_metadata(step.batch, kv, step.all_dense(self.resident.table))
-
     def _streamed(self, q: Tensor, layer_id: int, step: Step) -> tuple[AttnMetadata, list[Partial]]:
         """The tokens that are not yet on the host from the arena, the others streamed."""
         assert self._stream is not None
         kv = self.manager.device.layer(layer_id)
-        newest = step.newest_token()
+        newest = step.newest_token
         meta = self._adaptor.adapt_for_attn_metadata(newest[0], newest[1], step.sparse_mask, step.batch, kv, step.dense)
         return meta, self._stream.partials(q, layer_id, self.sm_scale)
 
@@ -307,13 +311,13 @@ class SparseCoordinator:
         inputs, self._inputs = self._inputs, None
         if inputs is None or inputs.layer_id != layer_id:
             raise StateError(f"attention_begin was not called for layer {layer_id}")
-        if self.algorithm.selects and not (self.resident and layer_id in self.resident.layers):
+        if self._represents(layer_id):
             self._represent(inputs, batch)
         if inputs.plan is not None:
             self.manager.commit(layer_id, inputs.plan)
 
     def _represent(self, inputs: _LayerInputs, batch: ForwardBatch) -> None:
-        k, v = inputs.k, inputs.v if self.algorithm.needs_values else None
+        k, v = inputs.k, inputs.v
         if batch.mode is Mode.PREFILL:
             self.algorithm.construct_representations(inputs.layer_id, batch, k, v, inputs.q, **inputs.extra)
         elif not self.algorithm.updates_before_retrieval:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,23 +62,23 @@ def _tensor(values: Sequence[int] | Sequence[bool], dtype: torch.dtype, device: 
     return upload(torch.tensor(values, dtype=dtype), device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
-    """What a pass needs beside its batch.
+    """What a pass needs beside its batch; what is the same in all layers is made once.
 
     Attributes:
         batch: the pass.
         sparse_mask: ``bool [B]`` rows that are sparse.
         num_sparse: how many there are.
         dense: slots of the other rows.
-        token_requests: ``int64 [T]`` row of each token in the per-request tables, -1 for padding.
+        resident: slots of all rows in the arena of the resident layers, which are dense for all.
     """
 
     batch: ForwardBatch
     sparse_mask: Tensor
     num_sparse: int
     dense: DenseRows
-    token_requests: Tensor
+    resident: DenseRows | None
 
     @property
     def any_sparse(self) -> bool:
@@ -85,26 +86,31 @@ class Step:
         return self.num_sparse > 0
 
     @classmethod
-    def of(cls, batch: ForwardBatch, is_sparse: Sequence[bool], table: Tensor) -> Step:
-        """Return the step of a batch whose real rows are sparse or not."""
-        device = batch.seq_lens.device
+    def of(cls, batch: ForwardBatch, is_sparse: Sequence[bool], table: Tensor, resident: Tensor | None) -> Step:
+        """Return the step of a batch whose real rows are sparse or not; two tables of slots."""
         padding = batch.rows - batch.num_real
-        owners = [request for request, n in zip(batch.requests, batch.extend_lens, strict=True) for _ in range(n)]
         dense = [length for length, sparse in zip(batch.lengths, is_sparse, strict=True) if not sparse]
         return cls(
             batch=batch,
-            sparse_mask=_tensor([*is_sparse, *[False] * padding], torch.bool, device),
+            sparse_mask=_tensor([*is_sparse, *[False] * padding], torch.bool, batch.seq_lens.device),
             num_sparse=sum(is_sparse),
-            dense=DenseRows(table, max(dense, default=0)),
-            token_requests=_tensor([*owners, *[-1] * padding], torch.int64, device),
+            dense=DenseRows(batch, table, max(dense, default=0)),
+            resident=None if resident is None else DenseRows(batch, resident, max(batch.lengths, default=0)),
         )
 
-    def all_dense(self, table: Tensor) -> DenseRows:
-        """Return the slots of every row in another table."""
-        return DenseRows(table, max(self.batch.lengths, default=0))
+    @cached_property
+    def resident_slots(self) -> Tensor:
+        """Where the pass's tokens go in the arena of the resident layers, ``int64 [T]``, -1 for padding."""
+        assert self.resident is not None
+        batch = self.batch
+        rows = torch.tensor(batch.requests).repeat_interleave(torch.tensor(batch.extend_lens))
+        owners = upload(rows, self.resident.table.device)
+        slots = self.resident.table[owners, batch.positions[: len(rows)]].long()
+        return torch.nn.functional.pad(slots, (0, len(batch.positions) - len(rows)), value=-1)
 
+    @cached_property
     def newest_token(self) -> tuple[Selection, ResidencyPlan]:
-        """Return the current token of every sparse row as a selection, and where it is."""
+        """The current token of every sparse row as a selection, and where it is."""
         batch = self.batch
         mask = self.sparse_mask[:, None]
         indices = torch.where(mask, batch.seq_lens[:, None] - 1, -1)[:, None].int()

@@ -99,8 +99,6 @@ class BaseSparseAlgorithm(ABC):
     """Whether the current token's representation has to exist before `retrieve_topk`."""
     required_sidecar: ClassVar[bool] = False
     """Whether representations cannot be rebuilt from KV: a prefix without them is a miss."""
-    represents_keys: ClassVar[bool] = True
-    """Whether representations are made of keys: then an attached prefix that came without them is read through."""
 
     def __init__(self, context: AlgorithmContext) -> None:
         self.context = context
@@ -115,6 +113,11 @@ class BaseSparseAlgorithm(ABC):
     def per_head(self) -> bool:
         """Whether each KV head selects on its own (Hs = H) or all together (Hs = 1)."""
         return False
+
+    @property
+    def represents_keys(self) -> bool:
+        """Whether representations are made of keys: then an attached prefix that came without them is read through."""
+        return True
 
     @property
     def skip_layers(self) -> int:

@@ -57,6 +57,11 @@ class DSA(BaseSparseAlgorithm):
         self._requests: tuple[ForwardBatch, Tensor] | None = None  # the same for all layers of a pass
 
     @property
+    def represents_keys(self) -> bool:
+        """Index keys are projections of their own; only a proxy's come from keys."""
+        return self.proxy
+
+    @property
     def max_items(self) -> int:
         """`top_k`."""
         return self.context.config.top_k

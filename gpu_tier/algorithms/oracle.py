@@ -24,7 +24,6 @@ class Oracle(BaseSparseAlgorithm):
     """Selects, per KV head, the tokens with the largest attention weights."""
 
     unit: ClassVar[Unit] = Unit.TOKEN
-    represents_keys: ClassVar[bool] = False
 
     def initialize_representation_pool(self) -> None:
         """Keep the settings: its representation are the keys themselves."""
@@ -34,6 +33,11 @@ class Oracle(BaseSparseAlgorithm):
     def per_head(self) -> bool:
         """Each KV head selects on its own."""
         return True
+
+    @property
+    def represents_keys(self) -> bool:
+        """See `BaseSparseAlgorithm`."""
+        return False
 
     @property
     def max_items(self) -> int:

@@ -37,7 +37,6 @@ class SnapKV(BaseSparseAlgorithm):
 
     unit: ClassVar[Unit] = Unit.TOKEN
     can_start_late: ClassVar[bool] = False
-    represents_keys: ClassVar[bool] = False
 
     def initialize_representation_pool(self) -> None:
         """Allocate the sets; windows of queries are allocated while a request needs them."""
@@ -62,6 +61,11 @@ class SnapKV(BaseSparseAlgorithm):
     def per_head(self) -> bool:
         """Each KV head has a set of its own."""
         return True
+
+    @property
+    def represents_keys(self) -> bool:
+        """See `BaseSparseAlgorithm`."""
+        return False
 
     @property
     def max_items(self) -> int:

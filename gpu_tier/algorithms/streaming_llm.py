@@ -23,7 +23,6 @@ class StreamingLLM(BaseSparseAlgorithm):
     """Selects sink pages and window pages, one table for all heads."""
 
     unit: ClassVar[Unit] = Unit.PAGE
-    represents_keys: ClassVar[bool] = False
 
     def initialize_representation_pool(self) -> None:
         """Keep the settings in pages; there is nothing to represent."""
@@ -35,6 +34,11 @@ class StreamingLLM(BaseSparseAlgorithm):
     def unit_tokens(self) -> int:
         """Tokens of a page."""
         return self.page
+
+    @property
+    def represents_keys(self) -> bool:
+        """See `BaseSparseAlgorithm`."""
+        return False
 
     @property
     def max_items(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.backend.adaptor import BackendAdaptor, DenseRows, dense_lengths, pad_to, sparse_lengths
+from gpu_tier.backend.adaptor import BackendAdaptor, DenseRows, pad_to, sparse_lengths
 from gpu_tier.types import ForwardBatch, LayerKV, PagedMeta, ResidencyPlan, Selection
 
 __all__ = ["FlashAdaptor"]
@@ -30,18 +30,15 @@ class FlashAdaptor(BackendAdaptor):
         dense: DenseRows,
     ) -> PagedMeta:  # fmt: skip
         """See `BackendAdaptor`."""
-        slots = plan.device_slot[:, 0]
-        sparse = torch.where(slots >= 0, slots // self.page_tokens, -1)
+        sparse = plan.device_slot[:, 0] // self.page_tokens  # rounds down, so that -1 stays -1
         lengths = sparse_lengths(selection, batch)[:, 0]
         if not dense.longest:
             return PagedMeta(kv, sparse, lengths, self.page_tokens)
-        other = self.dense_metadata(batch, kv, dense)
+        other = self.dense_metadata(kv, dense)
         width = max(sparse.shape[1], other.page_table.shape[1])
         table = torch.where(sparse_mask[:, None], pad_to(sparse, width), pad_to(other.page_table, width))
         return PagedMeta(kv, table, torch.where(sparse_mask, lengths, other.cache_seqlens), self.page_tokens)
 
-    def dense_metadata(self, batch: ForwardBatch, kv: LayerKV, dense: DenseRows) -> PagedMeta:
+    def dense_metadata(self, kv: LayerKV, dense: DenseRows) -> PagedMeta:
         """See `BackendAdaptor`."""
-        slots = dense.slots(batch, self.page_tokens)
-        table = torch.where(slots >= 0, slots // self.page_tokens, -1)
-        return PagedMeta(kv, table, dense_lengths(batch), self.page_tokens)
+        return PagedMeta(kv, dense.pages(self.page_tokens), dense.lengths, self.page_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu_tier.backend.adaptor import BackendAdaptor, DenseRows, dense_lengths, pad_to, sparse_lengths
+from gpu_tier.backend.adaptor import BackendAdaptor, DenseRows, pad_to, sparse_lengths
 from gpu_tier.types import ForwardBatch, LayerKV, ResidencyPlan, Selection, TokenMeta
 
 __all__ = ["TokenAdaptor"]
@@ -30,16 +30,16 @@ class TokenAdaptor(BackendAdaptor):
         sparse = _tokens_of(plan.device_slot, selection.unit_tokens, lengths)
         if not dense.longest:
             return TokenMeta(kv, sparse, lengths)
-        other = self.dense_metadata(batch, kv, dense)
+        other = self.dense_metadata(kv, dense)
         width = max(sparse.shape[-1], other.token_table.shape[-1])
         mask = sparse_mask[:, None]
         table = torch.where(mask[..., None], pad_to(sparse, width), pad_to(other.token_table, width))
         return TokenMeta(kv, table, torch.where(mask, lengths, other.lens))
 
-    def dense_metadata(self, batch: ForwardBatch, kv: LayerKV, dense: DenseRows) -> TokenMeta:
+    def dense_metadata(self, kv: LayerKV, dense: DenseRows) -> TokenMeta:
         """See `BackendAdaptor`."""
-        table = dense.slots(batch)[:, None].expand(-1, self.heads, -1).contiguous()
-        lengths = dense_lengths(batch)[:, None].expand(-1, self.heads).contiguous()
+        table = dense.slots[:, None].expand(-1, self.heads, -1).contiguous()
+        lengths = dense.lengths[:, None].expand(-1, self.heads).contiguous()
         return TokenMeta(kv, table, lengths)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from gpu_tier.geometry import KVGeometry
@@ -17,7 +16,6 @@ from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.req_to_token import ReqToTokenPool
 from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import ForwardBatch
 
 __all__ = ["ResidentLayers"]
 
@@ -62,11 +60,6 @@ class ResidentLayers:
             PoolExhaustedError: there are too few; then nothing changed.
         """
         self._dense.cover(request, 0, n_tokens)
-
-    def write(self, layer_id: int, batch: ForwardBatch, token_requests: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Keep the KV of a pass, ``[T, H, d]``; `token_requests` is the row of each token, -1 for padding."""
-        slots = self.table[token_requests.clamp_min(0), batch.positions].long()
-        self.pool.write(layer_id, torch.where(token_requests >= 0, slots, -1), k, v)
 
     def fill(self, request: int, host_slots: Tensor) -> None:
         """Load the first tokens of a request from the host pool, for an attached prefix."""
