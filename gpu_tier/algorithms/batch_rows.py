@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor
 
 from gpu_tier.types import ForwardBatch
 
-__all__ = ["keep_best", "real_rows", "sparse_lengths", "token_requests"]
+__all__ = ["PerPass", "keep_best", "real_rows", "sparse_lengths", "token_requests"]
+
+T = TypeVar("T")
+
+
+class PerPass(Generic[T]):
+    """Something that is the same in all layers of a pass: made by the first that asks, kept for the others.
+
+    Args:
+        make: of a batch, and of its sparse mask where that matters.
+    """
+
+    def __init__(self, make: Callable[[ForwardBatch, Tensor | None], T]) -> None:
+        self._make = make
+        self._kept: tuple[ForwardBatch, Tensor | None, T] | None = None
+
+    def of(self, batch: ForwardBatch, sparse_mask: Tensor | None = None) -> T:
+        """Return it for a pass."""
+        if self._kept is None or self._kept[0] is not batch or self._kept[1] is not sparse_mask:
+            self._kept = batch, sparse_mask, self._make(batch, sparse_mask)
+        return self._kept[2]
 
 
 def real_rows(batch: ForwardBatch) -> Tensor:

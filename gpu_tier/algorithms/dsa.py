@@ -11,13 +11,14 @@ heads' keys, the index queries are the mean query of each KV head's group, all o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.algorithms.batch_rows import real_rows, sparse_lengths, token_requests
+from gpu_tier.algorithms.batch_rows import PerPass, real_rows, sparse_lengths, token_requests
 from gpu_tier.algorithms.page_sidecars import export_pages, import_pages
 from gpu_tier.config import DsaConfig
 from gpu_tier.errors import ConfigError
@@ -28,6 +29,25 @@ from gpu_tier.pools.representation import RepresentationPool
 from gpu_tier.types import ForwardBatch, Selection, Unit
 
 __all__ = ["DSA"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What all layers of a step ask for.
+
+    Attributes:
+        everything: ``int32 [B, 1, K]`` all tokens of the rows that have at most K.
+        lengths: ``int32 [B, 1]`` tokens that each row selects.
+        scored: ``int32 [B]`` tokens of the rows that have more, 0 for the others.
+        is_scored: ``bool [B, 1, 1]`` which those are.
+        table: ``int32 [B, P]`` pages of the index keys.
+    """
+
+    everything: Tensor
+    lengths: Tensor
+    scored: Tensor
+    is_scored: Tensor
+    table: Tensor
 
 
 class DSA(BaseSparseAlgorithm):
@@ -54,7 +74,9 @@ class DSA(BaseSparseAlgorithm):
             total_tokens=context.total_tokens,
             device=context.runtime.device,
         )
-        self._requests: tuple[ForwardBatch, Tensor] | None = None  # the same for all layers of a pass
+        self._requests = PerPass(lambda batch, _: token_requests(batch))
+        self._rows = PerPass(self._newest_rows)
+        self._asked = PerPass(self._ask)
 
     @property
     def represents_keys(self) -> bool:
@@ -81,21 +103,25 @@ class DSA(BaseSparseAlgorithm):
     ) -> None:  # fmt: skip
         """Write the index keys of the chunk; `extra` brings ``index_key [T, dI]``."""
         tokens = sum(batch.extend_lens)
-        if self._requests is None or self._requests[0] is not batch:
-            self._requests = batch, token_requests(batch)
-        pages = self.pool.locate(self._requests[1], batch.positions[:tokens])
-        self._write(layer_id, pages, batch.positions[:tokens], self._index_key(k, extra)[:tokens])
+        pages = self.pool.locate(self._requests.of(batch), batch.positions[:tokens])
+        rows = self._row(pages, batch.positions[:tokens])
+        self._write(layer_id, rows, self._index_key(k, extra)[:tokens])
 
     def update_representations(
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, **extra: Tensor
     ) -> None:
         """Write the index key of each row's token; `extra` brings ``index_key [B, dI]``."""
-        pages = self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
-        self._write(layer_id, pages, batch.positions, self._index_key(k, extra))
+        self._write(layer_id, self._rows.of(batch), self._index_key(k, extra))
 
-    def _write(self, layer_id: int, pages: Tensor, positions: Tensor, keys: Tensor) -> None:
-        size = self.pool.page_tokens
-        self.index_keys(layer_id)[pages * size + positions % size] = index_rows(keys, self.settings.scale_format)
+    def _newest_rows(self, batch: ForwardBatch, _: Tensor | None) -> Tensor:
+        pages = self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
+        return self._row(pages, batch.positions)
+
+    def _row(self, pages: Tensor, positions: Tensor) -> Tensor:
+        return pages * self.pool.page_tokens + positions % self.pool.page_tokens
+
+    def _write(self, layer_id: int, rows: Tensor, keys: Tensor) -> None:
+        self.index_keys(layer_id)[rows] = index_rows(keys, self.settings.scale_format)
 
     def _index_key(self, k: Tensor, extra: dict[str, Tensor]) -> Tensor:
         return k.float().mean(1) if self.proxy else _given(extra, "index_key", self.dims)
@@ -112,28 +138,35 @@ class DSA(BaseSparseAlgorithm):
         self, queries: Tensor, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor, **extra: Tensor
     ) -> Selection:
         """See `BaseSparseAlgorithm`; `extra` brings ``index_query [B, HI, dI]`` and ``index_weight [B, HI]``."""
-        tokens, k = sparse_lengths(batch, sparse_mask), self.max_items
-        place = torch.arange(k, dtype=torch.int32, device=queries.device)
-        everything = torch.where(place < tokens[:, None], place, -1)[:, None]
-        lengths = tokens.clamp_max(k)[:, None]
+        asked, k = self._asked.of(batch, sparse_mask), self.max_items
         if max((0, *batch.lengths)) <= k:
-            return Selection(self.unit, 1, everything, lengths)
-        scored = torch.where(tokens > k, tokens, 0)
-        best = torch.empty_like(everything)
-        scores = self._scores(queries, layer_id, batch, scored, extra)
-        topk_select(scores, scored, k, best, torch.empty_like(lengths), impl=self.context.config.kernels)
-        return Selection(self.unit, 1, torch.where((scored > 0)[:, None, None], best, everything), lengths)
+            return Selection(self.unit, 1, asked.everything, asked.lengths)
+        best = torch.empty_like(asked.everything)
+        scores = self._scores(queries, layer_id, batch, asked, extra)
+        topk_select(scores, asked.scored, k, best, torch.empty_like(asked.lengths), impl=self.context.config.kernels)
+        return Selection(self.unit, 1, torch.where(asked.is_scored, best, asked.everything), asked.lengths)
+
+    def _ask(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _Asked:
+        assert sparse_mask is not None
+        tokens, k = sparse_lengths(batch, sparse_mask), self.max_items
+        place = torch.arange(k, dtype=torch.int32, device=tokens.device)
+        width = max((0, *batch.lengths))
+        return _Asked(
+            everything=torch.where(place < tokens[:, None], place, -1)[:, None],
+            lengths=tokens.clamp_max(k)[:, None],
+            scored=torch.where(tokens > k, tokens, 0),
+            is_scored=(tokens > k)[:, None, None],
+            table=self.pool.table[batch.req_pool_indices, : self.pool.pages_of(width)],
+        )
 
     def _scores(
-        self, queries: Tensor, layer_id: int, batch: ForwardBatch, tokens: Tensor, extra: dict[str, Tensor]
+        self, queries: Tensor, layer_id: int, batch: ForwardBatch, asked: _Asked, extra: dict[str, Tensor]
     ) -> Tensor:
         query, weight = self._index_query(queries, extra)
         q8, scale = quantise(hadamard(query), self.settings.scale_format)
-        width = max(batch.lengths)
-        table = self.pool.table[batch.req_pool_indices, : self.pool.pages_of(width)]
-        out = torch.empty(batch.rows, width, device=queries.device)
+        out = torch.empty(batch.rows, max(batch.lengths), device=queries.device)
         indexer_score(
-            q8, weight * scale, self.index_keys(layer_id), table, self.pool.page_tokens, tokens, out,
+            q8, weight * scale, self.index_keys(layer_id), asked.table, self.pool.page_tokens, asked.scored, out,
             impl=self.context.config.kernels,
         )  # fmt: skip
         return out[:, None]

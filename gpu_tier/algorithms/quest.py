@@ -17,13 +17,14 @@ all.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gpu_tier.algorithms.base import BaseSparseAlgorithm, Sidecar
-from gpu_tier.algorithms.batch_rows import keep_best, real_rows, sparse_lengths
+from gpu_tier.algorithms.batch_rows import PerPass, keep_best, real_rows, sparse_lengths
 from gpu_tier.algorithms.chunk_pages import ChunkPages
 from gpu_tier.algorithms.page_sidecars import export_pages, import_pages
 from gpu_tier.config import QuestConfig
@@ -37,6 +38,25 @@ from gpu_tier.types import ForwardBatch, Selection, TokenRanges, Unit
 __all__ = ["Quest"]
 
 _BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What all layers of a step ask for.
+
+    Attributes:
+        tokens: ``int32 [B]`` tokens of the sparse rows, 0 for the others.
+        pages: ``int32 [B]`` their scoring pages.
+        complete: ``int32 [B]`` those before the page that is being written.
+        always: ``bool [B, 1, P]`` pages that are selected whatever their score.
+        table: ``int32 [B, P]`` pages of the bounds.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    complete: Tensor
+    always: Tensor
+    table: Tensor
 
 
 class Quest(BaseSparseAlgorithm):
@@ -54,7 +74,11 @@ class Quest(BaseSparseAlgorithm):
         empty = torch.full(shape, torch.inf, dtype=torch.bfloat16)
         empty[:, 1] = -torch.inf
         self.shape = shape
-        self._places: tuple[ForwardBatch, ChunkPages] | None = None  # the same for all layers of a pass
+        self._places = PerPass(lambda batch, _: ChunkPages.of(batch, self.settings.page, context.runtime.device))
+        self._newest_pages = PerPass(
+            lambda batch, _: self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
+        )
+        self._asked = PerPass(self._ask)
         self.pool = RepresentationPool(
             num_layers=geometry.num_layers - self.skip_layers,
             page_tokens=self.settings.page,
@@ -109,18 +133,13 @@ class Quest(BaseSparseAlgorithm):
         """Widen the bounds of the pages that the chunk touches; of layers that attend densely there are none."""
         if self._is_dense(layer_id):
             return
-        places = self._places_of(batch, k.device)
+        places = self._places.of(batch)
         pages = self.pool.locate(places.requests, places.positions)
         low, high = self._page_bounds(k[: len(places.token)].float(), places)
         self._widen(layer_id, pages, low, high)
 
     def _is_dense(self, layer_id: int) -> bool:
         return self.context.geometry.layer_index(layer_id) < self.skip_layers
-
-    def _places_of(self, batch: ForwardBatch, device: torch.device) -> ChunkPages:
-        if self._places is None or self._places[0] is not batch:
-            self._places = batch, ChunkPages.of(batch, self.settings.page, device)
-        return self._places[1]
 
     def _page_bounds(self, k: Tensor, places: ChunkPages) -> tuple[Tensor, Tensor]:
         shape = (len(places.positions), self.settings.page)
@@ -146,17 +165,17 @@ class Quest(BaseSparseAlgorithm):
         """Widen the bounds of each row's last page; of layers that attend densely there are none."""
         if self._is_dense(layer_id):
             return
-        pages = self.pool.locate(batch.req_pool_indices, batch.positions, real_rows(batch))
-        self._widen(layer_id, pages, k.float(), k.float())
+        keys = k.float()
+        self._widen(layer_id, self._newest_pages.of(batch), keys, keys)
 
     def retrieve_topk(
         self, queries: Tensor, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor, **extra: Tensor
     ) -> Selection:
         """See `BaseSparseAlgorithm`."""
         settings = self.settings
-        tokens = sparse_lengths(batch, sparse_mask)
-        pages = (tokens + settings.page - 1) // settings.page
-        scores = self._with_always(self._scores(queries, layer_id, batch, pages), pages)
+        asked = self._asked.of(batch, sparse_mask)
+        tokens, pages = asked.tokens, asked.pages
+        scores = self._scores(queries, layer_id, batch, asked).masked_fill(asked.always, torch.inf)
         heads = scores.shape[1]
         indices = torch.empty(batch.rows, heads, self.max_items, dtype=torch.int32, device=queries.device)
         lengths = torch.empty(batch.rows, heads, dtype=torch.int32, device=queries.device)
@@ -172,16 +191,24 @@ class Quest(BaseSparseAlgorithm):
         least = self.settings.recent_pages + self.settings.sink_pages
         return torch.minimum(wanted.clamp(least, self.max_items), pages)
 
-    def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, pages: Tensor) -> Tensor:
+    def _ask(self, batch: ForwardBatch, sparse_mask: Tensor | None) -> _Asked:
+        assert sparse_mask is not None
+        settings = self.settings
+        tokens = sparse_lengths(batch, sparse_mask)
+        pages = (tokens + settings.page - 1) // settings.page
+        width = max(1, self.pool.pages_of(max((1, *batch.lengths))))
+        page = torch.arange(width, device=tokens.device)
+        always = (page >= (pages - settings.recent_pages)[:, None]) | (page < settings.sink_pages)
+        table = self.pool.table[batch.req_pool_indices, :width]
+        return _Asked(tokens, pages, (pages - 1).clamp_min(0), always[:, None], table)
+
+    def _scores(self, queries: Tensor, layer_id: int, batch: ForwardBatch, step: _Asked) -> Tensor:
         """Return ``f32 [B, Hs, P]``; -inf for the page that is being written and behind it."""
         context, heads, rule = self.context, self.context.geometry.num_kv_heads, self.settings.group
-        width = max(1, self.pool.pages_of(max((1, *batch.lengths))))
         grouped = queries.float().unflatten(1, (heads, context.group))
         asked = grouped.mean(2) if rule == "mean" else queries
-        table = self.pool.table[batch.req_pool_indices, :width]
-        out = torch.empty(batch.rows, asked.shape[1], width, device=queries.device)
-        complete = (pages - 1).clamp_min(0)
-        quest_score(asked, self.bounds(layer_id), table, complete, out, impl=context.config.kernels)
+        out = torch.empty(batch.rows, asked.shape[1], step.table.shape[1], device=queries.device)
+        quest_score(asked, self.bounds(layer_id), step.table, step.complete, out, impl=context.config.kernels)
         if rule == "mean":
             scores = out
         else:
@@ -192,12 +219,6 @@ class Quest(BaseSparseAlgorithm):
     def _softmax(self, bounds: Tensor) -> Tensor:
         weights = (bounds * self.context.sm_scale).softmax(-1)
         return torch.where(bounds == -torch.inf, 0.0, weights)
-
-    def _with_always(self, scores: Tensor, pages: Tensor) -> Tensor:
-        page = torch.arange(scores.shape[-1], device=scores.device)
-        recent = page >= (pages - self.settings.recent_pages)[:, None]
-        always = recent | (page < self.settings.sink_pages)
-        return scores.masked_fill(always[:, None], torch.inf)
 
     def free(self, request: int) -> None:
         """See `BaseSparseAlgorithm`."""
