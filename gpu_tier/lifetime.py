@@ -63,7 +63,7 @@ class Lifetimes:
         """Take a request in; see `SparseCoordinator.on_request_begin`."""
         cached = prefix.n_tokens if prefix else 0
         try:
-            self._check_lengths(n_prompt, cached)
+            self._check_lengths(n_prompt, cached, len(prefix.pages) if prefix else 0)
             request = self.manager.tables.alloc()
         except Exception:
             self.manager.host.allocator.free(prefix.pages if prefix else ())
@@ -81,10 +81,10 @@ class Lifetimes:
             raise
         return request
 
-    def _check_lengths(self, n_prompt: int, cached: int) -> None:
+    def _check_lengths(self, n_prompt: int, cached: int, pages: int) -> None:
         if not 1 <= n_prompt <= self.max_tokens:
             raise ConfigError("n_prompt", n_prompt, f"must be 1 to max_tokens={self.max_tokens}")
-        if cached >= n_prompt or cached % self.config.page_size:
+        if cached >= n_prompt or cached != pages * self.config.page_size:
             allowed = f"whole pages of {self.config.page_size} tokens, and fewer than the prompt's {n_prompt}"
             raise ConfigError("prefix.n_tokens", cached, allowed)
 

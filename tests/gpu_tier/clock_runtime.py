@@ -43,7 +43,10 @@ class _ClockEvent(Event):
         return not self.is_held
 
     def wait(self) -> None:
-        self.is_held = False
+        for event in self.runtime.held:  # a stream's work ends in order
+            event.is_held = False
+            if event is self:
+                break
 
 
 class ClockRuntime(DeviceRuntime):
@@ -86,6 +89,11 @@ class ClockRuntime(DeviceRuntime):
         clock = self._clocks.setdefault(name, {})
         for stream, time in event.clock.items():
             clock[stream] = max(clock.get(stream, 0), time)
+
+    @property
+    def held(self) -> list[_ClockEvent]:
+        """The copies to the host that have not ended, oldest first."""
+        return [event for event in self._events if event.is_held]
 
     def let_go(self) -> None:
         """Let all copies to the host end."""

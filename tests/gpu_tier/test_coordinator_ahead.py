@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from clock_runtime import ClockRuntime
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from layer_traffic import Shape, Traffic
+from thoroughness import examples
 
 import gpu_tier.assembly
+from gpu_tier.errors import PoolExhaustedError
 
 SHAPE = Shape(layers=2, max_tokens=160)
 # Buffers as small as a step allows: what is not promoted has to be loaded soon.
@@ -137,3 +141,44 @@ def test_a_streamed_step_reads_the_last_token_only_after_its_copy(monkeypatch: p
         later = [mark for mark in runtime.marks if mark.label == ("load", step + 1)]
         assert later
         assert all(copied.happened_before(mark) for mark in later)
+
+
+LIVES = CASES | {
+    "full_offload": {"algorithm": "full_offload", "algo": {"chunk_tokens": 24}},
+    "snapkv": {"algorithm": "snapkv", "algo": {"w_obs": 4, "cap": 16, "kernel": 3}},
+    "window": {**QUEST, "prefill_window_tokens": 20},
+}
+
+
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), name=st.sampled_from(sorted(LIVES)))
+def test_any_order_of_requests_whenever_copies_end(
+    data: st.DataObject, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step checks what it reads; some copies end late, others only when somebody waits for them."""
+    runtime = ClockRuntime()
+    runtime.holds_offloads = True
+    traffic = traffic_of(LIVES[name], runtime, monkeypatch)
+    trackers = traffic.coordinator.trackers
+    for number in range(data.draw(st.integers(4, 30))):
+        live = list(traffic.sequences)
+        prompts = [r for r in live if trackers[r].seq_len < trackers[r].n_prompt]
+        ready = [r for r in live if r not in prompts and trackers[r].seq_len < 150]
+        verbs = ["begin"] * (len(live) < 3) + ["prompt"] * bool(prompts) + ["decode"] * 3 * bool(ready) + ["let go"]
+        verb = data.draw(st.sampled_from([*verbs, "end"] if live else verbs))
+        try:
+            if verb == "begin":
+                traffic.begin(data.draw(st.integers(1, 100)), seed=number + 1)
+            elif verb == "prompt":
+                traffic.prompt([data.draw(st.sampled_from(prompts))], data.draw(st.integers(5, 60)))
+            elif verb == "decode":
+                traffic.decode(data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True)))
+            elif verb == "end":
+                traffic.end(data.draw(st.sampled_from(live)))
+            else:
+                runtime.let_go()
+        except PoolExhaustedError:
+            assert len(live) > 1
+    for request in list(traffic.sequences):
+        traffic.end(request)
+    traffic.assert_empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,3 +126,11 @@ def test_a_dense_request_with_a_prefix_becomes_sparse_when_it_has_grown(name: st
     assert tracker.state is (RequestState.DENSE if name.startswith("full") else RequestState.SPARSE)
     assert host_rows_are_right(traffic, request) == PROMPT + 30
     assert tracker.exact_tokens == (PROMPT + 30 if name.startswith("full") else 91)
+
+
+def test_a_prefix_that_names_other_pages_than_its_tokens_is_refused_and_released() -> None:
+    traffic = publishing(SHAPE, CASES["quest lru, layers skipped"])
+    prefix = prefix_of(traffic, 1, PREFIX)
+    with pytest.raises(ConfigError, match="whole pages of 8 tokens"):
+        traffic.coordinator.on_request_begin(PROMPT, replace(prefix, n_tokens=PREFIX + 8))
+    traffic.assert_empty()
