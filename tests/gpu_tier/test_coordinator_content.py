@@ -148,3 +148,26 @@ def test_i11_with_the_kernels_of_a_gpu_interpreted(name: str, shape: Shape) -> N
     for _ in range(3):
         traffic.decode(requests, pad_to=3)
     assert traffic.checked > 60
+
+
+@pytest.mark.parametrize("chunk", [5, 8, 16, 23])
+@pytest.mark.parametrize("name", ["oracle", "quest", "dsa", "snapkv retrievable"])
+def test_the_reader_finds_every_token_wherever_it_lies(name: str, chunk: int) -> None:
+    """While a prompt goes through its window, and while its request is staged and decodes."""
+    traffic = Traffic(Shape(), {**ALGORITHMS[name], "prefill_window_tokens": 16})
+    request, tracker = traffic.begin(77, seed=1), traffic.coordinator.trackers
+
+    def check_rows() -> None:
+        sequence, n = traffic.sequences[request], tracker[request].seq_len
+        for layer in range(traffic.shape.layers):
+            k, v = traffic.coordinator.key_reader.rows(layer, request, 0, n)
+            assert torch.equal(k, sequence.k[layer, :n])
+            assert torch.equal(v, sequence.v[layer, :n])
+
+    while (left := 77 - tracker[request].seq_len) > 0:
+        traffic.prefill([request], [min(chunk, left)])
+        check_rows()
+    traffic.coordinator.prompt_finished(request)
+    for _ in range(20):
+        traffic.decode([request])
+        check_rows()

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "quest device, layers skipped": {
         "algorithm": "quest", "algo": {**QUEST, "skip_layers": 4}, "residency": "device"
     },
+    "quest lru, all layers skipped": {"algorithm": "quest", "algo": {**QUEST, "skip_layers": 9}},
     "quest, a window": {"algorithm": "quest", "algo": {**QUEST, "skip_layers": 4}, "prefill_window_tokens": 12},
     "dsa lru": {"algorithm": "dsa", "top_k": 16, "algo": INDEXER, "device_buffer_size": 20},
     "dsa device": {"algorithm": "dsa", "top_k": 16, "algo": INDEXER, "residency": "device"},
