@@ -168,6 +168,7 @@ def test_the_reader_finds_every_token_wherever_it_lies(name: str, chunk: int) ->
         traffic.prefill([request], [min(chunk, left)])
         check_rows()
     traffic.coordinator.prompt_finished(request)
+    traffic.prompt([traffic.begin(60, seed=2)])  # in the pages that were released
     for _ in range(20):
         traffic.decode([request])
         check_rows()
