@@ -172,3 +172,17 @@ def test_the_reader_finds_every_token_wherever_it_lies(name: str, chunk: int) ->
     for _ in range(20):
         traffic.decode([request])
         check_rows()
+
+
+@pytest.mark.parametrize("start_layer", [0, 1])
+def test_layers_that_attend_densely_are_exact_for_sparse_and_dense_rows(start_layer: int) -> None:
+    quest = {"page": 4, "token_budget": 24, "skip_layers": 2}
+    traffic = Traffic(Shape(start_layer=start_layer), {"algorithm": "quest", "algo": quest})
+    lengths = (100, 5, 60)
+    requests = [traffic.begin(n, seed=n) for n in lengths]
+    traffic.prompt(requests, chunk=21)
+    for step in range(6):
+        out = traffic.decode(requests, pad_to=5)
+        for row, request in enumerate(requests):
+            exact = traffic.exact(request, lengths[row] + step)[: 2 - start_layer]
+            torch.testing.assert_close(out[: 2 - start_layer, row], exact, rtol=1e-4, atol=1e-4)
