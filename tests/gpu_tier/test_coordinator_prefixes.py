@@ -11,6 +11,7 @@ from layer_traffic import Shape, Traffic
 from prefix_traffic import diverging, host_rows_are_right, prefix_of, publishing
 
 from gpu_tier.errors import ConfigError
+from gpu_tier.rows import KVDtype
 from gpu_tier.trackers import RequestState
 
 INDEXER = {"index_heads": 4, "index_dim": 16}
@@ -80,9 +81,11 @@ def test_two_requests_share_a_prefix_and_diverge(name: str) -> None:
     traffic.assert_empty()
 
 
+@pytest.mark.parametrize("dtype", KVDtype)
 @pytest.mark.parametrize("name", [name for name in CASES if "quest" in name])
-def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(name: str) -> None:
-    traffic = publishing(SHAPE, CASES[name])
+def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(name: str, dtype: KVDtype) -> None:
+    """What is rebuilt is made of what is stored, so what was computed has to be made of that, too."""
+    traffic = publishing(replace(SHAPE, dtype=dtype), CASES[name])
     outputs, sidecars = [], []
     for has_sidecar in (True, False):
         request = traffic.begin(PROMPT, 1, prefix_of(traffic, 1, PREFIX, has_sidecar=has_sidecar))
