@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
 for folder in ("store", "contract", "gpu_tier"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+
+
+def _import_triton_to_be_interpreted() -> None:
+    """Let Triton's own functions be interpretable: that is settled when it is first imported, by whichever test."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language  # noqa: F401
+
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = before
+
+
+_import_triton_to_be_interpreted()
 
 pytest_plugins = ["redis_servers", "feature_records"]

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
 from gpu_tier.pools.allocator import PagedAllocator
-from tests.thoroughness import examples
 
 PAGES = 8
 pages = st.lists(st.integers(-2, PAGES + 1), max_size=5)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_rig import PlainHooks, plain_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.engine.generation import generate
@@ -18,8 +20,6 @@ from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
 from gpu_tier.engine.recall_model import RecallModel
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from gpu_tier.types import Mode
-from tests.gpu_tier.engine_rig import PlainHooks, plain_forward
-from tests.thoroughness import examples
 
 LLAMA = LlamaDecoder.random(LlamaShape(num_layers=2))
 LATENT = LatentDecoder.random(LatentShape(num_layers=2))

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from gpu_tier.coordinator import SparseCoordinator
-from gpu_tier.engine.decode_engine import DecodeEngine
-from gpu_tier.engine.generation import generate
-from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
-from gpu_tier.manager.prefix_attach import AttachedPrefix, SidecarRun
-from gpu_tier.rows import KVDtype
-from gpu_tier.trackers import RequestState
-from tests.gpu_tier.coordinator_rig import (
+from coordinator_rig import (
     MODELS,
     PAGE,
     WHOLE,
@@ -25,7 +16,16 @@ from tests.gpu_tier.coordinator_rig import (
     prompt,
     whole,
 )  # fmt: skip
-from tests.gpu_tier.engine_rig import SelectingHooks, plain_forward
+from engine_rig import SelectingHooks, plain_forward
+from torch import Tensor
+
+from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.engine.decode_engine import DecodeEngine
+from gpu_tier.engine.generation import generate
+from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
+from gpu_tier.manager.prefix_attach import AttachedPrefix, SidecarRun
+from gpu_tier.rows import KVDtype
+from gpu_tier.trackers import RequestState
 
 LLAMA, LATENT = MODELS["llama"], MODELS["latent"]
 

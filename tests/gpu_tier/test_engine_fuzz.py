@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from coordinator_rig import MODELS, config_of, coordinator_of, nothing_is_held, prompt
+from engine_rig import SelectingHooks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.config import SparseConfig
@@ -17,9 +20,6 @@ from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.errors import PoolExhaustedError
 from gpu_tier.trackers import RequestState
-from tests.gpu_tier.coordinator_rig import MODELS, config_of, coordinator_of, nothing_is_held, prompt
-from tests.gpu_tier.engine_rig import SelectingHooks
-from tests.thoroughness import examples
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 120)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from coordinator_rig import WHOLE, config_of, nothing_is_held, whole
+from hf_models import make_model, own_generate, prompt
 
 from gpu_tier.engine.hf_adapter import SparseGenerator
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from tests.gpu_tier.coordinator_rig import WHOLE, config_of, nothing_is_held, whole
-from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
 
 def generator_of(model: Any, algorithm: str, **options: Any) -> SparseGenerator:

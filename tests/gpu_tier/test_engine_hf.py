@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_rig import PlainHooks, plain_attention
+from hf_models import make_model, own_generate, prompt
 from torch import Tensor
 
 from gpu_tier.engine.batch_engine import BatchEngine
@@ -19,8 +21,6 @@ from gpu_tier.engine.prefill import PrefillAttention
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.rows import KVDtype
-from tests.gpu_tier.engine_rig import PlainHooks, plain_attention
-from tests.gpu_tier.hf_models import make_model, own_generate, prompt
 
 
 def runner_of(model: Any, hooks: PlainHooks, shape: AttentionShape, piece_tokens: int = 64) -> HfRunner:

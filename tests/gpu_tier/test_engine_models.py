@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_rig import plain_forward
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,7 +16,6 @@ from gpu_tier.engine.latent_model import LatentDecoder, LatentShape
 from gpu_tier.engine.layers import rms_norm, rotate
 from gpu_tier.engine.llama_model import LlamaDecoder, LlamaShape
 from gpu_tier.errors import ConfigError
-from tests.gpu_tier.engine_rig import plain_forward
 
 TOKENS = torch.randint(0, 128, (37,), generator=torch.Generator().manual_seed(1)).tolist()
 

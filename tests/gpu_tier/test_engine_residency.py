@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from coordinator_rig import MODELS, config_of, coordinator_of, prompt
 
 from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.rows import KVDtype
-from tests.gpu_tier.coordinator_rig import MODELS, config_of, coordinator_of, prompt
 
 # Settings that select much less than the prompts have.
 SMALL: dict[str, dict[str, Any]] = {

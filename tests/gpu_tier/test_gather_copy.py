@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels.gather_copy import gather_copy
-from tests.thoroughness import examples
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROWS, SPACE = 9, 10

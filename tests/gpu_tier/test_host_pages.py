@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from thoroughness import examples
 
 from gpu_tier.errors import AllocationError, PoolExhaustedError, StateError
 from gpu_tier.pools.host_pages import HostPages, PageState
-from tests.thoroughness import examples
 
 PAGES = 5
 page_ids = st.integers(0, PAGES - 1)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
 from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.kernels.io_transfer.plan import layer_runs, part_copies
 from gpu_tier.rows import KVDtype
-from tests.thoroughness import examples
 
 pytest.importorskip("triton")
-from gpu_tier.kernels.io_transfer import triton_impl
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PAGES = 3
+
+
+def triton_kernel() -> ModuleType:
+    """Return the kernel: to be imported under the interpreter, so not while tests are collected."""
+    return import_module("gpu_tier.kernels.io_transfer.triton_impl")
 
 
 @st.composite
@@ -40,7 +47,7 @@ def test_triton_and_python_agree_on_addresses(geometry: KVGeometry, layout: Layo
     layer = data.draw(st.integers(0, geometry.num_layers - 1))
     head = data.draw(st.integers(0, geometry.num_kv_heads - 1))
     slots = range(PAGES * geometry.page_size)
-    got = triton_impl.addresses(addressing, part, torch.tensor(slots, dtype=torch.int32), layer, head).tolist()
+    got = triton_kernel().addresses(addressing, part, torch.tensor(slots, dtype=torch.int32), layer, head).tolist()
     assert got == [addressing.address(part, slot, layer, head) for slot in slots]
 
 
@@ -122,7 +129,7 @@ def test_kernels_of_a_gpu_move_the_same_bytes(impl: str, transfer: tuple[dict[st
 @pytest.mark.parametrize("blocks", [1, 3, 0])
 @pytest.mark.parametrize("layout", list(Layout))
 def test_programs_share_the_tiles_of_uneven_rows(layout: Layout, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_impl, "_TILE", 128)
+    monkeypatch.setattr(triton_kernel(), "_TILE", 128)
     geometry = KVGeometry(KVKind.MHA, 3, 2, 24, 40, KVDtype.F32, page_size=4)
     both = Addressing.of(geometry, layout, 8), Addressing.of(geometry, Layout.LAYER_FIRST, 8)
     slots = torch.randperm(32, generator=torch.Generator().manual_seed(1)).view(4, 8)

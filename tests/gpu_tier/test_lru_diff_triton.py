@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,9 +14,6 @@ from thoroughness import examples
 from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, lru_diff, ref
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs Triton's interpreter"
-)
 
 
 def both_worlds_agree(seed: int) -> None:

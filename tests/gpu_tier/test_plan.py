@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from gpu_tier.cli import main
 from gpu_tier.config import ALGORITHMS, QuestConfig, SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
 from gpu_tier.eval.plan import Limits, Plan, Workload, advise, fixed_bytes, plan, time_of
-from tests.thoroughness import examples
 
 LLAMA, DEEPSEEK = model_shape("llama3-8b"), model_shape("deepseek-v3.2")
 DEVICE = Device()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from gpu_tier.algorithms import registry
 from gpu_tier.algorithms.base import AlgorithmContext
@@ -20,7 +21,6 @@ from gpu_tier.kernels.lru_diff import DiffScratch
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import NullRuntime
-from tests.thoroughness import examples
 
 LLAMA, DEEPSEEK = model_shape("llama3-8b"), model_shape("deepseek-v3.2")
 DEVICE = Device()
