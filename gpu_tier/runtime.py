@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_tier.errors import ConfigError
+
 __all__ = ["CudaRuntime", "DeviceRuntime", "Event", "NullRuntime", "runtime_for", "upload"]
 
 
@@ -97,11 +99,20 @@ class _CudaEvent(Event):
 
 
 class CudaRuntime(DeviceRuntime):
-    """A GPU. `compute` is whatever stream the engine has made current."""
+    """A GPU. `compute` is whatever stream the engine has made current.
+
+    Raises:
+        ConfigError: the GPU is not the current one. torch switches GPUs for its own operations, but kernels of Triton
+            and of our library are launched on the current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("h2d", "d2h")}
+        current = torch.cuda.current_device()
+        if device.index not in (None, current):
+            allowed = f"must be the current one, cuda:{current}; call torch.cuda.set_device({device.index}) before"
+            raise ConfigError("device", str(device), allowed)
+        self.device = torch.device("cuda", current)
+        self._streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h")}
 
     def _named(self, name: str) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if name == "compute" else self._streams[name]
@@ -135,7 +146,8 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # Pinning keeps strides: an expanded tensor cannot be pinned, and a strided one is copied through pageable memory.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def runtime_for(device: torch.device | str) -> DeviceRuntime:

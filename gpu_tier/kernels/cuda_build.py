@@ -25,6 +25,7 @@ __all__ = ["FLAGS", "build", "check", "library", "sources", "stream"]
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a",
 )  # fmt: skip
+_CAPABILITY = (9, 0)
 _HERE = Path(__file__).parent
 
 
@@ -67,12 +68,23 @@ def library() -> ctypes.CDLL:
     """
     if not torch.cuda.is_available():
         raise KernelUnavailableError("the CUDA kernels need a GPU: torch sees none")
-    loaded = ctypes.CDLL(str(build()))
+    found = torch.cuda.get_device_capability()
+    if found != _CAPABILITY:
+        raise KernelUnavailableError(f"the CUDA kernels are for compute capability {_CAPABILITY}, this is {found}")
+    loaded = _loaded()
     code = loaded.gpu_tier_probe()
     if code:
-        allowed = "they are built for compute capability 9.0, with a driver as new as the nvcc"
+        allowed = "the driver has to be as new as the nvcc that built them"
         raise KernelUnavailableError(f"the CUDA kernels cannot run on this device: CUDA error {code}; {allowed}")
     return loaded
+
+
+def _loaded() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(build()))
+    except (OSError, RuntimeError) as error:  # a home that cannot be written, or a library of another host
+        text = f"the CUDA kernels cannot be built or loaded: {error}; GPU_TIER_CACHE names another directory"
+        raise KernelUnavailableError(text) from error
 
 
 def check(code: int) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import math
 import mmap
+import sys
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -53,6 +54,44 @@ def chunks(nbytes: int, granule: int, largest: int = MAX_CHUNK_BYTES) -> list[tu
     return [(start, min(size, nbytes - start)) for start in range(0, nbytes, size)]
 
 
+class _Mapping(mmap.mmap):
+    """Anonymous memory that takes its registrations back before it is unmapped.
+
+    A registration outlives the memory that it names: what the system puts there next would be taken for pinned, and
+    the device would read pages that nobody writes any more. `PinnedMemory.close` is how it should end; this is for
+    owners that were forgotten.
+    """
+
+    registered: list[int]
+    device: torch.device
+
+    @classmethod
+    def of(cls, nbytes: int, device: torch.device) -> _Mapping:
+        # Private, since shared anonymous memory gets no huge pages by default; not for children of a fork, since pages
+        # that are private and pinned would be copied when one of them writes.
+        mapping = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.registered, mapping.device = [], device
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(advice)
+        return mapping
+
+    def unregister(self) -> None:
+        """Take the registrations back, last first."""
+        cudart: Any = torch.cuda.cudart() if self.registered else None
+        while self.registered:
+            code = int(cudart.cudaHostUnregister(self.registered.pop()))
+            if code:
+                _log.error("unregistering host memory gave CUDA error %d", code)
+
+    def __del__(self) -> None:
+        if not getattr(self, "registered", None) or sys.is_finalizing():
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # nobody is left who could say that the last copy has ended
+        self.unregister()
+
+
 class PinnedMemory:
     """Memory of the exact size; pinned if there is a device and the system lets us, else pageable.
 
@@ -89,48 +128,44 @@ class PinnedMemory:
         parts = chunks(nbytes, granule, largest_chunk)
         self.nbytes = nbytes
         self.chunk_bytes = parts[0][1]
-        self._registered: list[int] = []
+        self._mapping: _Mapping | None = None
         if not runtime.is_cuda:
             self.data = torch.zeros(nbytes, dtype=torch.uint8)
             return
         self._device = runtime.device
         # The tensor keeps the mapping alive; it is unmapped when the last view is gone.
-        self.data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self._mapping = _Mapping.of(nbytes, runtime.device)
+        self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
         _bind(self.data, numa_node, runtime.device)
-        self._register(parts)
+        self._register(self._mapping, parts)
 
     @property
     def is_pinned(self) -> bool:
         """Whether the device can read the memory."""
-        return bool(self._registered)
+        return self._mapping is not None and bool(self._mapping.registered)
 
     def close(self) -> None:
         """Take the registrations back, last first. The device must be done with the memory."""
-        self._unregister()
+        if self._mapping is not None:
+            self._mapping.unregister()
+        self._mapping = None
         self.data = torch.empty(0, dtype=torch.uint8)
 
-    def _register(self, parts: list[tuple[int, int]]) -> None:
+    def _register(self, mapping: _Mapping, parts: list[tuple[int, int]]) -> None:
         # With unified addressing (every 64-bit Linux) a registered page has the same address on host and device, which
         # is why kernels may be given the data_ptr of a tensor of this memory; Triton asks the driver whether they may.
         cudart: Any = torch.cuda.cudart()
         for start, size in parts:
             code = int(cudart.cudaHostRegister(self.data.data_ptr() + start, size, _PORTABLE_MAPPED))
             if code:
-                self._unregister()
+                mapping.unregister()
                 _forget_error(self._device)
                 _warn_once(
                     f"host memory stays pageable, transfers will be slow: registering {size} bytes gave CUDA error "
                     f"{code}; this is about host memory (try a smaller host_bytes, or raise the limit of locked memory)"
                 )
                 return
-            self._registered.append(self.data.data_ptr() + start)
-
-    def _unregister(self) -> None:
-        cudart: Any = torch.cuda.cudart() if self._registered else None
-        while self._registered:
-            code = int(cudart.cudaHostUnregister(self._registered.pop()))
-            if code:
-                _log.error("unregistering host memory gave CUDA error %d", code)
+            mapping.registered.append(self.data.data_ptr() + start)
 
 
 def _check_fits(nbytes: int) -> None:

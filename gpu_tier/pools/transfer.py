@@ -116,7 +116,9 @@ class KVTransfer:
 
     @property
     def counters(self) -> TransferCounters:
-        """Bytes moved so far. Reading them waits for the device: not in a step."""
+        """Bytes moved so far. Reading them waits for the transfers: not in a step."""
+        for stream in ("h2d", "d2h"):
+            self._runtime.fence(self._runtime.record(stream), "compute")
         moved = [kernel + dma for kernel, dma in zip(self._moved.tolist(), self._by_dma, strict=True)]
         return TransferCounters(*moved)
 

@@ -42,6 +42,23 @@ def test_without_nvcc_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         cuda_build.build(tmp_path)
 
 
+@pytest.mark.parametrize("error", [PermissionError("read-only"), RuntimeError("no home")])
+def test_a_library_that_cannot_be_made_or_loaded_is_unavailable(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing() -> Path:
+        raise error
+
+    monkeypatch.setattr(cuda_build, "build", failing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(KernelUnavailableError, match=f"{error}; GPU_TIER_CACHE"):
+        cuda_build.library()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(KernelUnavailableError, match=r"\(9, 0\), this is \(8, 0\)"):
+        cuda_build.library()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_library_is_not_loaded() -> None:
     with pytest.raises(KernelUnavailableError, match="need a GPU"):
