@@ -8,6 +8,7 @@ namespace gpu_tier {
 
 constexpr int kWarp = 32;
 constexpr int kWarpsPerBlock = 32;
+constexpr unsigned kAll = 0xffffffffu;
 constexpr int kInFlight = 4;  // loads a lane issues before it stores; the link to host memory is slow to answer
 
 __device__ __forceinline__ uint4 load_once(const uint4* p) {
@@ -68,11 +69,18 @@ __device__ __forceinline__ void warp_copy(const char* src, char* dst, int64_t by
   copy_as<uint8_t>(src, dst, done, bytes, lane);
 }
 
+// Gives the code back; a failure is no longer the runtime's last error, which the next launch would be blamed for.
+inline cudaError_t settled(cudaError_t code) {
+  if (code != cudaSuccess) cudaGetLastError();
+  return code;
+}
+
 // Blocks of a launch whose warps take tasks in turn: `blocks` multiprocessors, all of them when it is 0.
 inline cudaError_t grid_of(int64_t tasks, int blocks, unsigned* grid) {
   int device = 0, processors = 0;
-  if (cudaError_t code = cudaGetDevice(&device)) return code;
-  if (cudaError_t code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return code;
+  if (cudaError_t code = settled(cudaGetDevice(&device))) return code;
+  const auto attribute = cudaDevAttrMultiProcessorCount;
+  if (cudaError_t code = settled(cudaDeviceGetAttribute(&processors, attribute, device))) return code;
   const int64_t limit = blocks > 0 && blocks < processors ? blocks : processors;
   const int64_t wanted = (tasks + kWarpsPerBlock - 1) / kWarpsPerBlock;
   *grid = static_cast<unsigned>(wanted < 1 ? 1 : wanted < limit ? wanted : limit);

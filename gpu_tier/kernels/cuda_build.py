@@ -17,10 +17,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from gpu_tier.errors import KernelUnavailableError
+from gpu_tier.errors import ConfigError, KernelUnavailableError
 
-__all__ = ["FLAGS", "build", "check", "library", "sources", "stream"]
+__all__ = ["FLAGS", "build", "check", "check_dtype", "library", "sources", "stream"]
 
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_90a,code=sm_90a",
@@ -90,6 +91,12 @@ def _loaded() -> ctypes.CDLL:
 def check(code: int) -> None:
     """Raise `torch.cuda.CudaError` unless a call of the library returned 0."""
     torch.cuda.check_error(code)
+
+
+def check_dtype(field: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Raise `ConfigError` unless a tensor holds what the library reads at its address."""
+    if tensor.dtype not in allowed:
+        raise ConfigError(field, tensor.dtype, f"must be {' or '.join(map(str, allowed))}")
 
 
 def stream(device: torch.device) -> ctypes.c_void_p:

@@ -51,7 +51,6 @@ struct DiffArgs {
 
 constexpr int kNotBackedUp = 1, kNoVictim = 2, kOutOfRange = 4, kNotAdmitted = 8;  // DiffError of values.py
 constexpr int kNone = -1, kNewest = -2, kPrevious = -3, kLoadable = -4, kMissing = -5;  // instead of an item's slot
-constexpr unsigned kAll = 0xffffffffu;
 
 // What is in shared memory: sizes in words of 4 bytes.
 struct DiffShared {

@@ -24,14 +24,15 @@
 namespace gpu_tier {
 
 constexpr int kWarp = 32;
-constexpr int kWarpsPerBlock = 32;
+constexpr int kWarpsPerBlock = 4;  // each thread has a stack to itself
+constexpr unsigned kAll = 0xffffffffu;
 using std::max;
 using std::min;
 
 struct Index {
   int x, y;
 };
-inline Index blockIdx, blockDim, threadIdx;
+inline Index blockIdx, blockDim, gridDim, threadIdx;
 alignas(16) unsigned char shared_bytes[1 << 18];
 
 struct Barrier {
@@ -51,7 +52,8 @@ struct Block {
   Barrier all;
   ucontext_t scheduler;
   Thread* running = nullptr;
-  int votes = 0, result = 0;
+  int votes = 0;
+  int64_t arrivals = 0;  // at any barrier
   std::vector<int64_t> lanes;
   std::function<void()> body;
 };
@@ -64,6 +66,7 @@ inline void yield() {
 
 inline void arrive(Barrier& barrier, int expected) {
   const int generation = barrier.generation;
+  ++block->arrivals;
   if (++barrier.waiting == expected) {
     barrier.waiting = 0;
     ++barrier.generation;
@@ -102,12 +105,17 @@ inline uint32_t __ballot_sync(unsigned, bool yes) {
     return word;
   });
 }
-inline int __shfl_sync(unsigned, int mine, int from) {
-  return exchange(mine, [from](const int64_t* lanes) { return static_cast<int>(lanes[from]); });
+template <typename T>
+T __shfl_sync(unsigned, T mine, int from) {
+  return exchange(mine, [from](const int64_t* lanes) { return static_cast<T>(lanes[from]); });
 }
-inline int __shfl_up_sync(unsigned, int mine, int step) {
-  const int from = std::max(lane_of() - step, 0);
-  return exchange(mine, [from](const int64_t* lanes) { return static_cast<int>(lanes[from]); });
+template <typename T>
+T __shfl_up_sync(unsigned mask, T mine, int step) {
+  return __shfl_sync(mask, mine, lane_of() < step ? lane_of() : lane_of() - step);
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T mine, int step) {
+  return __shfl_sync(mask, mine, lane_of() + step < kWarp ? lane_of() + step : lane_of());
 }
 inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 template <typename T>
@@ -149,14 +157,14 @@ inline bool run_block(int threads, std::mt19937& random, std::function<void()> b
   }
   for (int idle = 0; !order.empty() && idle < 1000;) {
     std::shuffle(order.begin(), order.end(), random);
-    const auto before = here.all.generation + here.all.waiting;
+    const int64_t before = here.arrivals;
     for (Thread* t : order) {
       here.running = t;
       threadIdx = {t->index, 0};
       swapcontext(&here.scheduler, &t->context);
     }
     const auto left = std::remove_if(order.begin(), order.end(), [](Thread* t) { return t->done; });
-    idle = left == order.end() && before == here.all.generation + here.all.waiting ? idle + 1 : 0;
+    idle = left == order.end() && before == here.arrivals ? idle + 1 : 0;
     order.erase(left, order.end());
   }
   return order.empty();

@@ -10,7 +10,7 @@ from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.gather_copy import gather_copy
+from gpu_tier.kernels.gather_copy import cuda, gather_copy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROWS, SPACE = 9, 10
@@ -103,3 +103,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         gather_copy((source,), *tables, count[:0], out)
     with pytest.raises(ConfigError, match="kind"):
         gather_copy((source,), one, one.long(), one, one[:, :0], count, out)
+
+
+@pytest.mark.parametrize("field", range(5))
+def test_tables_that_the_cuda_kernel_would_misread_are_refused(field: int) -> None:
+    source, one = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
+    tables = [one, one.long(), one, one, one[0]]
+    tables[field] = tables[field].to(torch.int32 if tables[field].dtype is torch.int64 else torch.int64)
+    name = ("kind", "src_row", "n_rows", "dst_row", "count")[field]
+    with pytest.raises(ConfigError, match=f"{name}={tables[field].dtype}"):
+        cuda.run((source,), *tables, torch.zeros(1, 4, 8, dtype=torch.uint8))

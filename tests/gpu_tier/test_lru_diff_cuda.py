@@ -6,13 +6,11 @@ The source is compiled as C++ against `emulated_cuda.h`. On a GPU test_lru_diff_
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
+from emulation import COMPILER, emulation
 from lru_states import RandomSteps, copied, outputs_equal, states_equal
 from thoroughness import examples
 from torch import Tensor
@@ -21,10 +19,8 @@ from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
 from gpu_tier.kernels.lru_diff import DiffOutputs, DiffScratch, LayerState, SwapIn, cuda, lru_diff, ref
 from gpu_tier.rows import KVDtype
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-HERE = Path(__file__).parent
 DRIVER = """
 extern "C" int emulate(const gpu_tier::DiffArgs* args, int threads, unsigned seed) {
   using namespace gpu_tier;
@@ -44,17 +40,7 @@ extern "C" int emulate(const gpu_tier::DiffArgs* args, int threads, unsigned see
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("emulated")
-    kernels = Path(cuda.__file__).parents[1]
-    kernel = (kernels / "lru_diff" / "lru_diff.cu").read_text()
-    kernel = kernel[: kernel.index("// Returns the bytes of shared memory")]
-    (folder / "lru_diff.cuh").write_text((kernels / "lru_diff.cuh").read_text().replace("copy.cuh", "emulated_cuda.h"))
-    source = folder / "kernel.cpp"
-    source.write_text(kernel.replace("../lru_diff.cuh", "lru_diff.cuh") + DRIVER)
-    target = folder / "kernel.so"
-    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-I{HERE}"]
-    subprocess.run([str(COMPILER), *flags, "-o", str(target), str(source)], check=True)
-    return ctypes.CDLL(str(target))
+    return emulation(tmp_path_factory.mktemp("emulated"), "lru_diff", DRIVER)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from gpu_tier.kernels import cuda_build
 
 __all__ = ["run"]
+
+
+_DTYPES = {
+    "kind": torch.int32, "src_row": torch.int64, "n_rows": torch.int32, "dst_row": torch.int32, "count": torch.int32,
+}  # fmt: skip
 
 
 class _Args(ctypes.Structure):
@@ -31,6 +37,8 @@ def run(
 ) -> None:
     """See `gpu_tier.kernels.gather_copy.gather_copy`."""
     tables = [table.contiguous() for table in (kind, src_row, n_rows, dst_row, count)]
+    for table, (field, dtype) in zip(tables, _DTYPES.items(), strict=True):
+        cuda_build.check_dtype(field, table, dtype)
     buffers, runs = kind.shape
     args = _Args(
         (ctypes.c_void_p * 3)(*(source.data_ptr() for source in sources)),

@@ -55,7 +55,9 @@ def run(
     moved: Tensor | None,
 ) -> None:
     """See `gpu_tier.kernels.io_transfer.io_transfer`."""
+    _check(src_idx, dst_idx, count, moved)
     src_idx, dst_idx = src_idx.contiguous(), dst_idx.contiguous()
+    count = None if count is None else count.contiguous()
     parts = part_copies(src_addr, dst_addr, num_heads, per_head)
     rows, entries = src_idx.shape
     args = _Args(
@@ -69,6 +71,15 @@ def run(
     for src_layer, dst_layer, number in _bounded(layers, max(1, (_MOST_TASKS - 1) // layer_tasks)):
         args.src_layer, args.dst_layer, args.layers = src_layer, dst_layer, number
         cuda_build.check(library.gpu_tier_io_transfer(ctypes.byref(args), stream))
+
+
+def _check(src_idx: Tensor, dst_idx: Tensor, count: Tensor | None, moved: Tensor | None) -> None:
+    cuda_build.check_dtype("src_idx", src_idx, torch.int32, torch.int64)
+    cuda_build.check_dtype("dst_idx", dst_idx, torch.int32, torch.int64)
+    if count is not None:
+        cuda_build.check_dtype("count", count, torch.int32)
+    if moved is not None:
+        cuda_build.check_dtype("moved", moved, torch.int64)
 
 
 def _bounded(layers: tuple[tuple[int, int], ...], most: int) -> list[tuple[int, int, int]]:

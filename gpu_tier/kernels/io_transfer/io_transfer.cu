@@ -1,8 +1,7 @@
 // io_transfer: a warp copies one contiguous run of one entry. See __init__.py for what is copied.
 //
-// The runs of a row's live entries are numbered, and the warps of the grid take the runs of all rows in turn, so that
-// rows with few entries cost next to nothing and the work is even. Host memory is read and written through its mapped
-// address.
+// The runs of the live entries of all rows are numbered, and the warps of the grid take them in turn, so that rows with
+// few entries cost next to nothing and the work is even. Host memory is read and written through its mapped address.
 
 #include "../copy.cuh"
 
@@ -63,30 +62,41 @@ __device__ int64_t copy_task(const TransferArgs& a, int row, uint32_t task, uint
   return part.row_bytes;
 }
 
-__device__ __forceinline__ uint32_t live_tasks(const TransferArgs& a, int row, uint32_t runs_of_item) {
+// How many runs a row has; none if there is no such row.
+__device__ __forceinline__ int64_t live_tasks(const TransferArgs& a, int row, uint32_t runs_of_item) {
   if (row >= a.rows) return 0;
   const int count = a.count == nullptr ? a.entries : min(max(a.count[row], 0), a.entries);
-  return count * runs_of_item;
+  return int64_t{runs_of_item} * count;
+}
+
+// Adds up the numbers of this lane and those before.
+__device__ __forceinline__ int64_t sum_until(int64_t sum, int lane) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t other = __shfl_up_sync(kAll, sum, step);
+    if (lane >= step) sum += other;
+  }
+  return sum;
 }
 
 __global__ void __launch_bounds__(kWarp* kWarpsPerBlock) io_transfer_kernel(const __grid_constant__ TransferArgs a) {
   const int lane = threadIdx.x % kWarp;
   // Neighbouring tasks go to different blocks, so that few tasks use many multiprocessors.
-  const uint32_t warps = gridDim.x * kWarpsPerBlock;
-  const uint32_t warp = threadIdx.x / kWarp * gridDim.x + blockIdx.x;
+  const int64_t warps = int64_t{gridDim.x} * kWarpsPerBlock;
+  int64_t next = int64_t{threadIdx.x / kWarp} * gridDim.x + blockIdx.x;  // task of this warp
   uint32_t runs_of_item = 0;
   for (int p = 0; p < a.num_parts; ++p) runs_of_item += static_cast<uint32_t>(a.parts[p].heads) * a.unit * a.layers;
-  uint32_t before = 0;  // tasks of the rows before, modulo the warps
+  int64_t before = 0;  // tasks of the rows before
   int64_t copied = 0;
   for (int first = 0; first < a.rows; first += kWarp) {
-    const uint32_t mine = live_tasks(a, first + lane, runs_of_item);
-    const int rows = min(kWarp, a.rows - first);
-    for (int r = 0; r < rows; ++r) {
-      const uint32_t tasks = __shfl_sync(0xffffffffu, mine, r);
-      uint32_t task = warp >= before ? warp - before : warp + warps - before;
-      for (; task < tasks; task += warps) copied += copy_task(a, first + r, task, runs_of_item, lane);
-      before = (before + tasks % warps) % warps;
+    const int64_t upto = sum_until(live_tasks(a, first + lane, runs_of_item), lane);
+    const int64_t total = __shfl_sync(kAll, upto, kWarp - 1);
+    for (; next < before + total; next += warps) {
+      const int64_t task = next - before;
+      const int row = __popc(__ballot_sync(kAll, upto <= task));  // the first whose tasks reach beyond
+      const int64_t skip = __shfl_sync(kAll, upto, max(row - 1, 0));
+      copied += copy_task(a, first + row, static_cast<uint32_t>(row > 0 ? task - skip : task), runs_of_item, lane);
     }
+    before += total;
   }
   if (a.moved != nullptr && lane == 0 && copied > 0) atomicAdd(a.moved, static_cast<unsigned long long>(copied));
 }
@@ -108,5 +118,5 @@ extern "C" int gpu_tier_io_transfer(const gpu_tier::TransferArgs* args, void* st
 // Returns 0 if the driver and the device can run what was built.
 extern "C" int gpu_tier_probe() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, gpu_tier::io_transfer_kernel);
+  return gpu_tier::settled(cudaFuncGetAttributes(&attributes, gpu_tier::io_transfer_kernel));
 }

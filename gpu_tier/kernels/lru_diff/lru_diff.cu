@@ -41,11 +41,19 @@ __device__ __forceinline__ void count_if(bool yes, int32_t* total, int lane) {
   if (lane == 0 && number > 0) atomicAdd(total, number);
 }
 
-__device__ __forceinline__ void count_step(const DiffArgs& a, int selected, int hits, int loads, int promoted) {
-  atomicAdd(a.counters, static_cast<unsigned long long>(selected));
-  atomicAdd(a.counters + 1, static_cast<unsigned long long>(hits));
-  atomicAdd(a.counters + 2, static_cast<unsigned long long>(loads));
-  atomicAdd(a.counters + 3, static_cast<unsigned long long>(promoted));
+// What is counted, in the order of the counters.
+enum { kSelections, kHitItems, kLoads, kPromotions };
+
+__device__ __forceinline__ void add_to(const DiffArgs& a, int counter, int number) {
+  if (number > 0) atomicAdd(a.counters + counter, static_cast<unsigned long long>(number));
+}
+
+// Counts selected items that are all hits: one lane adds up those of its warp.
+__device__ __forceinline__ void count_hits(const DiffArgs& a, int selected) {
+  for (int step = kWarp / 2; step > 0; step /= 2) selected += __shfl_down_sync(kAll, selected, step);
+  if (threadIdx.x % kWarp != 0) return;
+  add_to(a, kSelections, selected);
+  add_to(a, kHitItems, selected);
 }
 
 __device__ void clear_outputs(const DiffArgs& a, int64_t pair) {
@@ -100,12 +108,12 @@ __device__ int fast_step(const DiffArgs& a, const Buffer& b) {
     const int slot = item == b.newest ? b.newest_slot : item == b.previous ? promote_to : b.slot_loc[item];
     a.device_slot[b.out + i] = slot;
   }
-  if (selected > 0) count_step(a, selected, selected, 0, 0);
+  count_hits(a, selected);
   if (b.previous < 0) return -1;
   rotate(a, b, coldest);
   if (threadIdx.x == 0) {
     b.slot_item[coldest] = b.previous;
-    count_step(a, 0, 0, 0, 1);
+    add_to(a, kPromotions, 1);
   }
   return promote_to;
 }
@@ -255,7 +263,10 @@ __device__ int slow_step(const DiffArgs& a, const Buffer& b, unsigned char* shar
     if (promoted) b.slot_item[t.victims[0]] = b.previous;
     a.load_count[b.pair] = taken;
     const int hits = t.totals[kHits] + t.totals[kHitSlots] + (promoted ? before : 0);
-    count_step(a, t.totals[kSelected], hits, taken, promoted);
+    add_to(a, kSelections, t.totals[kSelected]);
+    add_to(a, kHitItems, hits);
+    add_to(a, kLoads, taken);
+    add_to(a, kPromotions, promoted);
     const int lost = t.totals[kLost] > 0 ? kNotBackedUp : 0;
     const int crowded = wanted > taken || before > promoted ? kNoVictim : 0;
     if (lost | crowded) atomicOr(a.errors, lost | crowded);
@@ -349,7 +360,8 @@ extern "C" int gpu_tier_lru_diff(const gpu_tier::DiffArgs* args, void* stream) {
   auto kernel = args->num_parts > 0 ? gpu_tier::lru_diff_kernel<true> : gpu_tier::lru_diff_kernel<false>;
   if (bytes > 48 * 1024) {
     const auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (cudaError_t code = cudaFuncSetAttribute(kernel, limit, static_cast<int>(bytes))) return code;
+    const cudaError_t code = gpu_tier::settled(cudaFuncSetAttribute(kernel, limit, static_cast<int>(bytes)));
+    if (code != cudaSuccess) return code;
   }
   const dim3 grid(args->rows, args->heads), threads(warps * gpu_tier::kWarp);
   kernel<<<grid, threads, bytes, static_cast<cudaStream_t>(stream)>>>(*args);
