@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from device_clock import DeviceClock
+from pinned_pool import pinned_pool
 from sliding_trace import SlidingTrace
 from torch import Tensor
 
@@ -287,11 +288,14 @@ class Resident(Step):
         self.pool = DeviceKVPool(work.geometry, self.table.numel(), runtime)
         clock.fill(self.pool.data, random_latents(work.geometry, self.device))
         self.first = self.slots[:, :1, None].int().contiguous()
+        # Slot of the new token of each request.
+        self.written = torch.zeros(work.batch, dtype=torch.int64, device=self.device)
         self.prepare()
 
-    def written(self) -> Tensor:
-        """``int64 [B]`` slot of the new token."""
-        return self.slots.gather(1, self.seq_lens[:, None].long() - 1)[:, 0]
+    def prepare(self, _step: int = 0) -> None:
+        """See `Step`; and where the new token goes."""
+        super().prepare()
+        self.written.copy_(self.slots[:, self.newest_token])
 
     def attend(self, layer: int) -> None:
         """Attend to the selected tokens."""
@@ -308,7 +312,7 @@ class Resident(Step):
     def run(self) -> None:
         """One step."""
         for layer in self.work.geometry.layers:
-            self.pool.write(layer, self.written(), self.latent)
+            self.pool.write(layer, self.written, self.latent)
             self.attend(layer)
 
 
@@ -347,7 +351,7 @@ def counted_hit_rate(policy: LruDiffPolicy, advance: Callable[[], object], step:
 def host_pool(work: Workload, runtime: DeviceRuntime, clock: DeviceClock, layout: Layout) -> HostKVPool:
     """Return a filled host pool for the requests of a workload."""
     pages = work.batch * work.max_tokens // work.geometry.page_size
-    pool = HostKVPool(work.geometry, pages, layout, runtime)
+    pool = pinned_pool(work.geometry, pages, layout, runtime)
     clock.fill(pool.data, random_latents(work.geometry, clock.device))
     return pool
 

@@ -15,13 +15,13 @@ from typing import Any
 import checkout  # noqa: F401 - first: it makes the rest importable
 import torch
 from device_run import DeviceRun, run
+from pinned_pool import pinned_pool
 from report import Row
 from torch import Tensor
 
 from gpu_tier.config import SparseConfig
 from gpu_tier.geometry import KVGeometry, KVKind, Layout
 from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.pools.transfer import Engine, KVTransfer
 from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import DeviceRuntime, runtime_for
@@ -100,7 +100,7 @@ class Mover:
         self.per_row = case.items // heads
         tokens = 2 * max(self.per_row, 64) * case.unit_tokens
         pages = -(-tokens // geometry.page_size)
-        self.host = HostKVPool(geometry, pages, case.layout, runtime)
+        self.host = pinned_pool(geometry, pages, case.layout, runtime)
         self.device = DeviceKVPool(geometry, pages, runtime)
         config = SparseConfig("dsa", io_blocks=case.blocks, kernels=case.kernels)
         self.transfer = KVTransfer(self.host, self.device, runtime, config)
@@ -199,8 +199,7 @@ def measure(this: DeviceRun) -> None:
     runtime = runtime_for(this.device)
     cases = CASES if this.is_quick else [*CASES, *SWEEP, *SMALL, *IN_TRITON]
     for case in cases:
-        if this.is_late:
-            this.leave_out(case.name)
+        if this.leaves_out(case.name):
             continue
         small = replace(case, items=16, layers=min(case.layers, 2)) if this.is_smoke else case
         measure_case(this, small, runtime)

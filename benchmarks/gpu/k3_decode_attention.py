@@ -72,6 +72,11 @@ class Inputs:
         return float(self.shape.geometry.head_dim**-0.5)
 
 
+def case_name(name: str, dtype: KVDtype, batch: int, n_tokens: int) -> str:
+    """For people."""
+    return f"{name}, {dtype} KV, B={batch}, n={n_tokens}"
+
+
 def inputs(this: DeviceRun, name: str, dtype: KVDtype, batch: int, n_tokens: int) -> Inputs:
     """Return random queries and KV."""
     shape = model_shape(name).with_kv(dtype, None)
@@ -80,8 +85,16 @@ def inputs(this: DeviceRun, name: str, dtype: KVDtype, batch: int, n_tokens: int
     kv = LayerKV(parts[0], parts[1] if len(parts) > 1 else None, geometry.v_head_dim)
     q = torch.randn(batch, shape.num_q_heads, geometry.head_dim, device=device, dtype=torch.bfloat16)
     out_o = torch.empty(batch, shape.num_q_heads, geometry.v_head_dim, device=device)
-    case = f"{name}, {dtype} KV, B={batch}, n={n_tokens}"
-    return Inputs(case, shape, batch, n_tokens, kv, q, out_o, torch.empty(out_o.shape[:2], device=device))
+    return Inputs(
+        case_name(name, dtype, batch, n_tokens),
+        shape,
+        batch,
+        n_tokens,
+        kv,
+        q,
+        out_o,
+        torch.empty(out_o.shape[:2], device=device),
+    )
 
 
 def random_rows(slots: int, heads: int, part: Any, device: torch.device, chunk: int = 1 << 16) -> Rows:
@@ -179,7 +192,8 @@ def measure_case(this: DeviceRun, case: Inputs, selected: int) -> None:
     this.add_time(f"{case.name}: {selected} tokens, ours", sparse)
     least = roofline_seconds(this, case, selected)
     this.add(Row(f"{case.name}: {selected} tokens, ours", "share of the roofline", least / sparse.median, ""))
-    this.add_speed_up(f"{case.name}: {selected} tokens", best, found[best].median / sparse.median, shares[best])
+    gain, graphs = found[best].median / sparse.median, (sparse.is_graph, found[best].is_graph)
+    this.add_speed_up(f"{case.name}: {selected} tokens", best, gain, shares[best], graphs)
 
 
 def measure(this: DeviceRun) -> None:
@@ -187,6 +201,8 @@ def measure(this: DeviceRun) -> None:
     sizes = SMOKE if this.is_smoke else QUICK if this.is_quick else CASES
     for name, dtype, pairs in sizes:
         for batch, n_tokens in pairs:
+            if this.leaves_out(case_name(name, dtype, batch, n_tokens)):
+                continue
             measure_case(this, inputs(this, name, dtype, batch, n_tokens), 16 if this.is_smoke else SELECTED)
 
 

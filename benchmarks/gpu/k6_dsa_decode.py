@@ -11,7 +11,7 @@ input. Rows at the same batch show where hierarchical loses.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import checkout  # noqa: F401 - first: it makes the rest importable
@@ -82,13 +82,14 @@ SMOKE = Sweep(2, 64 << 20, (256,), (1,), ((32, (0.75,)),), 3, _SMALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The fastest batch of one way: tokens per second of attention alone, and with modelled weights."""
+class Speed:
+    """One batch of one way: tokens per second of attention alone and with modelled weights, and whether in a graph."""
 
     name: str
     batch: int
     attention: float
     with_weights: float
+    is_graph: bool
 
 
 class Bench:
@@ -112,7 +113,7 @@ class Bench:
         geometry = replace(self.sweep.shape.geometry, num_layers=self.sweep.layers)
         return Workload(geometry, config, self.sweep.shape.num_q_heads, batch, self.n_tokens, MOST_STEPS, hit_rate)
 
-    def publish(self, name: str, step: Dense | Resident | Hierarchical, batch: int) -> Best:
+    def publish(self, name: str, step: Dense | Resident | Hierarchical, batch: int) -> Speed:
         """Time a way and publish its speed."""
         case = f"n={self.n_tokens}, B={batch}: {name}"
         samples = self.this.time(case, step.run, step.prepare)
@@ -122,34 +123,40 @@ class Bench:
         self.this.add_time(f"{case} ({label})", samples, self.sweep.scale)
         self.this.add(Row(case, "tokens/s, attention layers alone", batch / seconds, "1/s"))
         self.this.add(Row(case, "tokens/s, with modelled weights", batch / (seconds + weights), "1/s"))
-        return Best(name, batch, batch / seconds, batch / (seconds + weights))
+        return Speed(name, batch, batch / seconds, batch / (seconds + weights), samples.is_graph)
 
-    def dense_share(self, batch: int, best: Best) -> float:
+    def dense_share(self, batch: int, speed: Speed) -> float:
         """Return the share of the roofline that dense attention reached."""
         request = traffic(self.sweep.shape, SparseConfig("full"), self.n_tokens, 0.0)
         least = step_time(self.sweep.shape, self.device, request, batch).attention
-        share = least * best.attention / batch
+        share = least * speed.attention / batch
         self.this.add(Row(f"n={self.n_tokens}, B={batch}: dense", "share of the roofline", share, "", target=">= 0.75"))
         return share
 
-    def resident(self) -> tuple[list[Best], float]:
-        """Measure what holds all KV on the device; return the speeds and dense attention's share of the roofline."""
-        sweep, found, share = self.sweep, [], 0.0
-        resident = sweep.config.replaced(residency="device")
-        for batch in sweep.sizes(sweep.most(resident, self.n_tokens)):
+    def batches(self, config: SparseConfig, name: str) -> Iterator[int]:
+        """Yield the batches of a way while there is time, smaller ones first, and say which are left out."""
+        for batch in self.sweep.sizes(self.sweep.most(config, self.n_tokens)):
+            if not self.this.leaves_out(f"n={self.n_tokens}, B={batch}: {name}"):
+                yield batch
+
+    def resident(self) -> tuple[list[Speed], dict[int, float]]:
+        """Measure what holds all KV on the device; return speeds, and of each dense batch the share of the roofline."""
+        found, shares = [], {}
+        resident = self.sweep.config.replaced(residency="device")
+        for batch in self.batches(resident, "resident, sparse"):
             work = self.work(batch, resident, 0.9)
             indexer = Indexer(work, self.this.clock)
             found.append(
                 self.publish("resident, sparse", Resident(work, indexer, self.runtime, self.this.clock), batch)
             )
-        for batch in sweep.sizes(sweep.most(SparseConfig("full"), self.n_tokens)):
+        for batch in self.batches(SparseConfig("full"), "dense"):
             dense = Dense(self.work(batch, resident, 0.9), None, self.runtime, self.this.clock)
             found.append(self.publish("dense", dense, batch))
-            share = self.dense_share(batch, found[-1])
-        return found, share
+            shares[batch] = self.dense_share(batch, found[-1])
+        return found, shares
 
-    def hierarchical(self) -> list[list[Best]]:
-        """Measure what holds its KV on the host; return the speeds of each buffer and hit rate."""
+    def hierarchical(self) -> list[tuple[list[Speed], bool]]:
+        """Measure what holds its KV on the host; return of each buffer and hit rate the speeds, and whether all ran."""
         sweep = self.sweep
         configs = {size: sweep.config.replaced(device_buffer_size=size) for size, _ in sweep.buffers}
         most = max(sweep.most(config, self.n_tokens) for config in configs.values())
@@ -157,20 +164,18 @@ class Bench:
         found = []
         for size, rates in sweep.buffers:
             for rate in rates:
-                batches = sweep.sizes(sweep.most(configs[size], self.n_tokens))
-                if self.this.is_late:
-                    self.this.leave_out(f"n={self.n_tokens}, C={size}, hit rate {rate:.2f}")
-                else:
-                    found.append([self.one(configs[size], rate, batch, host) for batch in batches])
+                batches = self.batches(configs[size], way(size, rate))
+                speeds = [self.one(configs[size], rate, batch, host) for batch in batches]
+                found.append((speeds, 0 < len(speeds) == len(sweep.sizes(sweep.most(configs[size], self.n_tokens)))))
         host.close()
         return found
 
-    def one(self, config: SparseConfig, rate: float, batch: int, host: HostKVPool) -> Best:
+    def one(self, config: SparseConfig, rate: float, batch: int, host: HostKVPool) -> Speed:
         """Measure one hierarchical batch."""
         work = self.work(batch, config, rate)
         step = Hierarchical(work, Indexer(work, self.this.clock), host, self.runtime)
-        name = f"hierarchical, C={config.device_buffer_size}, hit rate {rate:.2f} (input)"
-        best = self.publish(name, step, batch)
+        name = way(config.device_buffer_size, rate)
+        speed = self.publish(name, step, batch)
         counted = counted_hit_rate(step.policy, step.prepare, step.run)
         step.policy.check()
         self.this.add(Row(f"n={self.n_tokens}, B={batch}: {name}", "hit rate counted", counted, "", rate))
@@ -178,7 +183,7 @@ class Bench:
         self.this.add_check(
             Row(f"n={self.n_tokens}, B={batch}: {name}", "buffer equals host", int(ok), "", target="1", ok=ok)
         )
-        return best
+        return speed
 
     def breakdown(self) -> None:
         """Time the parts of one hierarchical step alone."""
@@ -221,36 +226,51 @@ class Bench:
 
     def compare(self) -> None:
         """Measure all ways and publish the ratios: of the fastest batches, and of the same batches."""
-        on_device, share = self.resident()
-        budget = f"one budget of {self.sweep.budget_bytes >> 30} GiB"
-        for speeds in self.hierarchical():
+        on_device, shares = self.resident()
+        if self.this.leaves_out(f"n={self.n_tokens}: hierarchical"):
+            return  # as late as here, batches of the rivals may be left out too: later ones are
+        dense = [speed for speed in on_device if speed.name == "dense"]
+        share = shares[max(dense, key=_weighed).batch] if dense else None
+        for speeds, is_complete in self.hierarchical():
             for rival in ("resident, sparse", "dense"):
-                theirs = {best.batch: best for best in on_device if best.name == rival}
-                if not theirs:
-                    continue
-                self.ratio(budget, max(speeds, key=_weighed), max(theirs.values(), key=_weighed), share)
+                theirs = {speed.batch: speed for speed in on_device if speed.name == rival}
+                if theirs and is_complete:
+                    budget = f"one budget of {self.sweep.budget_bytes >> 30} GiB"
+                    self.ratio(budget, max(speeds, key=_weighed), max(theirs.values(), key=_weighed), share)
                 for ours in speeds:
                     if ours.batch in theirs:
-                        self.ratio("the same batch", ours, theirs[ours.batch], share)
+                        self.ratio("the same batch", ours, theirs[ours.batch], shares.get(ours.batch))
 
-    def ratio(self, where: str, ours: Best, theirs: Best, share: float) -> None:
-        """Publish how much faster one way is than another."""
+    def ratio(self, where: str, ours: Speed, theirs: Speed, share: float | None) -> None:
+        """Publish how much faster one way is than another, if dense attention reaches enough of the roofline there."""
         case = f"n={self.n_tokens}, {ours.name}, B={ours.batch}: {where}"
         over = f"{theirs.name} at B={theirs.batch}"
-        self.this.add_speed_up(case, f"{over}, with modelled weights", ours.with_weights / theirs.with_weights, share)
-        self.this.add_speed_up(case, f"{over}, attention layers alone", ours.attention / theirs.attention, share)
+        graphs = ours.is_graph, theirs.is_graph
+        gains = {
+            "with modelled weights": ours.with_weights / theirs.with_weights,
+            "attention layers alone": ours.attention / theirs.attention,
+        }
+        for which, gain in gains.items():
+            self.this.add_speed_up(case, f"{over}, {which}", gain, share, graphs)
 
 
-def _weighed(best: Best) -> float:
-    return best.with_weights
+def way(size: int, rate: float) -> str:
+    """Name the hierarchical way."""
+    return f"hierarchical, C={size}, hit rate {rate:.2f} (input)"
+
+
+def _weighed(speed: Speed) -> float:
+    return speed.with_weights
 
 
 def measure(this: DeviceRun) -> None:
     """All lengths, then the parts of a step."""
     sweep = SMOKE if this.is_smoke else QUICK if this.is_quick else FULL
     for n_tokens in sweep.lengths:
-        Bench(this, sweep, n_tokens).compare()
-    Bench(this, sweep, sweep.lengths[len(sweep.lengths) // 2]).breakdown()
+        if not this.leaves_out(f"n={n_tokens}"):
+            Bench(this, sweep, n_tokens).compare()
+    if not this.leaves_out("parts of a step"):
+        Bench(this, sweep, sweep.lengths[len(sweep.lengths) // 2]).breakdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pinned_pool import pinned_pool
 from sliding_trace import SlidingTrace
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.pools.transfer import Engine, KVTransfer
 from gpu_tier.rows import KVDtype, Rows
 from gpu_tier.runtime import DeviceRuntime
@@ -296,7 +296,7 @@ def _transfer(runtime: DeviceRuntime, geometry: KVGeometry, layout: Layout, per_
 
     def run(impl: str) -> Outputs:
         generator = torch.Generator().manual_seed(1)
-        host = HostKVPool(geometry, pages, layout, runtime)
+        host = pinned_pool(geometry, pages, layout, runtime)
         host.data.copy_(torch.randint(0, 256, host.data.shape, dtype=torch.uint8, generator=generator))
         device = DeviceKVPool(geometry, pages, runtime)
         transfer = KVTransfer(host, device, runtime, SparseConfig("dsa", kernels=impl))
@@ -318,7 +318,7 @@ def _dma(runtime: DeviceRuntime) -> Check:
     there, here = ((torch.randperm(12) * 16)[None] for _ in range(2))
 
     def run(impl: str) -> Outputs:
-        host = HostKVPool(geometry, 12, Layout.LAYER_FIRST, runtime)
+        host = pinned_pool(geometry, 12, Layout.LAYER_FIRST, runtime)
         host.data.copy_(torch.arange(len(host.data)).mul(31).to(torch.uint8))
         device = DeviceKVPool(geometry, 12, runtime)
         transfer = KVTransfer(host, device, runtime, SparseConfig("dsa", kernels=impl))

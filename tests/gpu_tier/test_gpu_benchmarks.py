@@ -144,7 +144,7 @@ def test_every_step_is_prepared_once_and_in_order() -> None:
 def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -> None:
     module, clock = script("device_run"), script("device_clock")
     this = module.DeviceRun(clock.DeviceClock(torch.device("cpu"), 2, 1), is_smoke=False, is_quick=True)
-    this.add_speed_up("case", "dense", 3.0, share)
+    this.add_speed_up("case", "dense", 3.0, share, (True, True))
     (row,) = this.rows
     assert (row.ratio == 3.0) is stated
     assert row.metric.startswith("speed-up over dense" if stated else "no speed-up over dense stated")
