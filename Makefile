@@ -195,11 +195,9 @@ acceptance-quality: setup
 # has torch and triton already.
 GPU_PYTHON ?= python3
 acceptance-gpu:
-	$(GPU_PYTHON) benchmarks/gpu/check_device.py --json benchmarks/results/gpu_check.json
-	$(GPU_PYTHON) benchmarks/gpu/k1_io_transfer.py --json benchmarks/results/gpu_k1.json
-	$(GPU_PYTHON) benchmarks/gpu/k2_lru_diff.py --json benchmarks/results/gpu_k2.json
-	$(GPU_PYTHON) benchmarks/gpu/k3_decode_attention.py --json benchmarks/results/gpu_k3.json
-	$(GPU_PYTHON) benchmarks/gpu/k6_dsa_decode.py --json benchmarks/results/gpu_k6.json
+	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k6:k6_dsa_decode; do \
+	  $(GPU_PYTHON) benchmarks/gpu/$${name#*:}.py --json benchmarks/results/gpu_$${name%:*}.json || failed=1; \
+	done; exit $$failed  # a target that one of them misses does not hide the others
 
 clean:
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(DATA) build *.egg-info
