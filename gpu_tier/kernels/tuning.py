@@ -1,11 +1,12 @@
 """Tile sizes of Triton kernels: measured on a GPU, fixed where Triton interprets.
 
 Measuring needs a GPU, so in the interpreter the first tiling is taken. On a GPU the first call with a new key measures
-all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph.
+all of them: call every shape once, with lengths as they will be, before it is captured in a CUDA graph. What is
+captured without that takes the first tiling that fits, since nothing can be timed in a capture.
 With `GPU_TIER_TUNING=first` nothing is measured there either: results are the same, bit by bit, in every process.
 
-There are two ways to launch: ``kernel[grid](...)`` where the tiling is the kernel's own business (`triton.autotune`
-measures it), and `choose` with `at` where more than the kernel depends on it, such as scratch memory.
+Tilings are compared by the time of the GPU alone: what is timed is a CUDA graph of the call, because launching from
+Python takes longer than many of these kernels run. This file uses CUDA's streams and graphs for that alone.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
-__all__ = ["Tiling", "TunedKernel", "interpreting", "next_power_of_2", "processors", "tunable"]
+__all__ = ["Tiling", "TunedKernel", "interpreting", "is_capturing", "next_power_of_2", "processors", "tunable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +48,23 @@ class Tiling:
 
 
 class TunedKernel:
-    """A Triton kernel that is launched like any other, ``kernel[grid](...)``, without naming its tile sizes.
+    """A Triton kernel with tile sizes to choose from: `choose` says with which, and `at` launches it.
 
     Args:
         function: what Triton compiles.
-        tilings: to choose from; the first is taken where nothing is measured.
-        key: names of the arguments that the choice depends on, beside the types of all.
+        tilings: to choose from; the first that fits is taken where nothing is measured.
+        varying: names of integer arguments that change from call to call. It is not compiled anew for a 1 or a
+            multiple of 16 of them.
     """
 
-    def __init__(self, function: Callable[..., Any], tilings: Sequence[Tiling], key: Sequence[str]) -> None:
-        self._kernel: Any = import_module("triton").jit(function)
+    def __init__(self, function: Callable[..., Any], tilings: Sequence[Tiling], varying: Sequence[str] = ()) -> None:
+        self._kernel: Any = import_module("triton").jit(function, do_not_specialize=list(varying))
         self.tilings = tuple(tilings)
-        self._key = list(key)
         self._fastest: dict[Hashable, Tiling] = {}
         self.measures = not interpreting() and os.environ.get("GPU_TIER_TUNING") != "first"
         """Whether tilings are measured."""
         self.forced: Tiling | None = None
         """Tiling to use whatever else would be."""
-
-    @cached_property
-    def _measured(self) -> Any:
-        triton: Any = import_module("triton")
-        configs = [triton.Config(dict(t.sizes), num_warps=t.num_warps, num_stages=t.num_stages) for t in self.tilings]
-        return triton.autotune(configs=configs, key=self._key)(self._kernel)
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        """Return the launcher of a grid; a callable grid gets the tile sizes by name."""
-        if self.forced is None and self.measures:
-            return self._measured[grid]  # type: ignore[no-any-return]
-        return self.at(self.forced or self.tilings[0], grid)
 
     def at(self, tiling: Tiling, grid: Any) -> Callable[..., Any]:
         """Return the launcher of a grid with a tiling."""
@@ -113,14 +102,40 @@ def _milliseconds(call: Callable[[], object]) -> float:
     testing: Any = import_module("triton.testing")
     errors: Any = import_module("triton.runtime.errors")
     try:
-        return float(testing.do_bench(call, warmup=10, rep=50, return_mode="median"))
+        return float(testing.do_bench(_replay(call), warmup=10, rep=50, return_mode="median"))
     except (errors.OutOfResources, errors.PTXASError):
         return float("inf")
 
 
-def tunable(tilings: Sequence[Tiling], key: Sequence[str]) -> Callable[[Callable[..., Any]], TunedKernel]:
+def _replay(call: Callable[[], object]) -> Callable[[], object]:
+    """Return what repeats a call without Python: the replay of a CUDA graph, or the call if it cannot be captured."""
+    try:
+        side = _side_stream(torch.cuda.current_device())
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):  # around the capture too, which does not leave its stream when it fails
+            call()  # compiles, and makes the scratch memory of this stream: neither belongs into a capture
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                call()
+    except (RuntimeError, AssertionError):  # the latter is how a PyTorch without CUDA says so
+        return call
+    return graph.replay
+
+
+@lru_cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """Return the one stream of a device that calls are captured on: scratch memory is kept for each stream."""
+    return torch.cuda.Stream(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether launches are captured in a CUDA graph now, so that none can be timed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def tunable(tilings: Sequence[Tiling], varying: Sequence[str] = ()) -> Callable[[Callable[..., Any]], TunedKernel]:
     """Return what makes a kernel of a function; see `TunedKernel`."""
-    return lambda function: TunedKernel(function, tilings, key)
+    return lambda function: TunedKernel(function, tilings, varying)
 
 
 def interpreting() -> bool:

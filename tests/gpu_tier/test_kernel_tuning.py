@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ from attention_cases import Shape, expected, random_kv, random_query
 
 from gpu_tier.kernels import tuning
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
+from gpu_tier.kernels.indexer_score import indexer_score
+from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.scratch import scratch
 from gpu_tier.kernels.tuning import Tiling, TunedKernel, interpreting, next_power_of_2, processors
 from gpu_tier.rows import KVDtype
@@ -40,25 +46,25 @@ def kernel(**environment: str) -> TunedKernel:
             patch.delenv(name, raising=False)
         for name, value in environment.items():
             patch.setenv(name, value)
-        return TunedKernel(nothing, (Tiling.of(BLOCK=64, num_warps=8), Tiling.of(BLOCK=32)), key=("n",))
+        return TunedKernel(nothing, (Tiling.of(BLOCK=64, num_warps=8), Tiling.of(BLOCK=32)))
 
 
-@pytest.mark.parametrize("environment", [{"TRITON_INTERPRET": "1"}, {"GPU_TIER_TUNING": "first"}])
-def test_the_first_tiling_is_taken_where_nothing_is_measured(environment: dict[str, str]) -> None:
-    tuned, launched = kernel(**environment), Launched()
+def test_a_kernel_is_launched_with_the_sizes_of_a_tiling() -> None:
+    tuned, launched = kernel(), Launched()
     tuned._kernel = launched
-    tuned[(3,)](1, n=2)
+    tuned.at(tuned.tilings[0], (3,))(1, n=2)
     assert launched.calls == [((3,), {"n": 2, "BLOCK": 64, "num_warps": 8, "num_stages": 2})]
 
 
-def test_elsewhere_tilings_are_measured_unless_one_is_forced() -> None:
-    tuned, launched = kernel(), Launched()
-    tuned.__dict__["_measured"] = launched
-    tuned[(3,)](1, n=2)
-    assert launched.calls == [((3,), {"n": 2})]
-    tuned._kernel, tuned.forced = Launched(), tuned.tilings[1]
-    tuned[(3,)](1)
-    assert tuned._kernel.calls[0][1]["BLOCK"] == 32
+def of_a_number(n: Any) -> None:
+    """Triton reads the source of this one too."""
+
+
+def test_a_kernel_is_not_compiled_anew_for_numbers_that_vary() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        made = [TunedKernel(of_a_number, (Tiling.of(),), varying) for varying in (("n",), ())]
+    assert [one._kernel.params[0].do_not_specialize for one in made] == [True, False]
 
 
 def timed(times: dict[Tiling, float], monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
@@ -101,6 +107,124 @@ def test_without_measuring_the_first_that_fits_is_chosen_and_not_kept(monkeypatc
     assert len(measured) == 2
     tuned.forced = Tiling.of(BLOCK=16)
     assert tuned.choose("a", lambda _: False, same) is tuned.forced
+
+
+class Cuda:
+    """Stands in for the streams and graphs of `torch.cuda`; a graph repeats what is called while it is captured."""
+
+    def __init__(self, capturable: bool) -> None:
+        self.capturable = capturable
+        self.log: list[str] = []
+
+    def stream(self, name: Any) -> Any:
+        return self._during(f"stream {name}")
+
+    def graph(self, _graph: Any, *, stream: Any, capture_error_mode: str) -> Any:
+        assert capture_error_mode == "thread_local"
+        return self._during(f"capture on {stream}", raises=not self.capturable)
+
+    @contextmanager
+    def _during(self, what: str, raises: bool = False) -> Iterator[None]:
+        self.log.append(what)
+        try:
+            yield
+        finally:
+            self.log.append("end")
+        if raises:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def current_device(self) -> int:
+        return 7
+
+    def current_stream(self) -> str:
+        return "current"
+
+    def wait_stream(self, other: str) -> None:
+        self.log.append(f"after {other}")
+
+    def __str__(self) -> str:
+        return "side"
+
+    def CUDAGraph(self) -> Any:  # noqa: N802 - its name in PyTorch
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_what_is_timed_is_a_graph_of_the_call_if_it_can_be_captured(
+    capturable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = Cuda(capturable)
+    monkeypatch.setattr(tuning, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(tuning, "_side_stream", lambda _: cuda)
+    repeat = tuning._replay(lambda: cuda.log.append("call"))
+    assert cuda.log == ["after current", "stream side", "call", "capture on side", "call", "end", "end"]
+    repeat()
+    assert cuda.log[-1] == ("replay" if capturable else "call")
+
+
+def test_a_tiling_that_asks_for_too_much_takes_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(capturable=True)
+    monkeypatch.setattr(tuning, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(tuning, "_side_stream", lambda _: cuda)
+
+    def call() -> None:
+        raise import_module("triton.runtime.errors").OutOfResources(300_000, 232_448, "shared memory")
+
+    assert tuning._milliseconds(call) == float("inf")
+
+
+def test_without_a_gpu_the_call_itself_is_timed() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert tuning._replay(nothing) is nothing
+
+
+def score_keys(monkeypatch: pytest.MonkeyPatch, name: str, *calls: Callable[[], None]) -> list[tuple[Any, bool]]:
+    """Return what scores ask to choose with: the key, and whether it may be measured."""
+    asked: list[tuple[Any, bool]] = []
+    module = import_module(f"gpu_tier.kernels.{name}.triton_impl")
+
+    def choose(key: Any, _fits: Any, _call: Any, *, measure: bool) -> Tiling:
+        asked.append((key, measure))
+        return module.kernel.tilings[0]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(module.kernel, "choose", choose)
+    for call in calls:
+        call()
+    return asked
+
+
+def quest(rows: int, width: int) -> None:
+    q, bounds = torch.ones(rows, 4, 16), torch.zeros(2, 2, 2, 16, dtype=torch.bfloat16)
+    table, pages = torch.zeros(rows, width, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    quest_score(q, bounds, table, pages, torch.empty(rows, 4, width), impl="triton")
+
+
+def indexer(rows: int, width: int) -> None:
+    q8, weight = torch.ones(rows, 2, 32).to(torch.float8_e4m3fn), torch.ones(rows, 2)
+    keys, table = torch.zeros(16, 36, dtype=torch.uint8), torch.zeros(rows, width, dtype=torch.int32)
+    lengths = torch.ones(rows, dtype=torch.int32)
+    indexer_score(q8, weight, keys, table, 16, lengths, torch.empty(rows, width), impl="triton")
+
+
+@pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
+def test_scores_are_measured_anew_for_four_times_the_pages_or_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = {"quest_score": quest, "indexer_score": indexer}[name]
+    sizes = (1, 32), (1, 40), (4, 32), (1, 128)
+    asked = score_keys(monkeypatch, name, *(partial(score, *size) for size in sizes))
+    keys = [key for key, _ in asked]
+    assert keys[0] == keys[1]
+    assert keys[2] == keys[3] != keys[0]
+    assert all(measure for _, measure in asked)
+
+
+@pytest.mark.parametrize("name", ["quest_score", "indexer_score"])
+def test_scores_are_not_measured_in_a_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = {"quest_score": quest, "indexer_score": indexer}[name]
+    module = import_module(f"gpu_tier.kernels.{name}.triton_impl")
+    monkeypatch.setattr(module, "is_capturing", lambda _: True)
+    [(_, measure)] = score_keys(monkeypatch, name, partial(score, 1, 32))
+    assert not measure
 
 
 def chosen(shape: Shape, monkeypatch: pytest.MonkeyPatch, rows: int = 1, width: int = 64) -> tuple[Any, Tiling]:
@@ -158,6 +282,24 @@ def test_scratch_is_kept_and_its_sizes_are_powers_of_two() -> None:
 def test_powers_of_two_and_processors() -> None:
     assert [next_power_of_2(n) for n in (1, 2, 3, 16, 17)] == [1, 2, 4, 16, 32]
     assert processors(CPU) >= 1
+
+
+@on_gpu
+def test_scores_of_a_size_never_measured_can_be_captured() -> None:
+    device = torch.device("cuda")
+    q, bounds = torch.randn(1, 8, 128, device=device), torch.randn(64, 2, 2, 128, device=device).bfloat16()
+    arguments = q, bounds, torch.arange(64, device=device).int()[None], torch.tensor([50], device=device).int()
+    module = import_module("gpu_tier.kernels.quest_score.triton_impl")
+    captured, direct = (torch.empty(1, 8, 64, device=device) for _ in range(2))
+    module._launch(*arguments, captured, module.kernel.tilings[0])  # compiled, but not measured
+    module.kernel._fastest.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quest_score(*arguments, captured, impl="triton")
+    assert not module.kernel._fastest
+    graph.replay()
+    quest_score(*arguments, direct, impl="triton")
+    torch.testing.assert_close(captured, direct, rtol=1e-3, atol=1e-3)
 
 
 @on_gpu

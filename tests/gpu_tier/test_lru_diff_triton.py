@@ -86,6 +86,27 @@ def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: i
     assert counters.sum() > 0
 
 
+@pytest.mark.parametrize(("block", "warps"), [(16, 1), (32, 1), (64, 2), (128, 4), (1024, 4)])
+def test_no_two_warps_hold_the_same_numbers(block: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_tier.kernels.lru_diff import triton_impl
+
+    launches: list[dict[str, Any]] = []
+
+    class Launched:
+        def __getitem__(self, _grid: Any) -> Any:
+            return lambda *_args, **options: launches.append(options)
+
+    monkeypatch.setattr(triton_impl, "_diff", Launched())
+    state = random_state(8, 40, torch.Generator().manual_seed(0))
+    out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+    numbers = (torch.tensor([value], dtype=torch.int32) for value in (0, 40, 1, 1))
+    triton_impl.run(
+        torch.zeros(1, 2, 2, dtype=torch.int32), *numbers, state, out, DiffScratch(1, 2, 40, 8, torch.device("cpu")),
+        unit_tokens=1, promote_newest=True, loads_hottest=True, block=block,
+    )  # fmt: skip
+    assert [options["num_warps"] for options in launches] == [warps]
+
+
 def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
     state = random_state(8, 40, torch.Generator().manual_seed(0))
     errors = []

@@ -4,6 +4,7 @@ A program keeps the queries of all index heads of a row and walks over a few til
 times every key of a tile, then ReLU, weights and the sum over heads stay in registers.
 """
 
+from functools import partial
 from importlib import import_module
 from math import gcd
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.tuning import Tiling, interpreting, next_power_of_2, tunable
+from gpu_tier.kernels.tuning import Tiling, interpreting, is_capturing, next_power_of_2, tunable
 
 __all__ = ["kernel", "run"]
 
@@ -79,7 +80,7 @@ _TILINGS = (
     Tiling.of(BLOCK_N=128, TILES=4, num_warps=4, num_stages=5),
     Tiling.of(BLOCK_N=128, TILES=8, num_warps=8, num_stages=5),
 )
-kernel = tunable(_TILINGS, key=("HEADS_PADDED", "PADDED", "width"))(_score)
+kernel = tunable(_TILINGS)(_score)
 
 
 def run(
@@ -92,8 +93,27 @@ def run(
         return
     if dims % 4 or keys.stride(0) % 4 or keys.storage_offset() % 4:
         raise ConfigError("keys", tuple(keys.shape), "dims, and rows in memory, must be multiples of 4 bytes")
+    call = partial(_launch, q8, weight, keys, page_table, page_tokens, lengths, out)
+    # Keys to score count by powers of four, and as many as there is room for.
+    key = heads, dims, keys.stride(0), page_tokens, (rows * width).bit_length() // 2
+    call(kernel.choose(key, lambda _: True, call, measure=not is_capturing(q8.device)))
+
+
+def _launch(
+    q8: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    page_table: Tensor,
+    page_tokens: int,
+    lengths: Tensor,
+    out: Tensor,
+    tiling: Tiling,
+) -> None:
+    """Score with a tiling."""
+    rows, heads, dims = q8.shape
+    width = out.shape[1]
     align = gcd(16, keys.stride(0))
-    kernel[lambda sizes: (rows, triton.cdiv(width, sizes["BLOCK_N"] * sizes["TILES"]))](
+    kernel.at(tiling, (rows, triton.cdiv(width, tiling["BLOCK_N"] * tiling["TILES"])))(
         q8,
         weight,
         keys.view(torch.float8_e4m3fn),

@@ -364,6 +364,9 @@ def run(
         scratch.item_slot, scratch.item_slot.shape[-1], scratch.order,
         heads=heads, width=width, capacity=capacity, unit=unit_tokens,
         promote=promote_newest, loads_hottest=loads_hottest, block=block,
+        # No barrier parts loads from stores that go to the same place in the same thread. Of a block with fewer numbers
+        # than threads, several warps would hold the same ones, and one might read what another has already overwritten.
+        num_warps=max(1, min(4, block // 32)),
     )  # fmt: skip
     if swap_in is not None:
         move(out, swap_in, unit_tokens, impl="triton")

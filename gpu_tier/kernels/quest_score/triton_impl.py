@@ -4,13 +4,14 @@ max(q·min, q·max) is q·max where q is positive and q·min elsewhere, so the b
 over the same tiles: each bound is read once. A single head has too few rows for a dot and is summed directly.
 """
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_tier.kernels.tuning import Tiling, interpreting, next_power_of_2, tunable
+from gpu_tier.kernels.tuning import Tiling, interpreting, is_capturing, next_power_of_2, tunable
 
 __all__ = ["kernel", "run"]
 
@@ -80,7 +81,7 @@ _TILINGS = (
     Tiling.of(BLOCK_P=16, num_warps=2),
     Tiling.of(BLOCK_P=128, num_warps=8),
 )
-kernel = tunable(_TILINGS, key=("PADDED", "BLOCK_M", "GROUP"))(_score)
+kernel = tunable(_TILINGS)(_score)
 
 
 def run(q: Tensor, bounds: Tensor, page_table: Tensor, n_pages: Tensor, out: Tensor) -> None:
@@ -89,8 +90,18 @@ def run(q: Tensor, bounds: Tensor, page_table: Tensor, n_pages: Tensor, out: Ten
     heads, width = bounds.shape[1], page_table.shape[1]
     if not rows * width:
         return
+    call = partial(_launch, q, bounds, page_table, n_pages, out)
+    # Pages to score count by powers of four, and as many as the table has room for.
+    key = q_heads // heads, dims, q.dtype, (rows * heads * width).bit_length() // 2
+    call(kernel.choose(key, lambda _: True, call, measure=not is_capturing(q.device)))
+
+
+def _launch(q: Tensor, bounds: Tensor, page_table: Tensor, n_pages: Tensor, out: Tensor, tiling: Tiling) -> None:
+    """Score with a tiling."""
+    rows, q_heads, dims = q.shape
+    heads, width = bounds.shape[1], page_table.shape[1]
     group = q_heads // heads
-    kernel[lambda sizes: (rows * heads, triton.cdiv(width, sizes["BLOCK_P"]))](
+    kernel.at(tiling, (rows * heads, triton.cdiv(width, tiling["BLOCK_P"])))(
         q,
         bounds,
         page_table,

@@ -16,8 +16,8 @@ from gpu_tier.kernels.lse_merge.triton_impl import run as merge
 from gpu_tier.kernels.scratch import scratch
 from gpu_tier.kernels.split_decode.operands import SlotTable
 from gpu_tier.kernels.split_decode.splits import plan_splits
-from gpu_tier.kernels.split_decode.triton_impl import is_capturing, kernel, launch
-from gpu_tier.kernels.tuning import Tiling, next_power_of_2, processors
+from gpu_tier.kernels.split_decode.triton_impl import kernel, launch
+from gpu_tier.kernels.tuning import Tiling, is_capturing, next_power_of_2, processors
 from gpu_tier.rows import KVDtype
 from gpu_tier.types import LayerKV
 

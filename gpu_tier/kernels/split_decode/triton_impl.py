@@ -21,7 +21,7 @@ from gpu_tier.kernels.split_decode.operands import SlotTable, operands_of, tile_
 from gpu_tier.kernels.tuning import Tiling, interpreting, tunable
 from gpu_tier.types import LayerKV
 
-__all__ = ["is_capturing", "kernel", "launch"]
+__all__ = ["kernel", "launch"]
 
 triton: Any = import_module("triton")  # optional, and without types
 tl: Any = import_module("triton.language")
@@ -296,7 +296,7 @@ _TILINGS = (
     Tiling.of(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=3),
     Tiling.of(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
 )
-kernel = tunable(_TILINGS, key=())(_split)
+kernel = tunable(_TILINGS, varying=("splits", "capacity"))(_split)
 
 
 def launch(
@@ -346,11 +346,6 @@ def launch(
         UPCAST=interpreting(),
         **tile_sizes(keys, values, latent=kv.v is None),
     )
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether launches are captured in a CUDA graph now, so that none can be timed."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _dot_type(dtype: torch.dtype) -> Any:
