@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from report import Row, arguments, publish
 from server_process import META, Server, free_port, process
 
@@ -291,8 +292,16 @@ async def manager() -> AsyncIterator[Server]:
         words = ("-m", "kvcm", "serve", "--data-dir", directory, *settings)
         running = stack.enter_context(process(*words, stderr=subprocess.DEVNULL))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc_port']}") as channel:
-            await asyncio.wait_for(channel.channel_ready(), 20)
+            await asyncio.wait_for(_serving(channel), 20)
             yield Server(running.pid, channel)
+
+
+async def _serving(channel: grpc.aio.Channel) -> None:
+    """Wait until a manager that has just been started serves: its ports are open before that."""
+    await channel.channel_ready()
+    check = health_pb2_grpc.HealthStub(channel).Check
+    while (await check(health_pb2.HealthCheckRequest())).status != health_pb2.HealthCheckResponse.SERVING:
+        await asyncio.sleep(0.02)
 
 
 async def under_load(plan: Plan) -> list[Row]:
