@@ -299,9 +299,9 @@ async def manager() -> AsyncIterator[Server]:
 async def _serving(channel: grpc.aio.Channel) -> None:
     """Wait until a manager that has just been started serves: its ports are open before that."""
     await channel.channel_ready()
-    check = health_pb2_grpc.HealthStub(channel).Check
-    while (await check(health_pb2.HealthCheckRequest())).status != health_pb2.HealthCheckResponse.SERVING:
-        await asyncio.sleep(0.02)
+    async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            return
 
 
 async def under_load(plan: Plan) -> list[Row]:
