@@ -186,3 +186,22 @@ def test_layers_that_attend_densely_are_exact_for_sparse_and_dense_rows(start_la
         for row, request in enumerate(requests):
             exact = traffic.exact(request, lengths[row] + step)[: 2 - start_layer]
             torch.testing.assert_close(out[: 2 - start_layer, row], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_representations_describe_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = Traffic(SHAPES["mha fp8"], ALGORITHMS["quest"])
+    algorithm, seen = traffic.coordinator.algorithm, []
+    construct = algorithm.construct_representations
+
+    def noted(layer_id: int, batch: Any, k: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        seen.append((layer_id, k))
+        construct(layer_id, batch, k, *args, **kwargs)
+
+    monkeypatch.setattr(algorithm, "construct_representations", noted)
+    request = traffic.begin(40, seed=1)
+    traffic.prompt([request])
+    assert seen
+    for layer_id, k in seen:
+        raw = traffic.sequences[request].k[layer_id, :40]
+        assert not torch.equal(k, raw)
+        assert torch.equal(k, traffic._stored(raw, traffic.shape.geometry.parts[0]))

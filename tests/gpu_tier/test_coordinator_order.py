@@ -10,6 +10,8 @@ from clock_runtime import ClockRuntime
 from layer_traffic import Shape, Traffic
 
 import gpu_tier.assembly
+from gpu_tier.manager import stream
+from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.trackers import RequestState
 
 LRU: dict[str, dict[str, Any]] = {
@@ -173,3 +175,27 @@ def test_o4_a_commit_comes_after_the_attention_of_its_layer(name: str, monkeypat
     for step in range(1, STEPS + 1):
         for layer in range(3):
             assert runtime.find("attend", step, layer).happened_before(runtime.find("commit", step, layer))
+
+
+def test_a_streamed_piece_is_overwritten_only_after_attention_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ClockRuntime()
+    traffic = MarkedTraffic(runtime, {"algorithm": "full_offload", "algo": {"chunk_tokens": 16}}, monkeypatch)
+    load, attention = KVTransfer.load, stream.decode_attn_paged
+
+    def marked_load(transfer: KVTransfer, *args: Any, **kwargs: Any) -> None:
+        runtime.mark("piece")
+        load(transfer, *args, **kwargs)
+
+    def marked_attention(*args: Any, **kwargs: Any) -> None:
+        runtime.mark("read")
+        attention(*args, **kwargs)
+
+    monkeypatch.setattr(KVTransfer, "load", marked_load)
+    monkeypatch.setattr(stream, "decode_attn_paged", marked_attention)
+    request = traffic.begin(70, seed=1)
+    traffic.prompt([request])
+    traffic.decode([request])
+    loads, reads = ([mark for mark in runtime.marks if mark.label == (label,)] for label in ("piece", "read"))
+    assert len(loads) == len(reads) == 3 * 5  # layers, pieces of 16 tokens
+    for read, overwriting in zip(reads, loads[2:], strict=False):  # two buffers by turns
+        assert read.happened_before(overwriting)
