@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from gpu_tier.config import AlgorithmConfig, SparseConfig
-from gpu_tier.errors import ConfigError
+from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.runtime import DeviceRuntime
 from gpu_tier.types import ForwardBatch, Selection, Unit
@@ -125,9 +125,9 @@ class BaseSparseAlgorithm(ABC):
         return 0
 
     @property
+    @abstractmethod
     def max_items(self) -> int:
         """K: the most items of a selection. Its width, unless the algorithm says that selections grow up to it."""
-        raise NotImplementedError
 
     def initialize_representation_pool(self) -> None:  # noqa: B027 - a baseline has none
         """Allocate the representations of `context.total_tokens` tokens."""
@@ -177,8 +177,12 @@ class BaseSparseAlgorithm(ABC):
         """
 
     def static_items(self, request: int, layer_id: int) -> Tensor:
-        """Return the tokens that a request keeps for good, ``int32 [Hs, m]``; only of algorithms with a fixed set."""
-        raise NotImplementedError
+        """Return the tokens that a request keeps for good, ``int32 [Hs, m]``; only of algorithms with a fixed set.
+
+        Raises:
+            StateError: this one has none.
+        """
+        raise StateError(f"{type(self).__name__} keeps no fixed set of tokens")
 
     def free(self, request: int) -> None:  # noqa: B027 - a baseline has none
         """Forget a request; one that is not known too."""

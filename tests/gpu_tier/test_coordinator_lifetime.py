@@ -207,3 +207,9 @@ def test_any_order_of_requests_leaves_nothing_behind(data: st.DataObject, name: 
     for request in list(traffic.sequences):
         traffic.end(request)
     traffic.assert_empty()
+
+
+def test_an_algorithm_without_a_fixed_set_says_so() -> None:
+    traffic = Traffic(Shape(), ALGORITHMS["quest"])
+    with pytest.raises(StateError, match="Quest keeps no fixed set"):
+        traffic.coordinator.algorithm.static_items(0, 0)
