@@ -112,6 +112,11 @@ def damage(uri: LocationUri | None) -> None:
         file.write(b"\xff\x00\xff")
 
 
+def _room_for(pages: int, store: Opened) -> int:
+    """Return a quota that holds so many pages and not one more, and of which they use too little to be reclaimed."""
+    return (pages + 1) * PageMemory(store.pool).page_bytes - 1
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -268,8 +273,7 @@ def test_a_group_that_is_full_says_what_is_not_stored(
 ) -> None:
     manager = new_manager()
     store = open_store(manager.address)
-    room = 2 * PageMemory(store.pool).page_bytes
-    manager.set_quota("default", room)
+    manager.set_quota("default", _room_for(2, store))
     assert store.save(_HASHES[:4], slots(0, 1, 2, 3)).flags == [True, True, False, False]
     assert store.exists(_HASHES[:4]) == 2
     assert store.save(_HASHES[4:6], slots(0, 1)).flags == [False, False]
