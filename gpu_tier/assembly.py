@@ -43,6 +43,11 @@ class _Keys:
         assert self.manager is not None
         return self.manager.reader.keys(layer_id, request, start, stop)
 
+    def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """See `KeySource`."""
+        assert self.manager is not None
+        return self.manager.reader.rows(layer_id, request, start, stop)
+
 
 def build(
     config: SparseConfig,

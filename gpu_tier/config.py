@@ -6,76 +6,23 @@ refused with the nearest known one, so that a misspelt setting never passes sile
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from gpu_tier.algorithm_config import AlgorithmConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Layout
+from gpu_tier.retrieval_config import PQCacheConfig, RetroInferConfig
+from gpu_tier.setting_checks import at_least, check_known, choice, ratio
 
 __all__ = [
-    "AlgorithmConfig", "DsaConfig", "FullConfig", "FullOffloadConfig", "OracleConfig", "QuestConfig", "SnapKVConfig",
-    "SparseConfig", "StreamingLLMConfig",
+    "AlgorithmConfig", "DsaConfig", "FullConfig", "FullOffloadConfig", "OracleConfig", "PQCacheConfig", "QuestConfig",
+    "RetroInferConfig", "SnapKVConfig", "SparseConfig", "StreamingLLMConfig",
 ]  # fmt: skip
 
-RESIDENCIES = ("lru", "device", "static", "stream")
-
-
-def _check_known(cls: type[Any], data: Mapping[str, Any], where: str) -> None:
-    known = [f.name for f in fields(cls)]
-    for key in data:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(known) or 'none'}"
-            raise ConfigError(f"{where}{key}", data[key], f"no such setting{hint}")
-
-
-def _at_least(config: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(name, value, f"must be an integer of at least {least}")
-
-
-def _ratio(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value <= 1:
-            raise ConfigError(name, value, "must be above 0 and at most 1")
-
-
-def _choice(config: object, name: str, choices: tuple[object, ...]) -> None:
-    if getattr(config, name) not in choices:
-        raise ConfigError.choice(name, getattr(config, name), choices)
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmConfig:
-    """Settings of one algorithm."""
-
-    @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> Self:
-        """Return the settings in `data`.
-
-        Raises:
-            ConfigError: a key is unknown, or a value is not allowed.
-        """
-        _check_known(cls, data, "algo.")
-        return cls(**data)
-
-    def default_residency(self) -> str:
-        """Return the residency when the settings name none."""
-        return "lru"
-
-    def selected_tokens(self, config: SparseConfig) -> int:
-        """Return the tokens that a head attends to in a step; the buffer is twice that by default."""
-        return config.top_k
-
-    def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
-        """Return the prompt length from which requests become sparse when the settings name none."""
-        return 0
+RESIDENCIES = ("lru", "device", "static", "stream", "blocks", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +49,7 @@ class FullOffloadConfig(AlgorithmConfig):
     chunk_tokens: int = 65536
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "chunk_tokens")
+        at_least(self, 1, "chunk_tokens")
 
     def default_residency(self) -> str:
         """Return stream."""
@@ -122,8 +69,8 @@ class OracleConfig(AlgorithmConfig):
     ratio: float | None = None
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "k")
-        _ratio(self, "ratio")
+        at_least(self, 1, "k")
+        ratio(self, "ratio")
 
     def selected_tokens(self, config: SparseConfig) -> int:
         """Return k, the most that `ratio` may select too."""
@@ -149,8 +96,8 @@ class StreamingLLMConfig(AlgorithmConfig):
     page: int = 16
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "sink")
-        _at_least(self, 1, "window", "page")
+        at_least(self, 0, "sink")
+        at_least(self, 1, "window", "page")
 
     def selected_tokens(self, config: SparseConfig) -> int:
         """Return the tokens of the pages that sinks and window can touch."""
@@ -179,9 +126,9 @@ class DsaConfig(AlgorithmConfig):
     index_source: str = "model"
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "index_heads", "index_dim")
-        _choice(self, "scale_format", ("f32", "ue8m0"))
-        _choice(self, "index_source", ("model", "proxy"))
+        at_least(self, 1, "index_heads", "index_dim")
+        choice(self, "scale_format", ("f32", "ue8m0"))
+        choice(self, "index_source", ("model", "proxy"))
 
     def min_sparse_prompt_len(self, config: SparseConfig) -> int:
         """Return the size of the buffer: what fits is not worth moving."""
@@ -214,11 +161,11 @@ class QuestConfig(AlgorithmConfig):
     heads: str = "shared"
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "page", "token_budget", "recent_pages")
-        _at_least(self, 0, "sink_pages", "skip_layers")
-        _ratio(self, "sparsity_ratio")
-        _choice(self, "group", ("mean", "max", "softmax"))
-        _choice(self, "heads", ("shared", "per_head"))
+        at_least(self, 1, "page", "token_budget", "recent_pages")
+        at_least(self, 0, "sink_pages", "skip_layers")
+        ratio(self, "sparsity_ratio")
+        choice(self, "group", ("mean", "max", "softmax"))
+        choice(self, "heads", ("shared", "per_head"))
         if self.token_budget < (self.recent_pages + self.sink_pages) * self.page:
             allowed = f"must hold the {self.recent_pages} recent and {self.sink_pages} sink pages of {self.page} tokens"
             raise ConfigError("token_budget", self.token_budget, allowed)
@@ -255,12 +202,12 @@ class SnapKVConfig(AlgorithmConfig):
     reselect_every: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "w_obs", "kernel")
-        _at_least(self, self.w_obs + 1, "cap")
-        _at_least(self, 0, "reselect_every")
-        _ratio(self, "ratio")
-        _choice(self, "pool", ("avg", "max"))
-        _choice(self, "mode", ("drop", "retrievable"))
+        at_least(self, 1, "w_obs", "kernel")
+        at_least(self, self.w_obs + 1, "cap")
+        at_least(self, 0, "reselect_every")
+        ratio(self, "ratio")
+        choice(self, "pool", ("avg", "max"))
+        choice(self, "mode", ("drop", "retrievable"))
         if self.kernel % 2 == 0:
             raise ConfigError("kernel", self.kernel, "must be odd, so that the pooled votes stay in place")
         if self.reselect_every and self.mode == "drop":
@@ -292,6 +239,8 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "dsa": DsaConfig,
     "quest": QuestConfig,
     "snapkv": SnapKVConfig,
+    "retroinfer": RetroInferConfig,
+    "pqcache": PQCacheConfig,
 }
 
 
@@ -309,7 +258,9 @@ class SparseConfig:
         host_layout: order of the host pool, see `gpu_tier.geometry`.
         min_sparse_prompt_len: prompt tokens from which a request is sparse; -1 means the algorithm's default.
         residency: lru (buffer with incremental loads), device (all KV stays on the device), static (a fixed set),
-            stream (all KV is streamed every step); "" means the algorithm's default.
+            stream (all KV is streamed every step), blocks (an execution buffer is put together every step from a
+            steady zone, a block cache and the host), auto (device if the device pool holds all that requests may need,
+            else blocks); "" means the algorithm's default.
         io_blocks: multiprocessors that the transfer kernel may use beside attention.
         kernels: auto, reference, triton or cuda.
         debug_checks: check selections and device error flags after every step (waits for the device).
@@ -346,7 +297,7 @@ class SparseConfig:
         Raises:
             ConfigError: a key is unknown, or a value is not allowed.
         """
-        _check_known(cls, data, "")
+        check_known(cls, data, "")
         name = data.get("algorithm")
         if name not in ALGORITHMS:
             raise ConfigError.choice("algorithm", name, ALGORITHMS)
@@ -362,11 +313,11 @@ class SparseConfig:
             object.__setattr__(self, "algo", ALGORITHMS[self.algorithm]())
         if not isinstance(self.algo, ALGORITHMS[self.algorithm]):
             raise ConfigError("algo", self.algo, f"must be a {ALGORITHMS[self.algorithm].__name__}")
-        _at_least(self, 1, "top_k", "page_size", "io_blocks")
-        _at_least(self, 0, "device_buffer_size", "host_bytes", "prefill_window_tokens", "publish_every")
-        _at_least(self, -1, "min_sparse_prompt_len")
-        _choice(self, "residency", ("", *RESIDENCIES))
-        _choice(self, "kernels", ("auto", "reference", "triton", "cuda"))
+        at_least(self, 1, "top_k", "page_size", "io_blocks")
+        at_least(self, 0, "device_buffer_size", "host_bytes", "prefill_window_tokens", "publish_every")
+        at_least(self, -1, "min_sparse_prompt_len")
+        choice(self, "residency", ("", *RESIDENCIES))
+        choice(self, "kernels", ("auto", "reference", "triton", "cuda"))
         if self.host_to_device_ratio <= 0:
             raise ConfigError("host_to_device_ratio", self.host_to_device_ratio, "must be above 0")
         if not self.device_buffer_size:

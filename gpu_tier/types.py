@@ -9,7 +9,7 @@ residency moves: `unit_tokens` consecutive tokens (1, or a scoring page). A *slo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from gpu_tier.errors import ConfigError
 from gpu_tier.rows import Rows
 
 __all__ = [
-    "AttnMetadata", "ForwardBatch", "LayerKV", "MissPlan", "Mode", "PagedMeta", "Partial", "Promotion", "ResidencyPlan",
-    "Selection", "TokenMeta", "TokenRanges", "Unit",
+    "AttnMetadata", "CopyRuns", "ExecutionPlan", "ForwardBatch", "LayerKV", "MissPlan", "Mode", "PagedMeta", "Partial",
+    "Promotion", "ResidencyPlan", "Selection", "Source", "SteadyRing", "SteadyZone", "TokenMeta",
+    "TokenRanges", "Unit",
 ]  # fmt: skip
 
 
@@ -88,15 +89,56 @@ class TokenRanges:
 
 
 @dataclass(frozen=True, slots=True)
+class SteadyRing:
+    """Places of a request's steady tokens on the device: the first `sink` for good, the others by turns.
+
+    Attributes:
+        sink: first tokens.
+        ring: places of the others; at no time are more of them steady.
+    """
+
+    sink: int
+    ring: int
+
+    @property
+    def capacity(self) -> int:
+        """All places."""
+        return self.sink + self.ring
+
+    def position(self, token: int) -> int:
+        """Return the place of a token while it is steady."""
+        return token if token < self.sink else self.sink + (token - self.sink) % self.ring
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyZone:
+    """Tokens of a layer that are attended to without retrieval and never leave the device: those before `sink` and
+    those from `first` on, the same for all heads.
+
+    Attributes:
+        sink: first tokens of every request.
+        first: ``int32 [B]`` first token of the recent ones, at least `sink` where the request has so many tokens; 0 for
+            rows that do not select.
+        firsts: the same of the real rows on the host.
+    """
+
+    sink: int
+    first: Tensor
+    firsts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """What each row, and each head that selects on its own, attends to.
 
     Attributes:
-        unit: kind of the items.
-        unit_tokens: tokens of an item.
+        unit: kind of the items. The id of a cluster is its place in the request's index of the layer.
+        unit_tokens: tokens of an item; 0 for clusters, whose sizes differ.
         indices: ``int32 [B, Hs, K]`` ids of items, unique in a row, left-aligned, -1 behind `lengths`.
         lengths: ``int32 [B, Hs]`` valid ids.
         always: tokens among them that were not retrieved but always belong to the set; for metrics only.
+        steady: tokens attended to beside the items; None when the items are all.
+        estimate: items whose attention is estimated and not computed, disjoint from these; None when there are none.
     """
 
     unit: Unit
@@ -104,6 +146,8 @@ class Selection:
     indices: Tensor
     lengths: Tensor
     always: TokenRanges | None = None
+    steady: SteadyZone | None = None
+    estimate: Selection | None = None
 
     def validate(self, batch: ForwardBatch) -> None:
         """Check the invariants above; reads the device, so only for tests and `debug_checks`.
@@ -115,7 +159,7 @@ class Selection:
         inside = torch.arange(width, device=self.indices.device) < self.lengths[..., None]
         if not torch.equal(self.indices >= 0, inside):
             raise ConfigError("indices", self.indices.tolist(), "ids must be left-aligned, -1 behind lengths")
-        items = -(-batch.seq_lens // self.unit_tokens)
+        items = -(-batch.seq_lens // max(1, self.unit_tokens))
         if bool((self.indices >= items[:, None, None]).any()):
             raise ConfigError("indices", int(self.indices.max()), "an id is not below the number of items")
         ordered = self.indices.sort(-1).values
@@ -151,16 +195,63 @@ class Promotion:
     dst: Tensor
 
 
+class Source(IntEnum):
+    """Where a run of an execution plan lies."""
+
+    STEADY = 0
+    CACHE = 1
+    HOST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRuns:
+    """Runs of consecutive tokens to copy, for each row and KV head; line ``r·H + h`` is head h of row r.
+
+    Attributes:
+        kind: ``int32 [B·H, U]`` source of each run, see `Source`; a negative one is skipped.
+        src: ``int64 [B·H, U]`` slot of its first token in the source.
+        dst: ``int32 [B·H, U]`` slot of it in the target.
+        tokens: ``int32 [B·H, U]`` tokens of the run.
+        count: ``int32 [B·H]`` runs of each line.
+    """
+
+    kind: Tensor
+    src: Tensor
+    dst: Tensor
+    tokens: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """How the tokens that a layer attends to are put together in the execution buffer.
+
+    Row r's head h attends to the first ``lens[r, h]`` tokens of the row's part of the buffer. Their order depends on
+    the selection alone and never on where they come from: attention adds up in the same order whatever is cached.
+
+    Attributes:
+        runs: what to copy.
+        lens: ``int32 [B, H]`` tokens of each row and head; 0 for rows that do not select.
+    """
+
+    runs: CopyRuns
+    lens: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
     """Where the selected items are after the step, and what has to move for that.
 
     Attributes:
         device_slot: ``int32 [B, Hs, K]`` device slot of the first token of each selected item, -1 as in the selection.
+            With `execution` it is the table of the execution buffer, ``[B, H, S]``; of clusters without it, the slots
+            of their tokens and of the steady ones.
         misses: what to load; None when the policy never loads.
         promotion: what to move on the device first; None when the policy never does.
         evicted_items: ``int32 [B, Hs, K]`` items that lost their place, -1 for an empty one; None likewise.
         evicted_slots: ``int32 [B, Hs, K]`` their device slots, left-aligned; None likewise.
+        execution: how the execution buffer is put together; None where attention reads tokens where they lie.
+        lens: ``int32 [B, Hs]`` valid slots of `device_slot` where that follows from more than the selection.
     """
 
     device_slot: Tensor
@@ -168,6 +259,8 @@ class ResidencyPlan:
     promotion: Promotion | None = None
     evicted_items: Tensor | None = None
     evicted_slots: Tensor | None = None
+    execution: ExecutionPlan | None = None
+    lens: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from gpu_tier.config import AlgorithmConfig, SparseConfig
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import ForwardBatch, Selection, Unit
+from gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, Unit
 
 __all__ = ["AlgorithmContext", "BaseSparseAlgorithm", "KeySource", "Sidecar"]
 
@@ -20,10 +20,13 @@ _Settings = TypeVar("_Settings", bound=AlgorithmConfig)
 
 
 class KeySource(Protocol):
-    """Reads a request's keys wherever they are; for algorithms that need all of them at times."""
+    """Reads a request's KV wherever it is; for algorithms that need all of it at times."""
 
     def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
         """Return the keys (latents of MLA) of tokens start to stop - 1, ``f32 [n, H, d]`` on the device."""
+
+    def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys ``f32 [n, H, d]`` and values ``f32 [n, H, dv]`` of tokens start to stop - 1 on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,37 @@ class BaseSparseAlgorithm(ABC):
 
     def finish_prompt(self, request: int, n_prompt: int) -> None:  # noqa: B027 - most need not know
         """Take note that the prompt is complete: once, after its last chunk and before the request becomes sparse."""
+
+    def become_sparse(self, request: int, n_tokens: int) -> None:  # noqa: B027 - most need not know
+        """Build what is missing of the representations of a request that becomes sparse; again after `finish_prompt`.
+
+        All of its KV can be read. A request that was short until now comes here without `finish_prompt` having built
+        anything.
+        """
+
+    def steady_ring(self, n_prompt: int) -> SteadyRing:
+        """Return the places of the steady tokens of a request, for residency `blocks`.
+
+        Args:
+            n_prompt: tokens of its prompt, or those that it has when it becomes sparse.
+
+        Raises:
+            StateError: this algorithm has none.
+        """
+        raise StateError(f"{type(self).__name__} has no steady zone")
+
+    @property
+    def max_execution_tokens(self) -> int:
+        """The most tokens, steady ones included, that a head attends to in a step of residency `blocks`.
+
+        Raises:
+            StateError: this algorithm has no steady zone.
+        """
+        raise StateError(f"{type(self).__name__} has no steady zone")
+
+    def estimate(self, queries: Tensor, layer_id: int, batch: ForwardBatch, selection: Selection) -> Partial | None:
+        """Return the estimated attention over `selection.estimate`, None when there is none."""
+        return None
 
     @abstractmethod
     def retrieve_topk(

@@ -103,14 +103,18 @@ METHODS: dict[str, Callable[[int], AlgorithmConfig]] = {
 
 
 class _ContextKeys:
-    """Reads the sample's keys."""
+    """Reads the sample's KV."""
 
-    def __init__(self, k: Tensor) -> None:
-        self._k = k[:, None]
+    def __init__(self, sample: KVSample) -> None:
+        self._k, self._v = sample.k[:, None], sample.v[:, None]
 
     def keys(self, layer_id: int, request: int, start: int, stop: int) -> Tensor:
         """See `KeySource`."""
         return self._k[start:stop]
+
+    def rows(self, layer_id: int, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """See `KeySource`."""
+        return self._k[start:stop], self._v[start:stop]
 
 
 def kv_bytes(tokens: float, d: int) -> float:
@@ -162,7 +166,7 @@ def _algorithm(config: SparseConfig, sample: KVSample) -> BaseSparseAlgorithm:
     n, d = sample.k.shape
     geometry = KVGeometry(KVKind.MHA, 1, 1, d, d, KVDtype.F32, _PAGE)
     room = -(-n // _PAGE) * _PAGE
-    keys = _ContextKeys(sample.k)
+    keys = _ContextKeys(sample)
     context = AlgorithmContext(
         geometry, config, sample.q.shape[1], sample.scale, 1, room, room, NullRuntime(), keys
     )  # fmt: skip
