@@ -24,8 +24,9 @@ from recall_table import RECALL_SIZES, recall_rows
 from report import Row, arguments, publish
 
 from gpu_tier.eval.hitrate import HitRate, exact_selections, hit_rates
+from gpu_tier.eval.methods import BASELINES, OBSERVED, method
 from gpu_tier.eval.metrics import attention_weights, steady_tokens
-from gpu_tier.eval.quality import METHODS, OBSERVED, QualityResult, evaluate, kv_bytes, method, method_for_bytes
+from gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes, method_for_bytes
 from gpu_tier.eval.synth import KVSample, Regime, kv
 from gpu_tier.eval.traces import simulate, trace
 
@@ -82,9 +83,9 @@ class Measured:
 def measure(samples: dict[Regime, list[KVSample]]) -> list[Measured]:
     """Return every method in every regime under both kinds of budget."""
     measured = []
-    for regime, name in product(samples, METHODS):
+    for regime, name in product(samples, BASELINES):
         for share in TOKEN_SHARES:
-            configs = [method(name, round(share * len(x.k))) for x in samples[regime]]
+            configs = [method(name, round(share * len(x.k)), len(x.k)) for x in samples[regime]]
             results = tuple(evaluate(c, x) for c, x in zip(configs, samples[regime], strict=True))
             measured.append(Measured(regime, "tokens", share, name, len(samples[regime][0].k), results))
         measured += [_under_bytes(regime, name, share, samples[regime]) for share in BYTE_SHARES]
@@ -126,7 +127,7 @@ def _concentration(x: KVSample) -> tuple[float, float]:
 def quality_rows(measured: list[Measured], is_quick: bool) -> Iterator[Row]:
     """Yield recall and errors at a tenth of the tokens, and the bars Q12 and Q13."""
     by_key = {(m.regime, m.name, m.share): m for m in measured if m.budget == "tokens"}
-    for regime, name in product(Regime, METHODS):
+    for regime, name in product(Regime, BASELINES):
         found, oracle = by_key[regime, name, 0.1], by_key[regime, "oracle", 0.1]
         for metric in ("recall", "mass", "normalised"):
             value, ceiling = found.mean(metric), oracle.mean(metric)

@@ -11,7 +11,7 @@ from report import Row
 from gpu_tier.config import SparseConfig
 from gpu_tier.engine.recall_data import QuestionPosition, RecallBatch, recall_batch
 from gpu_tier.engine.recall_model import RecallModel, load_recall_model
-from gpu_tier.eval.quality import method
+from gpu_tier.eval.methods import method
 from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 
 __all__ = ["RECALL_SIZES", "Budget", "RecallSize", "recall_rows"]
@@ -31,8 +31,9 @@ class Budget:
     def config(self, model: RecallModel, n_tokens: int) -> SparseConfig:
         """Return its settings for a context of so many tokens."""
         if self.of == "tokens":
-            return method(self.name, round(self.share * n_tokens))
-        return method(self.name, tokens_for_bytes(model, method(self.name, n_tokens), self.share, n_tokens))
+            return method(self.name, round(self.share * n_tokens), n_tokens)
+        tokens = tokens_for_bytes(model, method(self.name, n_tokens, n_tokens), self.share, n_tokens)
+        return method(self.name, tokens, n_tokens)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
+from gpu_tier.eval.methods import OBSERVED, method
 from gpu_tier.eval.metrics import attended, attention_weights, errors, mass_recall, recall_at, steady_tokens
-from gpu_tier.eval.quality import OBSERVED, QualityResult, evaluate, kv_bytes, method, method_for_bytes, selections
+from gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes, method_for_bytes, selections
 from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv
 from gpu_tier.types import TokenRanges
 
@@ -28,7 +29,7 @@ def sample(regime: Regime, seed: int) -> KVSample:
 
 @cache
 def results(name: str, regime: Regime, share: float) -> tuple[QualityResult, ...]:
-    config = method(name, round(share * TOKENS))
+    config = method(name, round(share * TOKENS), TOKENS)
     return tuple(evaluate(config, sample(regime, seed), recall_k=32) for seed in SEEDS)
 
 
@@ -125,14 +126,16 @@ class NeedleExpectation:
 def test_one_needle_is_found_by_methods_that_look(expected: NeedleExpectation) -> None:
     x = adversarial(Adversarial.NEEDLE, 2048, 64, 8, 4, seed=0, observed=OBSERVED)
     weights = attention_weights(x.q, x.k, x.scale)
-    found = recall_at(1, weights, selections(method(expected.name, 256), x), steady_tokens(2048))
+    found = recall_at(1, weights, selections(method(expected.name, 256, 2048), x), steady_tokens(2048))
     assert expected.least <= found <= expected.most
 
 
 @pytest.mark.parametrize("case", Adversarial)
 @pytest.mark.parametrize("name", ["oracle", "quest", "streaming_llm"])
 def test_adversarial_inputs_give_sound_outputs(case: Adversarial, name: str) -> None:
-    result = evaluate(method(name, 256), adversarial(case, 1024, 64, 3, 4, seed=1, observed=OBSERVED), recall_k=32)
+    result = evaluate(
+        method(name, 256, 1024), adversarial(case, 1024, 64, 3, 4, seed=1, observed=OBSERVED), recall_k=32
+    )
     assert 0 <= result.recall <= 1
     assert 0 <= result.mass <= 1 + 1e-6
     assert result.errors.normalised < 2

@@ -10,7 +10,7 @@ import torch
 from gpu_tier.config import SparseConfig
 from gpu_tier.engine.recall_data import RecallBatch, recall_batch
 from gpu_tier.engine.recall_model import RecallModel, load_recall_model
-from gpu_tier.eval.quality import method
+from gpu_tier.eval.methods import method
 from gpu_tier.eval.recall import RecallRun, recall
 
 NEEDLES = 128
@@ -24,7 +24,7 @@ def data() -> tuple[RecallModel, RecallBatch]:
 
 @cache
 def run(name: str, share: float) -> RecallRun:
-    config = method(name, round(share * CONTEXT)) if share else SparseConfig(algorithm=name)
+    config = method(name, round(share * CONTEXT), CONTEXT) if share else SparseConfig(algorithm=name)
     return recall(data()[0], config, data()[1])
 
 
