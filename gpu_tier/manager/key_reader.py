@@ -42,9 +42,9 @@ class KVReader:
             return k, k[..., : self._device.geometry.v_head_dim]
         return k, self._read(layer_id, 1, request, start, stop)
 
-    def _read(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+    def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+        """Return the rows of a part (0 for keys and latents, 1 for values) as bytes, ``uint8 [n, H, row_bytes]``."""
         slots = self._table[request, start:stop].long()
-        row = self._device.geometry.parts[part]
         layer = self._device.layer(layer_id)
         rows = layer.k if part == 0 or layer.v is None else layer.v
         data = rows.data[slots.clamp_min(0)]
@@ -53,4 +53,7 @@ class KVReader:
             self._settle(request)
             host_slots = self._host.slots(request, start, stop)[absent]
             data[absent.to(data.device)] = self._host.pool.read(layer_id, part, host_slots).to(data.device)
-        return row.decode(data)
+        return data
+
+    def _read(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+        return self._device.geometry.parts[part].decode(self.raw(layer_id, part, request, start, stop))

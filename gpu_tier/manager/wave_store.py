@@ -1,0 +1,180 @@
+"""The KV of clusters in host memory: blocks in cluster order, so that a cluster is read as a few long runs.
+
+A block holds the key rows, and in parallel the value rows, of up to bt tokens of one cluster, layer and head. A slot is
+``block · bt + i``. All blocks of a request come out of its account, in the order in which they are filled:
+
+1. `hold` sets aside what the clusters of n tokens take at worst, over all layers and heads. A cluster wastes less than
+   a block, so t tokens in m clusters take at most (t + m·(bt-1)) / bt blocks.
+2. `take` gives out blocks of the account. What a segment needs less than was feared stays there for the next ones.
+3. `release` gives everything back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.geometry import Addressing, KVGeometry, Layout, PartStrides
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.pools.allocator import PagedAllocator
+from gpu_tier.pools.pinned import PinnedMemory
+from gpu_tier.retrieval_config import RetroInferConfig
+from gpu_tier.runtime import DeviceRuntime
+
+__all__ = ["EXTENT_BLOCKS", "WaveStore", "block_tokens"]
+
+EXTENT_BLOCKS = 64
+"""Blocks that are given to a request at a time."""
+
+_ODD_SEGMENTS = 2  # those whose tokens are no multiple of tokens_per_centroid: the end of a prompt, and of its prefix
+
+
+def block_tokens(geometry: KVGeometry, settings: RetroInferConfig) -> int:
+    """Return bt, the tokens of a block: those whose keys fill `block_bytes`, at least 1."""
+    return max(1, settings.block_bytes // geometry.parts[0].row_bytes)
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a request holds, in blocks.
+
+    Attributes:
+        extents: pages of the allocator, in the order in which they are filled.
+        used: blocks that were taken.
+        stored: tokens that were stored of each layer.
+    """
+
+    stored: list[int]
+    extents: list[int] = field(default_factory=list)
+    used: int = 0
+
+
+class WaveStore:
+    """Pinned blocks and who holds them.
+
+    Attributes:
+        block_tokens: tokens bt of a block.
+        addressing: where the row of a slot lies; the same for all layers and heads, a block belongs to one of each.
+        allocator: of extents.
+
+    Args:
+        geometry: of the KV.
+        settings: of RetroInfer; `block_bytes`, `tokens_per_centroid` and the steady zone are used.
+        nbytes: size; rounded down to whole extents.
+        runtime: of the device that reads it.
+
+    Raises:
+        ConfigError: it does not hold one extent.
+        PoolExhaustedError: the host has too little memory.
+    """
+
+    def __init__(self, geometry: KVGeometry, settings: RetroInferConfig, nbytes: int, runtime: DeviceRuntime) -> None:
+        self.geometry = geometry
+        self.block_tokens = block_tokens(geometry, settings)
+        self._settings = settings
+        self._runtime = runtime
+        rows = [part.row_bytes for part in geometry.parts]
+        extent = EXTENT_BLOCKS * self.block_tokens
+        extents = nbytes // (extent * sum(rows))
+        if extents < 1:
+            raise ConfigError("host_bytes", nbytes, f"an extent of the wave store takes {extent * sum(rows)} bytes")
+        self.allocator = PagedAllocator(extents, extent, "wave store", "host_bytes")
+        slots = extents * extent
+        self.addressing = _addressing(rows, self.block_tokens, slots)
+        self._memory = PinnedMemory(slots * sum(rows), extent * rows[0], runtime)
+        self._accounts: dict[int, _Account] = {}
+
+    @property
+    def data(self) -> Tensor:
+        """The blocks, flat ``uint8``."""
+        return self._memory.data
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a registered piece; one copy must not span two of them."""
+        return self._memory.chunk_bytes
+
+    @property
+    def is_device_readable(self) -> bool:
+        """Whether kernels may read the blocks: they are pinned, or there is no device."""
+        return self._memory.is_pinned or not self._runtime.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the store."""
+        return self._memory.nbytes
+
+    def source(self) -> RowPool:
+        """Return the blocks as a source of `gather_copy`."""
+        return RowPool(self.data, self.addressing, 0)
+
+    def worst_blocks(self, n_tokens: int) -> int:
+        """Return the most blocks that one layer and head of a request of so many tokens takes."""
+        return self._worst_of(n_tokens - self._settings.sink - self._settings.local)
+
+    def _worst_of(self, clustered: int) -> int:
+        if clustered <= 0:
+            return 0
+        clusters = clustered // self._settings.tokens_per_centroid + _ODD_SEGMENTS
+        return min(clustered, (clustered + clusters * (self.block_tokens - 1)) // self.block_tokens)
+
+    def hold(self, request: int, n_tokens: int) -> None:
+        """Set aside blocks for a request of so many tokens, more than before or the same.
+
+        Raises:
+            PoolExhaustedError: there are too few; what the request had stays.
+        """
+        account = self._account(request)
+        clustered = n_tokens - self._settings.sink - self._settings.local
+        ahead = sum(self._worst_of(clustered - stored) for stored in account.stored)
+        self._extend(account, account.used + ahead * self.geometry.num_kv_heads)
+        self._accounts[request] = account
+
+    def _account(self, request: int) -> _Account:
+        return self._accounts.get(request) or _Account([0] * self.geometry.num_layers)
+
+    def _extend(self, account: _Account, blocks: int) -> None:
+        extents = -(-blocks // EXTENT_BLOCKS) - len(account.extents)
+        if extents > 0:
+            account.extents.extend(self.allocator.alloc(extents))
+
+    def take(self, layer_id: int, request: int, blocks: int, tokens: int) -> npt.NDArray[np.int32]:
+        """Return blocks of a request's account that are to be filled, ``int32 [blocks]``.
+
+        Args:
+            layer_id: id of the layer of the segment.
+            request: row of the per-request tables.
+            blocks: how many the segment takes, over all heads.
+            tokens: of the segment.
+
+        Raises:
+            PoolExhaustedError: they are more than were set aside, and the store has no others; nothing was taken.
+        """
+        account = self._account(request)
+        self._extend(account, account.used + blocks)
+        self._accounts[request] = account
+        number = np.arange(account.used, account.used + blocks)
+        extents = np.asarray(account.extents[: -(-(account.used + blocks) // EXTENT_BLOCKS)], dtype=np.int64)
+        account.used += blocks
+        account.stored[self.geometry.layer_index(layer_id)] += tokens
+        return (extents[number // EXTENT_BLOCKS] * EXTENT_BLOCKS + number % EXTENT_BLOCKS).astype(np.int32)
+
+    def release(self, request: int) -> None:
+        """Give back what a request holds; one that is not known too."""
+        account = self._accounts.pop(request, None)
+        if account is not None:
+            self.allocator.free(account.extents)
+
+    def close(self) -> None:
+        """Give the memory back; views of it must not be used any more. A second call does nothing."""
+        self._memory.close()
+
+
+def _addressing(rows: list[int], block_tokens: int, slots: int) -> Addressing:
+    bases = [sum(rows[:part]) * slots for part in range(len(rows))]
+    parts = tuple(PartStrides(base, row * block_tokens, row, 0, 0, row) for base, row in zip(bases, rows, strict=True))
+    return Addressing(Layout.LAYER_FIRST, block_tokens, sum(rows) * slots, parts)
