@@ -16,20 +16,21 @@ from sliding_trace import SlidingTrace
 from torch import Tensor
 
 from gpu_tier.config import SparseConfig
-from gpu_tier.geometry import KVGeometry, KVKind, Layout
+from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout, PartStrides
 from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.lse_merge import lse_merge
 from gpu_tier.kernels.quest_score import quest_score
+from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.transfer import Engine, KVTransfer
 from gpu_tier.rows import KVDtype, Rows
 from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import ForwardBatch, LayerKV, Mode, Selection, Unit
+from gpu_tier.types import CopyRuns, ForwardBatch, LayerKV, Mode, Selection, Unit
 
 __all__ = ["Check", "Sizes", "checks"]
 
@@ -334,17 +335,41 @@ def _dma(runtime: DeviceRuntime) -> Check:
 
 
 def _gather(runtime: DeviceRuntime) -> Check:
-    buffers, runs, most, row_bytes = 6, 40, 8, 256
-    sources = tuple(torch.randint(0, 256, (512, row_bytes), dtype=torch.uint8).to(runtime.device) for _ in range(3))
-    kind = torch.randint(-1, 3, (buffers, runs), dtype=torch.int32).to(runtime.device)
-    src_row = torch.randint(0, 512 - most, (buffers, runs)).to(runtime.device)
-    n_rows = torch.randint(0, most + 1, (buffers, runs), dtype=torch.int32).to(runtime.device)
-    dst_row = torch.stack([torch.randperm(runs) * most for _ in range(buffers)]).int().to(runtime.device)
-    count = torch.randint(0, runs + 1, (buffers,), dtype=torch.int32).to(runtime.device)
+    rows, width, most, device = 3, 40, 24, runtime.device
+    geometry = KVGeometry(KVKind.MHA, 2, 4, 128, 128, KVDtype.BF16, page_size=16)
+    pages = rows * width * most // 16 + 1
+    sources = _gather_sources(runtime, geometry)
+    kind = torch.randint(-1, 3, (rows * 4, width), dtype=torch.int32)
+    src = torch.randint(0, 16 * 40 - most, kind.shape)
+    tokens = torch.randint(0, most + 1, kind.shape, dtype=torch.int32)
+    first = (torch.arange(rows).repeat_interleave(4) * width)[:, None]
+    dst = (torch.stack([torch.randperm(width) for _ in range(rows * 4)]) + first).int() * most
+    count = torch.randint(0, width + 1, (rows * 4,), dtype=torch.int32)
+    runs = CopyRuns(*(table.to(device) for table in (kind, src, dst, tokens, count)))
 
     def run(impl: str) -> Outputs:
-        out = torch.full((buffers, runs * most, row_bytes), 0xAB, dtype=torch.uint8, device=runtime.device)
-        gather_copy(sources, kind, src_row, n_rows, dst_row, count, out, impl=impl)
-        return (out.cpu(),)
+        pool = DeviceKVPool(geometry, pages, runtime)
+        pool.data.fill_(0xAB)
+        moved = torch.zeros(3, dtype=torch.int64, device=device)
+        target = RowPool(pool.data, pool.addressing, 1)
+        gather_copy(sources, target, runs, num_heads=4, moved=moved, impl=impl)
+        return pool.data.cpu(), moved.cpu()
 
-    return Check("gather_copy", "runs of 0 to 8 rows from 3 sources", run)
+    return Check("gather_copy", "runs of 0 to 24 tokens from 3 sources", run)
+
+
+def _gather_sources(runtime: DeviceRuntime, geometry: KVGeometry) -> tuple[RowPool, ...]:
+    """Return 40 pages of the arena, of the host, and of the host in blocks of one head."""
+    arena = DeviceKVPool(geometry, 40, runtime)
+    host = pinned_pool(geometry, 40, Layout.PAGE_FIRST, runtime)
+    row, slots = geometry.parts[0].row_bytes, 16 * 40
+    parts = tuple(PartStrides(part * slots * row, 8 * row, row, 0, 0, row) for part in range(2))
+    blocks = Addressing(Layout.LAYER_FIRST, 8, 2 * slots * row, parts)
+    generator = torch.Generator().manual_seed(1)
+    for data in (arena.data, host.data):
+        data.copy_(torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=generator))
+    return (
+        RowPool(arena.data, arena.addressing, 1),
+        RowPool(host.data[: blocks.total_bytes], blocks, 1),
+        RowPool(host.data, host.addressing, 0),
+    )

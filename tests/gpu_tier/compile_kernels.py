@@ -20,9 +20,10 @@ from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.kernels.lse_merge import lse_merge
 from gpu_tier.kernels.quest_score import quest_score
+from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.rows import KVDtype, RowFormat, Rows
-from gpu_tier.types import LayerKV
+from gpu_tier.types import CopyRuns, LayerKV
 
 __all__ = ["CASES"]
 
@@ -42,9 +43,13 @@ def _io_transfer() -> None:
 
 
 def _gather_copy() -> None:
-    table = torch.zeros(2, 4, dtype=INT)
-    out, source = torch.zeros(2, 8, 256, dtype=torch.uint8), torch.zeros(8, 256, dtype=torch.uint8)
-    gather_copy((source, source), table, table.long(), table, table, table[:, 0].clone(), out, impl="triton")
+    geometry = KVGeometry(KVKind.MHA, 3, 2, 128, 64, KVDtype.BF16, 64)
+    pools = [Addressing.of(geometry, layout, 2) for layout in (Layout.LAYER_FIRST, Layout.PAGE_FIRST)]
+    here, there = (RowPool(torch.zeros(pool.total_bytes, dtype=torch.uint8), pool, 1) for pool in pools)
+    table = torch.zeros(4, 8, dtype=INT)
+    runs = CopyRuns(table, table.long(), table, table, table[:, 0].clone())
+    for sources, moved in (((here, here, there), torch.zeros(3, dtype=LONG)), ((there,), None)):
+        gather_copy(sources, here, runs, num_heads=2, moved=moved, impl="triton")
 
 
 def _topk_select() -> None:

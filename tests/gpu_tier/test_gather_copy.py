@@ -2,114 +2,109 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gather_cases import Gather, random_gather
 from thoroughness import examples
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
-from gpu_tier.kernels.gather_copy import cuda, gather_copy
+from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.kernels.gather_copy import gather_copy
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.rows import KVDtype
+from gpu_tier.types import CopyRuns
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-ROWS, SPACE = 9, 10
+PARTS = 4
 
 
-@st.composite
-def gathers(draw: st.DrawFn) -> tuple[tuple[Tensor, ...], list[list[tuple[int, int, int, int]]], list[int], int]:
-    """Return sources, and for each buffer the runs (kind, first row, rows, target) and how many of them are live."""
-    row_bytes = draw(st.sampled_from([1, 6, 16, 40]))
-    padding = draw(st.sampled_from([0, 0, 2, 8]))
-    number = draw(st.integers(1, 3))
-    wide = [torch.randint(0, 256, (ROWS, row_bytes + padding), dtype=torch.uint8) for _ in range(number)]
-    buffers, runs = draw(st.integers(1, 2)), draw(st.integers(1, 4))
-    plan = []
-    for _ in range(buffers):
-        place, plan_of_buffer = 0, []
-        for _ in range(runs):
-            rows = draw(st.integers(0, min(4, SPACE - place)))
-            kind, first = draw(st.integers(-1, number - 1)), draw(st.integers(0, ROWS - rows))
-            plan_of_buffer.append((kind, first, rows, place))
-            place += rows
-        plan.append(plan_of_buffer)
-    counts = draw(st.lists(st.integers(0, runs), min_size=buffers, max_size=buffers))
-    return tuple(source[:, :row_bytes] for source in wide), plan, counts, row_bytes
+def _run(gather: Gather, impl: str) -> tuple[Tensor, list[int]]:
+    moved = torch.full((len(gather.sources),), 5, dtype=torch.int64, device=gather.runs.kind.device)
+    gather_copy(gather.sources, gather.target, gather.runs, num_heads=gather.num_heads, moved=moved, impl=impl)
+    return gather.target.data.cpu(), [number - 5 for number in moved.tolist()]
 
 
-def _wanted(sources: tuple[Tensor, ...], plan: list[list[tuple[int, int, int, int]]], counts: list[int]) -> Tensor:
-    out = torch.full((len(plan), SPACE, sources[0].shape[1]), 7, dtype=torch.uint8)
-    for buffer, (runs, count) in enumerate(zip(plan, counts, strict=True)):
-        for kind, first, rows, place in runs[:count]:
-            if kind >= 0:
-                out[buffer, place : place + rows] = sources[kind][first : first + rows]
-    return out
+def _seeds(part: int, number: int) -> range:
+    each = examples(number) // PARTS
+    return range(part * each, (part + 1) * each)
 
 
-def _run(
-    sources: tuple[Tensor, ...], plan: list[list[tuple[int, int, int, int]]], counts: list[int], impl: str, device: str
-) -> Tensor:
-    table = torch.tensor(plan, device=device)
-    kind, src_row, n_rows, dst_row = (table[..., i] for i in range(4))
-    out = torch.full((len(plan), SPACE, sources[0].shape[1]), 7, dtype=torch.uint8, device=device)
-    gather_copy(
-        tuple(source.to(device) for source in sources), kind.int(), src_row.long(), n_rows.int(), dst_row.int(),
-        torch.tensor(counts, dtype=torch.int32, device=device), out, impl=impl,
-    )  # fmt: skip
-    return out.cpu()
+def _compare(gather: Gather, impl: str, device: str, seed: int) -> None:
+    data, moved = gather.wanted()
+    got, counted = _run(gather if device == "cpu" else gather.on(device), impl)
+    assert torch.equal(got, data), seed
+    assert counted == moved, seed
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-@settings(max_examples=examples(120), deadline=None)
-@given(gathers())
-def test_each_run_is_where_it_was_sent(
-    impl: str, gather: tuple[tuple[Tensor, ...], list[list[tuple[int, int, int, int]]], list[int], int]
-) -> None:
-    sources, plan, counts, _ = gather
-    assert torch.equal(_run(sources, plan, counts, impl, "cpu"), _wanted(sources, plan, counts))
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(("impl", "number"), [("reference", 200), ("triton", 100)])
+def test_each_run_is_where_it_was_sent(impl: str, number: int, part: int) -> None:
+    for seed in _seeds(part, number):
+        _compare(random_gather(seed), impl, "cpu", seed)
 
 
 @needs_gpu
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
-@settings(max_examples=examples(120), deadline=None)
-@given(gathers())
-def test_kernels_of_a_gpu_do_the_same(
-    impl: str, gather: tuple[tuple[Tensor, ...], list[list[tuple[int, int, int, int]]], list[int], int]
-) -> None:
-    sources, plan, counts, _ = gather
-    assert torch.equal(_run(sources, plan, counts, impl, "cuda"), _wanted(sources, plan, counts))
+def test_kernels_of_a_gpu_do_the_same(impl: str, part: int) -> None:
+    for seed in _seeds(part, 200):
+        _compare(random_gather(seed), impl, "cuda", seed)
+        _compare(random_gather(seed, most_tokens=150, most_runs=40, most_rows=16), impl, "cuda", seed)
 
 
-def test_runs_longer_than_a_tile_are_whole() -> None:
-    pytest.importorskip("triton")
-    source = torch.randint(0, 256, (600, 24), dtype=torch.uint8)
-    out = torch.zeros(1, 600, 24, dtype=torch.uint8)
-    one = torch.zeros(1, 1, dtype=torch.int32)
-    gather_copy((source,), one, one.long(), one + 600, one, one[0] + 1, out, impl="triton")
-    assert torch.equal(out[0], source)
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_runs_longer_than_a_tile_and_more_lines_than_a_group_are_whole(impl: str) -> None:
+    for seed in range(3):
+        _compare(random_gather(seed, most_tokens=700, most_runs=1, most_rows=1), impl, "cpu", seed)
+    _compare(random_gather(4, most_tokens=2, most_runs=2, most_rows=400), impl, "cpu", 4)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    source, one = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
-    out, count = torch.zeros(1, 4, 8, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    tables = one, one.long(), one, one
-    with pytest.raises(ConfigError, match="sources"):
-        gather_copy((source,) * 4, *tables, count, out)
-    with pytest.raises(ConfigError, match="sources"):
-        gather_copy((source[:, :6],), *tables, count, out)
-    with pytest.raises(ConfigError, match="out"):
-        gather_copy((source,), *tables, count, out[:, :, :6])
-    with pytest.raises(ConfigError, match="count"):
-        gather_copy((source,), *tables, count[:0], out)
-    with pytest.raises(ConfigError, match="kind"):
-        gather_copy((source,), one, one.long(), one, one[:, :0], count, out)
+def test_nothing_is_counted_and_nothing_copied_without_runs() -> None:
+    gather = random_gather(3)
+    none = torch.zeros_like(gather.runs.count)
+    empty = replace(gather, runs=replace(gather.runs, count=none))
+    assert empty.wanted()[1] == [0] * len(gather.sources)
+    for impl in ("reference", "triton"):
+        _compare(empty, impl, "cpu", 3)
+    no_width = CopyRuns(*(table[:, :0].contiguous() for table in _tables(gather.runs)), none)
+    gather_copy(gather.sources, gather.target, no_width, num_heads=gather.num_heads)
 
 
-@pytest.mark.parametrize("field", range(5))
-def test_tables_that_the_cuda_kernel_would_misread_are_refused(field: int) -> None:
-    source, one = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32)
-    tables = [one, one.long(), one, one, one[0]]
-    tables[field] = tables[field].to(torch.int32 if tables[field].dtype is torch.int64 else torch.int64)
-    name = ("kind", "src_row", "n_rows", "dst_row", "count")[field]
-    with pytest.raises(ConfigError, match=f"{name}={tables[field].dtype}"):
-        cuda.run((source,), *tables, torch.zeros(1, 4, 8, dtype=torch.uint8))
+def _tables(runs: CopyRuns) -> tuple[Tensor, ...]:
+    return runs.kind, runs.src, runs.dst, runs.tokens
+
+
+def _pool(dims: int, heads: int = 2) -> RowPool:
+    addressing = Addressing.of(KVGeometry(KVKind.MHA, 1, heads, dims, dims, KVDtype.F16, 4), Layout.LAYER_FIRST, 2)
+    return RowPool(torch.zeros(addressing.total_bytes, dtype=torch.uint8), addressing, 0)
+
+
+def test_pools_and_runs_that_do_not_fit_are_refused() -> None:
+    pool, table, count = _pool(8), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    runs = CopyRuns(table, table.long(), table, table, count)
+    for sources in ((), (pool,) * 4, (pool, _pool(4))):
+        with pytest.raises(ConfigError, match="sources"):
+            gather_copy(sources, pool, runs, num_heads=2)
+    with pytest.raises(ConfigError, match="target"):
+        gather_copy((pool,), replace(pool, data=pool.data.view(torch.int16)), runs, num_heads=2)
+    with pytest.raises(ConfigError, match="heads"):
+        gather_copy((pool,), pool, runs, num_heads=3)
+    with pytest.raises(ConfigError, match="moved"):
+        gather_copy((pool,), pool, runs, num_heads=2, moved=torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("field", ["kind", "src", "dst", "tokens", "count"])
+def test_tables_that_a_kernel_would_misread_are_refused(field: str) -> None:
+    pool, table = _pool(8), torch.zeros(2, 3, dtype=torch.int32)
+    runs = CopyRuns(table, table.long(), table, table, table[:, 0].contiguous())
+    right = getattr(runs, field)
+    other = right.to(torch.int32 if field == "src" else torch.int64)
+    for wrong in (other, right[:1], right.double()):
+        with pytest.raises(ConfigError, match="runs"):
+            gather_copy((pool,), pool, replace(runs, **{field: wrong}), num_heads=2)
+    apart = right.repeat_interleave(2, -1)[..., ::2]
+    with pytest.raises(ConfigError, match=field):
+        gather_copy((pool,), pool, replace(runs, **{field: apart}), num_heads=2)

@@ -1,17 +1,22 @@
-"""Assembles execution buffers: runs of rows from up to three sources, one behind the other, for contiguous attention.
+"""Puts execution buffers together: runs of tokens from up to three pools, for each row of the batch and KV head.
 
-A source is a pool seen as rows: the steady zone, the block cache, the host pool. Which unit lies where is read on the
-device, so that a plan made there is carried out without a host sync.
+A source is one layer of a pool: the steady zone and the block cache in the arena, blocks or pages on the host. What
+lies where is read on the device, so that a plan made there is carried out without a host sync. The runs of all lines
+are one list that the programs take from in turn: a head with many misses gets as many of them as it has work.
 
-Implementations: the reference by indexing, Triton, and CUDA C++ (a warp per row).
+Implementations: the reference by indexing, Triton, and CUDA C++.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels import registry
+from gpu_tier.kernels.memory import check_contiguous
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.types import CopyRuns
 
 __all__ = ["MAX_SOURCES", "gather_copy"]
 
@@ -19,53 +24,64 @@ MAX_SOURCES = 3
 
 
 def gather_copy(
-    sources: tuple[Tensor, ...],
-    kind: Tensor,
-    src_row: Tensor,
-    n_rows: Tensor,
-    dst_row: Tensor,
-    count: Tensor,
-    out: Tensor,
+    sources: tuple[RowPool, ...],
+    target: RowPool,
+    runs: CopyRuns,
     *,
+    num_heads: int,
+    moved: Tensor | None = None,
     impl: str = "auto",
 ) -> None:
-    """Copy runs of rows.
+    """Copy runs of tokens.
 
-    Run u < ``count[n]`` of buffer n copies the rows ``src_row[n, u] + i`` of ``sources[kind[n, u]]`` to the rows
-    ``dst_row[n, u] + i`` of ``out[n]``, i < ``n_rows[n, u]``. A run of negative kind is skipped.
-    Targets must be unique.
+    Run u < ``runs.count[n]`` of line n copies, of each part, the rows of head ``n % num_heads`` and of the tokens
+    ``runs.src[n, u] + i`` of ``sources[runs.kind[n, u]]`` to the tokens ``runs.dst[n, u] + i`` of the target,
+    i < ``runs.tokens[n, u]``. A run may go on from page to page. One of a negative kind is skipped. Targets must be
+    unique, and no target may be a source of the same call.
 
     Args:
-        sources: one to three ``uint8 [rows, row_bytes]``, rows may be apart; on the device or readable by it.
-        kind: ``int32 [N, U]`` source of each run.
-        src_row: ``int64 [N, U]`` first row in it.
-        n_rows: ``int32 [N, U]`` rows of the run.
-        dst_row: ``int32 [N, U]`` first row in the buffer.
-        count: ``int32 [N]`` runs of each buffer.
-        out: ``uint8 [N, S, row_bytes]``, contiguous.
+        sources: one to three pools, on the device or readable by it; `Source` names them by their places.
+        target: the pool to write.
+        runs: what to copy, on the device, contiguous.
+        num_heads: KV heads H of the target; a source may have the rows of one head only (a head stride of 0).
+        moved: ``int64 [len(sources)]`` on the device; the bytes copied from each source are added to it.
         impl: auto, reference, triton or cuda.
 
     Raises:
-        ConfigError: shapes do not fit.
+        ConfigError: shapes or dtypes do not fit.
     """
-    _check(sources, (kind, src_row, n_rows, dst_row), count, out)
-    if not kind.numel():
+    _check_pools(sources, target)
+    _check_runs(runs, num_heads)
+    if moved is not None and (moved.dtype is not torch.int64 or moved.shape != (len(sources),)):
+        raise ConfigError("moved", (moved.dtype, *moved.shape), f"must be int64 [{len(sources)}]")
+    if not runs.kind.numel():
         return
-    registry.get("gather_copy", out.device, impl)(sources, kind, src_row, n_rows, dst_row, count, out)
+    run = registry.get("gather_copy", runs.kind.device, impl)
+    run(sources, target, runs, num_heads=num_heads, moved=moved)
 
 
-def _check(sources: tuple[Tensor, ...], runs: tuple[Tensor, ...], count: Tensor, out: Tensor) -> None:
+def _check_pools(sources: tuple[RowPool, ...], target: RowPool) -> None:
     if not 1 <= len(sources) <= MAX_SOURCES:
         raise ConfigError("sources", len(sources), f"must be 1 to {MAX_SOURCES}")
-    if out.ndim != 3 or not out.is_contiguous():
-        raise ConfigError("out", tuple(out.shape), "must be contiguous [N, S, row_bytes]")
-    for source in sources:
-        if source.ndim != 2 or source.shape[1] != out.shape[2] or source.stride(1) != 1:
-            raise ConfigError(
-                "sources", tuple(source.shape), f"must be [rows, {out.shape[2]}], bytes of a row together"
-            )
-    if any(run.shape != runs[0].shape or run.ndim != 2 for run in runs) or count.shape != out.shape[:1]:
-        shapes = [tuple(run.shape) for run in (*runs, count)]
-        raise ConfigError("kind, src_row, n_rows, dst_row, count", shapes, f"must be [{out.shape[0]}, U], count [N]")
-    if runs[0].shape[0] != out.shape[0]:
-        raise ConfigError("kind", tuple(runs[0].shape), f"must be [{out.shape[0]}, U]")
+    sizes = [part.row_bytes for part in target.addressing.parts]
+    for pool in (*sources, target):
+        if [part.row_bytes for part in pool.addressing.parts] != sizes:
+            raise ConfigError("sources", pool.addressing.layout, f"must have rows of {sizes} bytes as the target")
+        if pool.data.dtype is not torch.uint8 or pool.data.ndim != 1:
+            raise ConfigError("sources, target", (pool.data.dtype, *pool.data.shape), "pools must be flat uint8")
+        check_contiguous(data=pool.data)
+
+
+def _check_runs(runs: CopyRuns, num_heads: int) -> None:
+    lines, width = runs.kind.shape
+    if lines % num_heads:
+        raise ConfigError(
+            "runs", tuple(runs.kind.shape), f"must have a line for each row and each of {num_heads} heads"
+        )
+    tables = {"kind": runs.kind, "src": runs.src, "dst": runs.dst, "tokens": runs.tokens, "count": runs.count}
+    for name, table in tables.items():
+        shape = (lines,) if name == "count" else (lines, width)
+        dtype = torch.int64 if name == "src" else torch.int32
+        if table.shape != shape or table.dtype is not dtype:
+            raise ConfigError(f"runs.{name}", (table.dtype, *table.shape), f"must be {dtype} {shape}")
+    check_contiguous(**tables)
