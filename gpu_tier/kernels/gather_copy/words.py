@@ -20,6 +20,6 @@ def word_bytes(pools: tuple[RowPool, ...], part: int, most: int) -> int:
     sizes = [most]
     for pool in pools:
         strides = pool.addressing.parts[part]
-        sizes += [pool.data.data_ptr(), pool.data.storage_offset(), pool.data.numel(), strides.row_bytes]
+        sizes += [pool.data.data_ptr(), int(pool.data.storage_offset()), pool.data.numel(), strides.row_bytes]
         sizes += [strides.base + strides.layer * pool.layer, strides.page, strides.token, strides.head]
     return math.gcd(*sizes)
