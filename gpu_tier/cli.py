@@ -151,6 +151,7 @@ def _lines(shape: ModelShape, workload: Workload, best: Plan) -> list[str]:
         ("  dense layers", f"{request.dense_layers / 1e9:,.3f} GB"),
         ("  representations", f"{request.representations / 1e9:,.3f} GB"),
         ("  tables, state", f"{request.tables / 1e9:,.3f} GB"),
+        *([("  execution buffer", f"{request.execution / 1e9:,.3f} GB")] if request.execution else []),
         ("host per request", f"{request.host / 1e9:,.3f} GB"),
     ]
     if best.step is not None:

@@ -9,8 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpu_tier.config import DsaConfig, OracleConfig, QuestConfig, SnapKVConfig, SparseConfig
+from gpu_tier.config import (
+    DsaConfig,
+    OracleConfig,
+    PQCacheConfig,
+    QuestConfig,
+    RetroInferConfig,
+    SnapKVConfig,
+    SparseConfig,
+)
 from gpu_tier.eval.model_shapes import ModelShape
+from gpu_tier.eval.retrieval_bytes import (
+    pq_budget,
+    pq_centroid_bytes,
+    pq_code_bytes,
+    wave_cache_tokens,
+    wave_index_bytes,
+    wave_room,
+    wave_store_tokens,
+)
 from gpu_tier.eval.roofline import index_key_bytes, quest_bound_bytes, selected_tokens, skip_layers
 from gpu_tier.geometry import KVGeometry
 
@@ -28,7 +45,8 @@ class Footprint:
         dense_layers: KV of layers that attend densely.
         representations: what the algorithm chooses by.
         tables: state of the buffer and tables of slots.
-        host: KV in host memory.
+        host: KV in host memory, and codes.
+        execution: KV of the layer that attends, put together for it; of residency `blocks`.
     """
 
     kv: int
@@ -36,11 +54,12 @@ class Footprint:
     representations: int
     tables: int
     host: int
+    execution: int = 0
 
     @property
     def device(self) -> int:
         """All bytes on the device."""
-        return self.kv + self.dense_layers + self.representations + self.tables
+        return self.kv + self.dense_layers + self.representations + self.tables + self.execution
 
 
 def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footprint:
@@ -58,7 +77,11 @@ def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footpri
         return Footprint(0, 0, 0, 12 * n_tokens, paged)
     representations = representation_bytes(shape, config, n_tokens)
     if config.residency == "device":
-        return Footprint(paged, 0, representations, 4 * n_tokens, 0)
+        return Footprint(
+            paged, 0, representations, _resident_tables(geometry, config, n_tokens), _codes(shape, config, n_tokens)
+        )
+    if config.residency in ("blocks", "auto"):
+        return _of_blocks(shape, config, n_tokens, representations)
     skipped = replace(geometry, num_layers=max(1, skip_layers(config, geometry)))
     dense = _pages(geometry, n_tokens) * skipped.page_bytes if skip_layers(config, geometry) else 0
     return Footprint(
@@ -66,8 +89,67 @@ def footprint(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Footpri
         dense_layers=dense,
         representations=representations,
         tables=4 * n_tokens + (_lru_bytes(geometry, config, n_tokens) if config.residency == "lru" else 0),
-        host=0 if _drops(config) else paged,
+        host=0 if _drops(config) else paged + _codes(shape, config, n_tokens),
     )
+
+
+def _of_blocks(shape: ModelShape, config: SparseConfig, n_tokens: int, representations: int) -> Footprint:
+    """Return the bytes of a request whose execution buffer is put together every step; the buffer is the steady zone
+    and the block cache behind it."""
+    geometry = shape.geometry
+    room = execution_tokens(config, n_tokens)
+    return Footprint(
+        kv=_pages(geometry, block_places(geometry, config, n_tokens)) * geometry.page_bytes,
+        dense_layers=0,
+        representations=representations,
+        tables=4 * n_tokens + 4 * geometry.num_kv_heads * room,
+        host=_host_of_blocks(geometry, config, n_tokens) + _codes(shape, config, n_tokens),
+        execution=room * geometry.token_layer_bytes,
+    )
+
+
+def block_places(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> int:
+    """Return the places (tokens) of a request's buffer under residency `blocks`, the newest tokens' two included."""
+    match config.algo:
+        case RetroInferConfig() as wave:
+            places = wave.unindexed + wave_cache_tokens(geometry, wave, n_tokens)
+        case PQCacheConfig() as pq:
+            places = pq_budget(pq, n_tokens)[0] + pq.cache_tokens
+        case _:
+            places = 0
+    return places + _NEWEST_ITEMS
+
+
+def execution_tokens(config: SparseConfig, n_tokens: int) -> int:
+    """Return the tokens of a row of the execution buffer, in whole pages."""
+    match config.algo:
+        case RetroInferConfig() as wave:
+            tokens = wave_room(wave, n_tokens)
+        case PQCacheConfig() as pq:
+            tokens = sum(pq_budget(pq, n_tokens))
+        case _:
+            tokens = 0
+    return -(-tokens // config.page_size) * config.page_size
+
+
+def _host_of_blocks(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> int:
+    """Return the bytes of host memory set aside: of a wave index its own store, in cluster order, at its worst."""
+    if isinstance(config.algo, RetroInferConfig):
+        return wave_store_tokens(geometry, config.algo, n_tokens) * geometry.token_bytes
+    return _pages(geometry, n_tokens) * geometry.page_bytes
+
+
+def _codes(shape: ModelShape, config: SparseConfig, n_tokens: int) -> int:
+    """Return the bytes of PQ codes in host memory."""
+    if not isinstance(config.algo, PQCacheConfig):
+        return 0
+    return pq_code_bytes(shape.geometry, config.algo, n_tokens) * shape.geometry.num_layers
+
+
+def _resident_tables(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> int:
+    """Return the bytes of tables when all KV is on the device: slots, and of clusters which tokens are in each."""
+    members = geometry.num_kv_heads * geometry.num_layers if isinstance(config.algo, RetroInferConfig) else 0
+    return 4 * n_tokens * (1 + members)
 
 
 def _lru_bytes(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> int:
@@ -92,6 +174,11 @@ def representation_bytes(shape: ModelShape, config: SparseConfig, n_tokens: int)
             return -(-n_tokens // page) * quest_bound_bytes(geometry) * layers
         case OracleConfig():
             return n_tokens * geometry.num_kv_heads * geometry.parts[0].row_bytes * layers
+        case RetroInferConfig() as wave:
+            return wave_index_bytes(geometry, wave, n_tokens)
+        case PQCacheConfig() as pq:
+            # Codes of two layers: one is scored while the next one's arrive.
+            return pq_centroid_bytes(geometry, pq, n_tokens) + 2 * pq_code_bytes(geometry, pq, n_tokens)
     return 0
 
 
@@ -108,7 +195,7 @@ def unit_tokens(config: SparseConfig) -> int:
 
 
 def _selecting_heads(geometry: KVGeometry, config: SparseConfig) -> int:
-    per_head = isinstance(config.algo, OracleConfig | SnapKVConfig) or (
+    per_head = isinstance(config.algo, OracleConfig | SnapKVConfig | PQCacheConfig) or (
         isinstance(config.algo, QuestConfig) and config.algo.heads == "per_head"
     )
     return geometry.num_kv_heads if per_head else 1

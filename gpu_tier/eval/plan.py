@@ -90,7 +90,7 @@ def fixed_bytes(shape: ModelShape, config: SparseConfig, workload: Workload, lim
     """Return the device bytes that do not grow with the batch."""
     geometry = shape.geometry
     staging = 0
-    if config.residency in ("lru", "static"):
+    if config.residency in ("lru", "static", "blocks", "auto"):
         staging = limits.staging_requests * workload.n_tokens * geometry.token_bytes
     if isinstance(config.algo, FullOffloadConfig) and config.residency == "stream":
         staging = 2 * min(config.algo.chunk_tokens, workload.n_tokens) * geometry.token_layer_bytes

@@ -14,10 +14,15 @@ Bytes of a request of n tokens (L layers, k selected tokens, t bytes of a token 
 | dsa | index keys of all n; k·t·L read; misses written | k·t·L·miss |
 | quest | bounds of all pages, in sparse layers; as dsa, and n·t in dense layers | as dsa, in sparse layers |
 | snapkv, streaming_llm | what is kept | 0 |
-| wave (`wave_traffic`) | centroids, estimated part of the index, twice what is retrieved | retrieved·miss |
+| retroinfer | centroids, estimated part of the index; attended KV three times (gathered, read) | retrieved·miss |
+| pqcache | codes of all n twice (written, read), centroids; attended KV likewise | codes of all n, retrieved·miss |
+
+Missed clusters are also copied into RetroInfer's cache. Whole blocks that PQCache loads into its cache beside the next
+layers are not counted: how many is a trace's affair. `wave_traffic` is the estimate of a wave index that its paper's
+figures are compared with: no steady zone, and what is retrieved counts twice.
 
 Products: scores of the representations and attention, 2 per multiply-add. An algorithm whose KV stays on the device
-(`residency="device"`) moves nothing over the link.
+(`residency="device"`) moves nothing over the link, but PQCache its codes.
 """
 
 from __future__ import annotations
@@ -27,13 +32,16 @@ from dataclasses import dataclass
 from gpu_tier.config import (
     DsaConfig,
     OracleConfig,
+    PQCacheConfig,
     QuestConfig,
+    RetroInferConfig,
     SnapKVConfig,
     SparseConfig,
     StreamingLLMConfig,
 )
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.model_shapes import Device, ModelShape
+from gpu_tier.eval.retrieval_bytes import pq_budget, pq_code_bytes, wave_clusters, wave_retrieved
 from gpu_tier.geometry import KVGeometry
 
 __all__ = [
@@ -112,6 +120,10 @@ def _budget(config: SparseConfig, n_tokens: int) -> int:
             return cap if ratio is None else max(1, round(ratio * n_tokens))
         case StreamingLLMConfig(sink=sink, window=window, page=page):
             return -(-sink // page) * page + -(-window // page) * page
+        case RetroInferConfig() as wave:
+            return wave.sink + wave.local + wave_retrieved(wave, n_tokens)
+        case PQCacheConfig() as pq:
+            return sum(pq_budget(pq, n_tokens))
     return n_tokens
 
 
@@ -142,7 +154,32 @@ def _scoring(shape: ModelShape, config: SparseConfig, n_tokens: int) -> Traffic:
         case OracleConfig():
             rows = n_tokens * geometry.num_kv_heads * geometry.parts[0].row_bytes
             return Traffic(rows * layers, 0, 2 * n_tokens * shape.num_q_heads * geometry.head_dim * layers)
+        case RetroInferConfig() as wave:
+            return _wave_scoring(shape, wave, n_tokens)
+        case PQCacheConfig() as pq:
+            return _pq_scoring(shape, pq, n_tokens)
     return Traffic(0, 0, 0)
+
+
+def _wave_scoring(shape: ModelShape, settings: RetroInferConfig, n_tokens: int) -> Traffic:
+    """Return the traffic of ranking all clusters and estimating some."""
+    geometry, clusters = shape.geometry, wave_clusters(settings, n_tokens)
+    estimated = round(settings.estimation * clusters)
+    centroid, values = 2 * geometry.head_dim, 2 * geometry.v_head_dim
+    index = clusters * centroid + estimated * (centroid + values + 4)
+    products = clusters * geometry.head_dim + estimated * (geometry.head_dim + geometry.v_head_dim)
+    layers = geometry.num_layers
+    return Traffic(index * geometry.num_kv_heads * layers, 0, 2 * products * shape.num_q_heads * layers)
+
+
+def _pq_scoring(shape: ModelShape, settings: PQCacheConfig, n_tokens: int) -> Traffic:
+    """Return the traffic of tables and scores; codes come from the host for every layer, into one of two buffers."""
+    geometry = shape.geometry
+    m, bits = settings.quantisation(n_tokens)
+    codes = pq_code_bytes(geometry, settings, n_tokens) * geometry.num_layers
+    centroids = 2 * (geometry.head_dim << bits) * geometry.num_kv_heads * geometry.num_layers
+    products = (geometry.head_dim << bits) + n_tokens * m / 2  # a score is a sum of m entries of the tables
+    return Traffic(2 * codes + centroids, codes, 2 * products * shape.num_q_heads * geometry.num_layers)
 
 
 def _attention(shape: ModelShape, tokens: int, layers: int) -> Traffic:
@@ -176,14 +213,43 @@ def traffic(shape: ModelShape, config: SparseConfig, n_tokens: int, hit_rate: fl
     skipped = skip_layers(config, geometry)
     sparse = geometry.num_layers - skipped
     tokens = selected_tokens(config, n_tokens)
-    loaded = tokens * geometry.token_layer_bytes * sparse * (1 - hit_rate) if _loads(config) else 0.0
     dense = _attention(shape, n_tokens, skipped)
-    return _scoring(shape, config, n_tokens) + _attention(shape, tokens, sparse) + dense + Traffic(loaded, loaded, 0)
+    return (
+        _scoring(shape, config, n_tokens)
+        + _attention(shape, tokens, sparse)
+        + dense
+        + _movement(geometry, config, n_tokens, hit_rate, sparse)
+    )
+
+
+def _movement(geometry: KVGeometry, config: SparseConfig, n_tokens: int, hit_rate: float, layers: int) -> Traffic:
+    """Return what is loaded and gathered before attention reads it."""
+    if not _loads(config):
+        return Traffic(0, 0, 0)
+    tokens = selected_tokens(config, n_tokens)
+    row = geometry.token_layer_bytes * layers
+    if config.residency == "lru":
+        loaded = tokens * row * (1 - hit_rate)
+        return Traffic(loaded, loaded, 0)
+    steady = min(tokens, _steady_tokens(config, n_tokens))
+    missed = (tokens - steady) * (1 - hit_rate)
+    # Read where it lies unless it comes over the link, written to the buffer; a missed cluster is copied to the cache.
+    admitted = 2 * missed if isinstance(config.algo, RetroInferConfig) and config.algo.cache_ratio else 0.0
+    return Traffic((2 * tokens - missed + admitted) * row, missed * row, 0)
+
+
+def _steady_tokens(config: SparseConfig, n_tokens: int) -> int:
+    match config.algo:
+        case RetroInferConfig(sink=sink, local=local):
+            return sink + local
+        case PQCacheConfig() as pq:
+            return pq_budget(pq, n_tokens)[0]
+    return 0
 
 
 def _loads(config: SparseConfig) -> bool:
-    retrieves = isinstance(config.algo, DsaConfig | QuestConfig | OracleConfig)
-    return retrieves and config.residency == "lru"
+    retrieves = isinstance(config.algo, DsaConfig | QuestConfig | OracleConfig | PQCacheConfig | RetroInferConfig)
+    return retrieves and config.residency in ("lru", "blocks", "auto")
 
 
 def wave_traffic(
