@@ -1,7 +1,7 @@
 """What the tier needs of a device: streams, events, pinned memory. On a CPU everything is synchronous.
 
-The streams are named: `compute` (where the engine computes), `h2d` (misses), `d2h` (offload). Work is ordered by
-events, never by waiting for the device.
+The streams are named: `compute` (where the engine computes), `h2d` (misses), `d2h` (offload), `upd` (what comes into a
+block cache, beside the next layers). Work is ordered by events, never by waiting for the device.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CudaRuntime(DeviceRuntime):
             allowed = f"must be the current one, cuda:{current}; call torch.cuda.set_device({device.index}) before"
             raise ConfigError("device", str(device), allowed)
         self.device = torch.device("cuda", current)
-        self._streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h")}
+        self._streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h", "upd")}
 
     def _named(self, name: str) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if name == "compute" else self._streams[name]

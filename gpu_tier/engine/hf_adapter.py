@@ -109,7 +109,7 @@ class SparseGenerator:
         for request in self.engine.requests:
             self.engine.abort(request)
         self._runner.close()
-        for stream in ("compute", "h2d", "d2h"):
+        for stream in ("compute", "h2d", "d2h", "upd"):
             self.coordinator.runtime.record(stream).wait()  # the device may still read or write host memory
         self.coordinator.manager.host.close()
 

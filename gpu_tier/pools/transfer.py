@@ -117,7 +117,7 @@ class KVTransfer:
     @property
     def counters(self) -> TransferCounters:
         """Bytes moved so far. Reading them waits for the transfers: not in a step."""
-        for stream in ("h2d", "d2h"):
+        for stream in ("h2d", "d2h", "upd"):
             self._runtime.fence(self._runtime.record(stream), "compute")
         moved = [kernel + dma for kernel, dma in zip(self._moved.tolist(), self._by_dma, strict=True)]
         return TransferCounters(*moved)

@@ -1,0 +1,307 @@
+"""PQCache's block cache: the middle tokens that are selected often are on the device, whole blocks of them.
+
+Block b of a request holds the tokens ``sink + b·block`` to ``sink + (b + 1)·block - 1`` of all KV heads. A selected
+token whose block is cached is read there, any other one on the host, row by row. After the attention of a layer the
+`k_cache` blocks with the most selected tokens of all heads (of equals the first) are wanted in the cache: those that
+are there count as used, and the others are loaded whole from the host, in the places of the blocks that the policy
+gives up. Only blocks that are complete, all in the middle and all on the host are ever wanted.
+
+With ``cache_unit="token"`` the same is done with single tokens of single heads: each head has its own places, and the
+first ``k_cache·block`` selected tokens of each head are wanted. It is there to be compared with.
+
+Everything is decided on the device and nothing waits for it. Admissions run on the stream `upd`, beside the next
+layers; the layer's next step waits for their event. The plan's steady runs are the same in all layers and heads and
+are made once a step, on the host (`gpu_tier.manager.execution_runs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.manager.cache_places import CacheLoads, CachePlaces
+from gpu_tier.manager.execution_runs import ItemRuns, SteadyPlanner, execution_plan
+from gpu_tier.manager.host_tokens import HostTokens
+from gpu_tier.pools.transfer import KVTransfer
+from gpu_tier.retrieval_config import PQCacheConfig
+from gpu_tier.runtime import DeviceRuntime, Event, upload
+from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, SteadyZone
+
+__all__ = ["BlockCacheCounters", "ExecutionRows", "TokenBlockPolicy"]
+
+
+class ExecutionRows(Protocol):
+    """What the policy needs of the execution buffer."""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Slots S of a row of the batch; row b owns slots b·S to (b + 1)·S - 1."""
+
+    @property
+    def table(self) -> Tensor:
+        """``int32 [rows, H, S]`` slots of each row and head."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCacheCounters:
+    """What happened so far.
+
+    Attributes:
+        selected: selected tokens of all rows and heads, steady ones not counted.
+        hits: those that were read in the cache.
+        admissions: blocks (or tokens) that came into the cache.
+        evictions: those that left it.
+    """
+
+    selected: int
+    hits: int
+    admissions: int
+    evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per selected token; 1 when nothing was selected."""
+        return self.hits / self.selected if self.selected else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a step of a layer is about.
+
+    Attributes:
+        requests: ``int64 [B]`` row of each request in `host_loc`; of rows without a plan any row.
+        rows: ``int64 [B]`` row of each request in our tables, the spare one where there is no plan.
+        most_tokens: of a request of the batch.
+        zone: steady tokens.
+        valid: ``bool [B, H, K]`` which entries of the selection are tokens.
+        tokens: ``int64 [B, H, K]`` selected tokens; where they are not valid the first behind the sink.
+        items: ``int64 [B, H, K]`` block of each of them.
+    """
+
+    requests: Tensor
+    rows: Tensor
+    most_tokens: int
+    zone: SteadyZone
+    valid: Tensor
+    tokens: Tensor
+    items: Tensor
+
+
+class TokenBlockPolicy:
+    """See `gpu_tier.manager.policy.BlockPolicy`.
+
+    Args:
+        settings: of the algorithm; the cache's are used.
+        execution: the buffer that plans are for.
+        host_tokens: who holds which host pages; of single tokens.
+        transfer: between the host pool and the arena in which requests have their places.
+        runtime: of the device.
+        max_requests: rows of the per-request tables.
+        max_tokens: most tokens of a request.
+        debug_checks: check in every step that what is read is on the host; waits for the device.
+
+    Raises:
+        ConfigError: `host_tokens` counts items of several tokens.
+    """
+
+    def __init__(
+        self, settings: PQCacheConfig, execution: ExecutionRows, host_tokens: HostTokens, transfer: KVTransfer,
+        runtime: DeviceRuntime, *, max_requests: int, max_tokens: int, debug_checks: bool = False,
+    ) -> None:  # fmt: skip
+        if host_tokens.unit != 1:
+            raise ConfigError("host_tokens", host_tokens.unit, "must count single tokens")
+        self.geometry = transfer.geometry
+        self._settings, self._execution, self._host, self._transfer = settings, execution, host_tokens, transfer
+        self._runtime, self._debug_checks = runtime, debug_checks
+        by_token = settings.cache_unit == "token"
+        self._unit = 1 if by_token else settings.block
+        self._max_requests = max_requests
+        self._steady = SteadyPlanner(execution.tokens_per_row, runtime)
+        self._cache = CachePlaces(
+            layers=self.geometry.num_layers, max_requests=max_requests,
+            heads=self.geometry.num_kv_heads if by_token else 1, places=settings.cache_tokens // self._unit,
+            items=-(-max_tokens // self._unit), policy=settings.policy, seed=settings.seed, device=runtime.device,
+        )  # fmt: skip
+        self._slots = torch.full(
+            (max_requests + 1, max(1, settings.cache_tokens)), -1, dtype=torch.int32, device=runtime.device
+        )
+        self._usable = torch.zeros(max_requests + 1, dtype=torch.int64, device=runtime.device)
+        self._counts = torch.zeros(4, dtype=torch.int64, device=runtime.device)
+        self._steps: dict[int, _Step] = {}
+        self._loaded: dict[int, Event] = {}
+
+    # Requests.
+
+    def hold(self, request: int, n_tokens: int) -> None:
+        """See `BlockPolicy`: nothing is kept on the host beside the host pool."""
+
+    def cache_slots(self, n_tokens: int) -> int:
+        """See `BlockPolicy`: whole blocks, no more than the request has, `cache_tokens` at most."""
+        block = self._settings.block
+        return min(self._settings.cache_tokens, n_tokens // block * block)
+
+    def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
+        """See `BlockPolicy`."""
+        self._steady.admit(request, ring, buffer_slots)
+        cache = buffer_slots[ring.capacity :][: self._settings.cache_tokens]
+        self._slots[request, : len(cache)] = upload(cache.int(), self._runtime.device)
+        self._usable[request] = len(cache) // self._unit
+
+    def release(self, request: int) -> None:
+        """See `BlockPolicy`. Waits for admissions on their way: they read host pages and write the request's places."""
+        if request not in self._steady:
+            return
+        for event in self._loaded.values():
+            event.wait()
+        self._loaded.clear()
+        self._steady.release(request)
+        self._cache.reset(request)
+        self._slots[request] = -1
+        self._usable[request] = 0
+
+    # A step of a layer.
+
+    def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
+        """See `BlockPolicy`: nothing to prepare."""
+
+    def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
+        """See `BlockPolicy`.
+
+        Raises:
+            ConfigError: the selection is not of single tokens of every KV head beside a steady zone.
+            StateError: more tokens are steady than have places, or, with `debug_checks`, a token is not on the host.
+        """
+        zone = self._zone(selection)
+        layer = self.geometry.layer_index(layer_id)
+        if (loaded := self._loaded.pop(layer, None)) is not None:
+            self._runtime.fence(loaded, "compute")
+        steady = self._steady.plan(batch, zone)
+        active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
+        step = self._step_of(batch, selection.indices, zone, active)
+        plan = execution_plan(steady, self._item_runs(layer, step, selection.lengths), active)
+        self._steps[layer] = step
+        return ResidencyPlan(self._execution.table[: batch.rows], execution=plan)
+
+    def _zone(self, selection: Selection) -> SteadyZone:
+        heads = selection.indices.shape[1]
+        if selection.steady is None or selection.unit_tokens != 1 or heads != self.geometry.num_kv_heads:
+            allowed = f"single tokens of {self.geometry.num_kv_heads} heads beside a steady zone"
+            raise ConfigError("selection", (selection.steady, selection.unit_tokens, heads), allowed)
+        return selection.steady
+
+    def _step_of(self, batch: ForwardBatch, indices: Tensor, zone: SteadyZone, active: Tensor) -> _Step:
+        valid = (indices >= 0) & active[:, None, None]
+        tokens = indices.long().where(valid, zone.sink)
+        middle = tokens - zone.sink
+        return _Step(
+            requests=batch.req_pool_indices,
+            rows=batch.req_pool_indices.where(active, self._max_requests),
+            most_tokens=max(batch.lengths, default=0),
+            zone=zone,
+            valid=valid,
+            tokens=tokens,
+            items=middle // self._unit,
+        )
+
+    def _item_runs(self, layer: int, step: _Step, lengths: Tensor) -> ItemRuns:
+        """Return where each selected token is, and count hits."""
+        src = self._host.host_loc[step.requests[:, None, None], step.tokens]
+        cached = torch.zeros_like(step.valid)
+        if self._settings.cache_tokens:
+            place = self._cache.lookup(layer, step.rows, step.items)
+            cached = (place >= 0) & step.valid
+            offset = (step.tokens - step.zone.sink) % self._unit
+            slot = self._slots[step.rows[:, None, None], (place * self._unit + offset).where(cached, 0)]
+            src = slot.long().where(cached, src)
+        self._counts[:2] += torch.stack([step.valid.sum(), cached.sum()])
+        found = step.valid & (src >= 0)
+        if self._debug_checks and not torch.equal(found, step.valid):
+            raise StateError(f"{int((step.valid & ~found).sum())} selected tokens are neither cached nor on the host")
+        kind = torch.where(cached, int(Source.CACHE), int(Source.HOST)).where(found, -1)
+        return ItemRuns(kind.int(), src, step.valid.int(), lengths)
+
+    def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
+        """See `BlockPolicy`: the wanted blocks begin their way from the host."""
+        layer = self.geometry.layer_index(layer_id)
+        step = self._steps.pop(layer, None)
+        if step is None or not self._settings.cache_tokens:
+            return
+        runtime = self._runtime
+        runtime.fence(runtime.record("compute"), "upd")
+        with runtime.stream("upd"):
+            runtime.used(step.requests, step.rows, step.zone.first, step.valid, step.tokens, step.items)
+            wanted = self._wanted_tokens(step) if self._settings.cache_unit == "token" else self._wanted_blocks(step)
+            loads = self._cache.update(layer, step.rows, wanted, self._usable[step.rows])
+            self._counts[2:] += torch.stack([loads.count.sum(), loads.evicted])
+            self._load(layer_id, step, loads)
+        self._loaded[layer] = runtime.record("upd")
+
+    def _wanted_blocks(self, step: _Step) -> Tensor:
+        """Return the blocks with the most selected tokens, ``int64 [B, 1, k]``, -1 behind them."""
+        rows = len(step.rows)
+        blocks = max(1, -(-step.most_tokens // self._unit))
+        numbers = torch.arange(blocks, device=step.rows.device)
+        hits = torch.zeros(rows, blocks + 1, dtype=torch.int64, device=step.rows.device)
+        hits.scatter_add_(1, step.items.where(step.valid, blocks).flatten(1), torch.ones_like(step.items).flatten(1))
+        behind = step.zone.sink + (numbers + 1) * self._unit
+        # Tokens get their host slot in order: a block whose last one has it is on the host.
+        last = (behind - 1).clamp_max(self._host.host_loc.shape[1] - 1)
+        on_host = self._host.host_loc[step.requests[:, None], last] >= 0
+        may = (hits[:, :blocks] > 0) & (behind <= step.zone.first[:, None]) & on_host
+        # Most hits first, of equals the first block: no two keys are equal.
+        key = (hits[:, :blocks] * blocks + (blocks - 1 - numbers)).where(may, -1)
+        best = key.topk(min(self._settings.k_cache, blocks)).values
+        return (blocks - 1 - best % blocks).where(best >= 0, -1)[:, None]
+
+    def _wanted_tokens(self, step: _Step) -> Tensor:
+        most = self._settings.k_cache * self._settings.block
+        items, tokens = step.items[..., :most], step.tokens[..., :most]
+        on_host = self._host.host_loc[step.requests[:, None, None], tokens] >= 0
+        may = step.valid[..., :most] & (tokens < step.zone.first[:, None, None]) & on_host
+        return items.where(may, -1)
+
+    def _load(self, layer_id: int, step: _Step, loads: CacheLoads) -> None:
+        """Copy whole items from the host to their places."""
+        offsets = torch.arange(self._unit, device=step.rows.device)
+        tokens = step.zone.sink + loads.items.clamp_min(0)[..., None] * self._unit + offsets
+        places = loads.places.clamp_min(0)[..., None] * self._unit + offsets
+        index = (slice(None), None, None, None)
+        src = self._host.host_loc[step.requests[index], tokens].flatten(2).flatten(0, 1)
+        dst = self._slots[step.rows[index], places].flatten(2).flatten(0, 1)
+        count = (loads.count.flatten() * self._unit).int()
+        layers = range(layer_id, layer_id + 1)
+        self._transfer.load(src, dst, layers=layers, count=count, per_head=self._settings.cache_unit == "token")
+
+    # What is seen from outside.
+
+    def host_source(self, layer_id: int) -> RowPool:
+        """See `BlockPolicy`: the host pool, in the order of tokens."""
+        return RowPool(self._host.pool.data, self._host.pool.addressing, self.geometry.layer_index(layer_id))
+
+    @property
+    def host_bytes(self) -> int:
+        """See `BlockPolicy`: none."""
+        return 0
+
+    @property
+    def counters(self) -> BlockCacheCounters:
+        """What happened so far; reading it waits for the device."""
+        self._runtime.fence(self._runtime.record("upd"), "compute")
+        return BlockCacheCounters(*self._counts.tolist())
+
+    def cached_items(self, layer_id: int, request: int) -> Tensor:
+        """Return the block (or token) in each place of a request, -1 for an empty one: ``int32 [1 or H, P]``.
+
+        Blocks and tokens are counted from the end of the sink. For tests and metrics.
+        """
+        return self._cache.held(self.geometry.layer_index(layer_id), request)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache's tables on the device; its KV lies in the requests' buffers."""
+        return self._cache.nbytes + self._slots.nbytes + self._usable.nbytes
