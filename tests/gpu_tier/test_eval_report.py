@@ -11,6 +11,7 @@ from gpu_tier.errors import ConfigError
 from gpu_tier.eval.claims import CLAIMS, Status, claims_table
 from gpu_tier.eval.plots import plot_lines
 from gpu_tier.eval.report import ResultTable, write
+from gpu_tier.eval.retrieval_claims import RETRIEVAL_CLAIMS, left_out_table
 
 
 def test_a_table_is_markdown_and_json(tmp_path: Path) -> None:
@@ -38,7 +39,13 @@ def test_every_claim_has_a_status_and_shows_our_figure_only_if_there_is_one() ->
     measured = next(claim for claim in CLAIMS if claim.key == "hit_rate")
     assert shown[measured.claim][4] == "0.81"
     assert sum(row[4] is not None for row in table.rows) == 1
-    assert {row[3] for row in table.rows} == {status.value for status in Status}
+    assert {row[3] for row in (*table.rows, *claims_table({}, RETRIEVAL_CLAIMS).rows)} == {s.value for s in Status}
+
+
+def test_claims_of_all_systems_have_keys_of_their_own_and_the_papers_baselines_are_named() -> None:
+    keys = [claim.key for claim in (*CLAIMS, *RETRIEVAL_CLAIMS)]
+    assert len(set(keys)) == len(keys)
+    assert any("MagicPIG" in str(row[0]) for row in left_out_table().rows)
 
 
 def test_a_plot_is_the_same_file_every_time(tmp_path: Path) -> None:
