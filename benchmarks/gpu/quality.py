@@ -10,7 +10,6 @@ the tokens. A machine without a GPU suffices.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -19,21 +18,18 @@ from statistics import fmean
 
 import checkout  # noqa: F401 - first: it makes the rest importable
 import torch
+from equal_budgets import DIM, GROUP, TOKEN_SHARES, Measured, Samples, measure, samples_of
 from quality_report import publish_report
 from recall_table import RECALL_SIZES, recall_rows
 from report import Row, arguments, publish
 
 from gpu_tier.eval.hitrate import HitRate, exact_selections, hit_rates
-from gpu_tier.eval.methods import BASELINES, OBSERVED, method
+from gpu_tier.eval.methods import BASELINES
 from gpu_tier.eval.metrics import attention_weights, steady_tokens
-from gpu_tier.eval.quality import QualityResult, evaluate, kv_bytes, method_for_bytes
 from gpu_tier.eval.synth import KVSample, Regime, kv
 from gpu_tier.eval.traces import simulate, trace
 
-TOKEN_SHARES = (0.018, 0.05, 0.1, 0.2)
-BYTE_SHARES = (0.05, 0.1, 0.2, 0.4)
 RATIOS = (1.0, 2.0, 4.0)
-DIM, GROUP = 128, 4
 
 # What S1 was made to have at n = 32K: attention in the top 1.8 %, and how much of the top 100 the next step keeps.
 EXPECTED_MASS = {Regime.SHARP: 0.99, Regime.MID: 0.86, Regime.DIFFUSE: 0.50}
@@ -54,55 +50,7 @@ FULL = Size(tokens=32768, steps=16, seeds=4, cache_steps=128)
 QUICK = Size(tokens=8192, steps=4, seeds=1, cache_steps=16)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The mean over seeds of one method at one budget.
-
-    Attributes:
-        regime: of the keys.
-        budget: "tokens" or "bytes".
-        share: of the context's tokens or KV bytes.
-        name: of the method.
-        context_tokens: tokens of a sample.
-        results: of each seed; empty when the representation alone takes the budget.
-    """
-
-    regime: Regime
-    budget: str
-    share: float
-    name: str
-    context_tokens: int
-    results: tuple[QualityResult, ...]
-
-    def mean(self, metric: str) -> float:
-        """Return the mean of `recall`, `mass`, `tokens`, ... or of an error by its name."""
-        owners = [r if hasattr(r, metric) else r.errors for r in self.results]
-        return fmean(getattr(owner, metric) for owner in owners)
-
-
-def measure(samples: dict[Regime, list[KVSample]]) -> list[Measured]:
-    """Return every method in every regime under both kinds of budget."""
-    measured = []
-    for regime, name in product(samples, BASELINES):
-        for share in TOKEN_SHARES:
-            configs = [method(name, round(share * len(x.k)), len(x.k)) for x in samples[regime]]
-            results = tuple(evaluate(c, x) for c, x in zip(configs, samples[regime], strict=True))
-            measured.append(Measured(regime, "tokens", share, name, len(samples[regime][0].k), results))
-        measured += [_under_bytes(regime, name, share, samples[regime]) for share in BYTE_SHARES]
-        print(f"{regime}, {name} done", file=sys.stderr)
-    return measured
-
-
-def _under_bytes(regime: Regime, name: str, share: float, samples: list[KVSample]) -> Measured:
-    results = []
-    for x in samples:
-        config = method_for_bytes(name, kv_bytes(share * len(x.k), DIM), x)
-        if config is not None:
-            results.append(evaluate(config, x))
-    return Measured(regime, "bytes", share, name, len(samples[0].k), tuple(results))
-
-
-def property_rows(samples: dict[Regime, list[KVSample]], is_quick: bool) -> Iterator[Row]:
+def property_rows(samples: Samples, is_quick: bool) -> Iterator[Row]:
     """Yield how concentrated and how steady S1's attention is."""
     for regime, regime_samples in samples.items():
         mass, overlap = zip(*map(_concentration, regime_samples), strict=True)
@@ -183,11 +131,8 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     size = QUICK if args.quick else FULL
-    samples = {
-        regime: [kv(size.tokens, DIM, size.steps, GROUP, regime, seed, OBSERVED) for seed in range(size.seeds)]
-        for regime in Regime
-    }
-    measured = measure(samples)
+    samples = samples_of(size.tokens, size.steps, size.seeds)
+    measured = measure(samples, BASELINES)
     rates = cache_rates(size)
     rows = [*property_rows(samples, args.quick), *quality_rows(measured, args.quick), *cache_rows(rates, args.quick)]
     answers = recall_rows(RECALL_SIZES["quick" if args.quick else "full"], args.quick)

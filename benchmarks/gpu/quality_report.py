@@ -15,13 +15,14 @@ from gpu_tier.eval.report import Cell, ResultTable, write
 from gpu_tier.eval.synth import Regime
 
 if TYPE_CHECKING:
-    from quality import Measured
+    from equal_budgets import Measured
 
-__all__ = ["publish_report"]
+__all__ = ["publish_report", "quality_plot", "quality_table", "recall_table"]
 
 _QUALITY_NOTE = {
     "tokens": "S1, means over the seeds. Every method may select the same number of tokens per step and KV head. "
-    "Representation: bytes it chooses by, over those of the KV in bf16 (the oracle, a ceiling, reads all keys).",
+    "Representation: bytes it chooses by, over those of the KV in bf16 (the oracle, a ceiling, reads all keys). "
+    "p95: of norm_err over the steps, of the worst head.",
     "bytes": "S1, means over the seeds. Representation and selected KV together may take this share of the KV's bytes; "
     "– where the representation alone takes it. Figures of a layer with one KV head: the index keys of dsa, here its "
     "stand-in, cost 132 B per token and layer, which is a quarter of one MHA head's KV, but 11 % of a DeepSeek latent.",
@@ -35,28 +36,29 @@ def publish_report(
     folder.mkdir(parents=True, exist_ok=True)
     tables = [
         claims_table(_figures(rows)),
-        *(_quality_table(measured, budget) for budget in ("tokens", "bytes")),
+        *(quality_table(measured, budget) for budget in ("tokens", "bytes")),
         _cache_table(rates),
-        _recall_table(rows),
+        recall_table(rows),
     ]
     _plots(folder, measured, rates)
     write("Quality of selections", tables, folder, ("quality.svg", "hit_rate.svg"))
 
 
-def _quality_table(measured: Sequence[Measured], budget: str) -> ResultTable:
+def quality_table(measured: Sequence[Measured], budget: str) -> ResultTable:
+    """Return the table of all methods under one kind of budget, "tokens" or "bytes"."""
     columns = (
         "regime", f"share of {budget}", "method", "tokens", "representation", "recall@100", "worst seed",
-        "mass recall", "norm_err", "rel_err", "cosine",
+        "mass recall", "norm_err", "p95 of it", "rel_err", "cosine",
     )  # fmt: skip
     rows = []
     for m in (m for m in measured if m.budget == budget):
         head = (m.regime.value, m.share, m.name)
         if not m.results:
-            rows.append((*head, *(None,) * 8))
+            rows.append((*head, *(None,) * 9))
             continue
         kv = m.results[0].kv_bytes / m.results[0].tokens * m.context_tokens
         figures = (round(m.mean("tokens")), m.mean("representation_bytes") / kv)
-        names = ("recall", "mass", "normalised", "relative", "cosine")
+        names = ("recall", "mass", "normalised", "p95", "relative", "cosine")
         recall, *others = (m.mean(name) for name in names)
         rows.append((*head, *figures, recall, min(r.recall for r in m.results), *others))
     return ResultTable(f"Equal {budget}", columns, tuple(rows), _QUALITY_NOTE[budget])
@@ -70,7 +72,8 @@ def _cache_table(rates: dict[str, list[HitRate]]) -> ResultTable:
     return ResultTable("Hit rates", ("trace", "selected", "buffer", "ratio", "hit rate"), tuple(rows), note)
 
 
-def _recall_table(rows: Sequence[Row]) -> ResultTable:
+def recall_table(rows: Sequence[Row]) -> ResultTable:
+    """Return the table of the recall transformer's rows."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row.case.startswith("recall "):
@@ -94,12 +97,17 @@ def _recall_cells(case: str, by_metric: dict[str, Row]) -> tuple[Cell, ...]:
 
 
 def _plots(folder: Path, measured: Sequence[Measured], rates: dict[str, list[HitRate]]) -> None:
+    quality_plot(measured, folder / "quality.svg")
+    lines = {case: [(rate.ratio, rate.rate) for rate in found] for case, found in rates.items()}
+    plot_lines({"LRU diff buffer": lines}, "buffer / selection", "hit rate", folder / "hit_rate.svg")
+
+
+def quality_plot(measured: Sequence[Measured], path: Path) -> None:
+    """Draw recall over the share of tokens selected."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {regime.value: {} for regime in Regime}
     for m in (m for m in measured if m.budget == "tokens"):
         panels[m.regime.value].setdefault(_legend(m.name), []).append((100 * m.share, m.mean("recall")))
-    plot_lines(panels, "tokens selected, %", "recall@100", folder / "quality.svg", log_x=True)
-    lines = {case: [(rate.ratio, rate.rate) for rate in found] for case, found in rates.items()}
-    plot_lines({"LRU diff buffer": lines}, "buffer / selection", "hit rate", folder / "hit_rate.svg")
+    plot_lines(panels, "tokens selected, %", "recall@100", path, log_x=True)
 
 
 def _legend(method: str) -> str:
