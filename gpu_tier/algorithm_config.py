@@ -39,3 +39,7 @@ class AlgorithmConfig:
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return the prompt length from which requests become sparse when the settings name none."""
         return 0
+
+    def keeps_host_copy(self) -> bool:
+        """Return whether sparse requests need all of their KV in the host pool."""
+        return True

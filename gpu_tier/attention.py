@@ -10,7 +10,7 @@ from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.lse_merge import lse_merge
 from gpu_tier.types import AttnMetadata, PagedMeta, Partial
 
-__all__ = ["attend"]
+__all__ = ["attend", "partial_of"]
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
     Returns:
         ``f32 [B, Hq, dv]``; 0 for rows without tokens.
     """
-    parts = [*partials] if meta is None else [_partial(q, meta, sm_scale, kernels), *partials]
+    parts = [*partials] if meta is None else [partial_of(q, meta, sm_scale, kernels), *partials]
     if len(parts) == 1:
         return parts[0].o
     o, lse = torch.empty_like(parts[0].o), torch.empty_like(parts[0].lse)
@@ -36,7 +36,8 @@ def attend(
     return o
 
 
-def _partial(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str) -> Partial:
+def partial_of(q: Tensor, meta: AttnMetadata, sm_scale: float, kernels: str = "auto") -> Partial:
+    """Return the attention over what the metadata names, to be merged; arguments as of `attend`."""
     o = torch.empty(*q.shape[:2], meta.kv.v_dims, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if isinstance(meta, PagedMeta):

@@ -217,6 +217,10 @@ class SnapKVConfig(AlgorithmConfig):
         """Return static: the set is fixed; with reselection lru, since sets then change."""
         return "lru" if self.reselect_every else "static"
 
+    def keeps_host_copy(self) -> bool:
+        """Return whether what is not in the set stays retrievable."""
+        return self.mode != "drop"
+
     def kept(self, n_prompt: int) -> int:
         """Return the tokens of the prompt that each head keeps."""
         most = self.cap if self.ratio is None else max(self.w_obs + 1, round(self.ratio * n_prompt))

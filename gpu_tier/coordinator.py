@@ -5,8 +5,8 @@
 | `on_request_begin` | a request arrives | memory for its prompt is held, an attached prefix is taken over |
 | `plan_prefill`, `plan_decode` | before a pass | states advance, slots for the new tokens are allocated |
 | `forward_begin` | before any layer | compute waits for what the pass depends on |
-| `attention_begin` | before a layer's attention | retrieve → resolve → fetch → adapt |
-| `attention_end` | after it | representations of the new tokens, commit |
+| `attention_begin` | before a layer's attention | retrieve → estimate → resolve → fetch → adapt |
+| `attention_end` | after it | commit, representations of the new tokens |
 | `forward_end` | after the last layer | the new tokens go to the host; lengths advance once |
 | `prompt_finished` | after the last chunk | the request goes to STAGING, SPARSE or DENSE |
 | `on_request_end` | finished, aborted, retracted | everything is released |
@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from gpu_tier.algorithms.base import BaseSparseAlgorithm
-from gpu_tier.attention import attend
+from gpu_tier.attention import attend, partial_of
 from gpu_tier.backend.adaptor import BackendAdaptor
 from gpu_tier.backend.flash_adaptor import FlashAdaptor
 from gpu_tier.config import SparseConfig
@@ -39,9 +39,11 @@ from gpu_tier.manager.stream import HostStream
 from gpu_tier.runtime import DeviceRuntime
 from gpu_tier.step import Step
 from gpu_tier.trackers import RequestState, RequestTrackers
-from gpu_tier.types import AttnMetadata, ForwardBatch, Mode, Partial, ResidencyPlan
+from gpu_tier.types import AttnMetadata, ForwardBatch, LayerKV, Mode, Partial, ResidencyPlan
 
 __all__ = ["SparseCoordinator"]
+
+_LAGGING_STEPS = 3  # a token's host copy is relied on in the third step after its own at the latest
 
 
 @dataclass(slots=True)
@@ -191,7 +193,7 @@ class SparseCoordinator:
             # The newest slots of the step before the last are about to be overwritten, and what lay there may have to
             # be loaded. The host may be several steps ahead of the device, so that it has not seen the copy end.
             self.manager.reach(self._offloads[0])
-        if self._offloads and not self.config.promote_newest:  # the last step's token may have to be loaded at once
+        if self._offloads and self._reads_last_token(batch):
             self.manager.reach(self._offloads[-1])
         trackers = [self.trackers[request] for request in batch.requests]
         sparse = [t.state is RequestState.SPARSE and batch.mode is Mode.DECODE for t in trackers]
@@ -202,6 +204,12 @@ class SparseCoordinator:
                 self.runtime.fence(self._offloads[-1].done, "h2d")
             totals = [t.seq_len if is_sparse else 0 for t, is_sparse in zip(trackers, sparse, strict=True)]
             self._stream.begin(batch.requests, tuple(totals))
+
+    def _reads_last_token(self, batch: ForwardBatch) -> bool:
+        """Whether the token of the step before may have to be loaded at once, or may be overwritten."""
+        if self.manager.blocks is not None:
+            return self.manager.blocks.shortest_ring(batch.requests) < _LAGGING_STEPS
+        return not self.config.promote_newest
 
     def write_kv(self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None) -> None:
         """Write the pass's KV to `out_cache_loc`; for engines that do not do so themselves.
@@ -261,8 +269,7 @@ class SparseCoordinator:
             return self._dense_adaptor.dense_metadata(self.manager.device.layer(layer_id), step.dense), [], None
         if self._stream is not None:
             return *self._streamed(inputs.q, layer_id, step), None
-        meta, plan = self._selected(inputs, step)
-        return meta, [], plan
+        return self._selected(inputs, step)
 
     def _represents(self, layer_id: int) -> bool:
         return self.algorithm.selects and not (self.resident and layer_id in self.resident.layers)
@@ -281,17 +288,27 @@ class SparseCoordinator:
             return k, None
         return k, formats[1].decode(formats[1].encode(v))
 
-    def _selected(self, inputs: _LayerInputs, step: Step) -> tuple[AttnMetadata, ResidencyPlan]:
+    def _selected(self, inputs: _LayerInputs, step: Step) -> tuple[AttnMetadata, list[Partial], ResidencyPlan]:
         layer_id, batch = inputs.layer_id, step.batch
         kv = self.manager.device.layer(layer_id)
         selection = self.algorithm.retrieve_topk(inputs.q, layer_id, batch, step.sparse_mask, **inputs.extra)
         if self.config.debug_checks:
             selection.validate(batch)
+        self.manager.announce(layer_id, batch, selection)
+        # The device estimates while the host looks up what it has to fetch.
+        estimate = self.algorithm.estimate(inputs.q, layer_id, batch, selection)
         plan = self.manager.resolve(layer_id, batch, selection, step.sparse_mask)
-        if (fetched := self.manager.fetch(layer_id, plan)) is not None:
+        fetched = self.manager.fetch(layer_id, plan)
+        dense = self._dense_part(inputs.q, kv, step) if plan.execution is not None and step.dense.longest else None
+        if fetched is not None:
             self.runtime.fence(fetched, "compute")
         meta = self._adaptor.adapt_for_attn_metadata(selection, plan, step.sparse_mask, batch, kv, step.dense)
-        return meta, plan
+        return meta, [partial for partial in (dense, estimate) if partial is not None], plan
+
+    def _dense_part(self, q: Tensor, kv: LayerKV, step: Step) -> Partial:
+        """Return the attention of the dense rows, which are not in the execution buffer; beside what is fetched."""
+        meta = replace(self._dense_adaptor.dense_metadata(kv, step.dense), cache_seqlens=step.dense_lengths)
+        return partial_of(q, meta, self.sm_scale, self.config.kernels)
 
     def _streamed(self, q: Tensor, layer_id: int, step: Step) -> tuple[AttnMetadata, list[Partial]]:
         """The tokens that are not yet on the host from the arena, the others streamed."""
@@ -311,10 +328,10 @@ class SparseCoordinator:
         inputs, self._inputs = self._inputs, None
         if inputs is None or inputs.layer_id != layer_id:
             raise StateError(f"attention_begin was not called for layer {layer_id}")
-        if self._represents(layer_id):
-            self._represent(inputs, batch)
         if inputs.plan is not None:
             self.manager.commit(layer_id, inputs.plan)
+        if self._represents(layer_id):
+            self._represent(inputs, batch)
 
     def _represent(self, inputs: _LayerInputs, batch: ForwardBatch) -> None:
         k, v = inputs.k, inputs.v

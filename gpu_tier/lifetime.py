@@ -7,6 +7,7 @@
 | SPARSE, lru and stream | host pages, a buffer |
 | SPARSE, static | a buffer with the kept tokens; host pages only if they stay retrievable |
 | SPARSE, device | dense pages |
+| SPARSE, blocks | a buffer with the steady tokens and the block cache; a store of clusters, or host pages |
 | DENSE | dense pages; a host copy only if the request is to be published |
 """
 
@@ -27,7 +28,7 @@ from gpu_tier.manager.sparse_kvcache_manager import SparseKVCacheManager
 from gpu_tier.rebuild import rebuild_representations
 from gpu_tier.step import BatchPlan, make_batch
 from gpu_tier.trackers import RequestState, RequestTrackers, Tracker
-from gpu_tier.types import ForwardBatch, Mode
+from gpu_tier.types import ForwardBatch, Mode, SteadyRing
 
 __all__ = ["Lifetimes"]
 
@@ -100,8 +101,9 @@ class Lifetimes:
             self.algorithm.reserve(request, n)
         if self._backs_up(tracker):
             self.manager.host_tokens.cover(request, n)
-        if self._is_buffered(tracker):
-            self.manager.buffers.cover(request, self._capacity(tracker))
+        self.manager.policy.hold(request, n)  # for requests that are dense, too: they may get an index
+        if self._leaves_device(tracker):
+            self.manager.buffers.cover(request, self._capacity(tracker, n))
         on_host = tracker.cached_tokens if self._leaves_device(tracker) else 0
         window = self.config.prefill_window_tokens if self._leaves_device(tracker) else 0
         pages = -(-(n - on_host) // self.config.page_size)
@@ -148,27 +150,30 @@ class Lifetimes:
         """Whether the request's dense pages are given up when it becomes sparse."""
         return tracker.wants_sparse and self.config.residency != "device"
 
-    def _is_buffered(self, tracker: Tracker) -> bool:
-        return self._leaves_device(tracker)
-
     def _backs_up(self, tracker: Tracker) -> bool:
         """Whether the request has a host copy."""
-        drops = isinstance(self.config.algo, SnapKVConfig) and self.config.algo.mode == "drop"
-        needs = self._leaves_device(tracker) and not drops
-        return needs or self.publishes or (tracker.cached_tokens > 0 and tracker.state is not _S.SPARSE)
+        until_sparse = tracker.cached_tokens > 0 or (self.config.prefill_window_tokens > 0 and tracker.wants_sparse)
+        needs = self._leaves_device(tracker) and self.config.algo.keeps_host_copy()
+        return needs or self.publishes or (until_sparse and tracker.state is not _S.SPARSE)
 
     def is_exact(self, tracker: Tracker) -> bool:
         """Whether the request's next token is computed with exact attention over exact KV."""
         dense = tracker.state is not _S.SPARSE or not self.algorithm.selects
         return dense and tracker.exact_tokens == tracker.seq_len
 
-    def _capacity(self, tracker: Tracker) -> int:
+    def _capacity(self, tracker: Tracker, n_tokens: int) -> int:
+        """Return the items of the buffer of a request that has so many tokens when it becomes sparse."""
+        if self.manager.blocks is not None:
+            return self.manager.blocks.capacity(self._ring(tracker, n_tokens), n_tokens)
         if self.config.residency == "stream":
             return 0
         if self.config.residency == "static":
             assert isinstance(self.config.algo, SnapKVConfig)
             return self.config.algo.kept(tracker.n_prompt)
         return self.config.device_buffer_size // self.algorithm.unit_tokens
+
+    def _ring(self, tracker: Tracker, n_tokens: int) -> SteadyRing:
+        return self.algorithm.steady_ring(n_tokens if tracker.starts_late else tracker.n_prompt)
 
     # Passes.
 
@@ -235,8 +240,11 @@ class Lifetimes:
         manager = self.manager
         if self._backs_up(tracker):
             manager.host_tokens.cover(request, n)
+        manager.policy.hold(request, n)
         if tracker.state is not _S.SPARSE or self.config.residency == "device":
             manager.dense.cover(request, n - 1, n)
+        elif manager.blocks is not None:
+            manager.blocks.grow(request, n, manager.buffers)
         elif self.config.residency == "static":
             manager.grow_static(request, self._kept[request] + n - tracker.n_prompt, n)
         if self.algorithm.selects:
@@ -252,18 +260,25 @@ class Lifetimes:
             slots.append(slot)
             if tracker.state is _S.SPARSE and self.config.residency != "device":
                 changes.append((tracker.request, token, slot))
-                overwritten = token - 2 * self.algorithm.unit_tokens
-                if self.config.residency != "static" and overwritten >= 0:
+                if (overwritten := self._overwritten(tracker)) >= 0:
                     changes.append((tracker.request, overwritten, -1))
         if changes:
             requests, tokens, places = zip(*changes, strict=True)
             self.manager.tables.put(requests, tokens, places)
         return slots
 
+    def _overwritten(self, tracker: Tracker) -> int:
+        """Return the token whose place a sparse request's next token takes, -1 when there is none."""
+        if self.manager.blocks is not None:
+            return self.manager.blocks.overwritten(tracker.request, tracker.seq_len)
+        return -1 if self.config.residency == "static" else tracker.seq_len - 2 * self.algorithm.unit_tokens
+
     def _next_slot(self, tracker: Tracker) -> int:
         request, token, buffers = tracker.request, tracker.seq_len, self.manager.buffers
         if tracker.state is not _S.SPARSE or self.config.residency == "device":
             return self.manager.dense.slot(request, token)
+        if self.manager.blocks is not None:
+            return buffers.item_slot(request, self.manager.blocks.ring(request).position(token))
         if self.config.residency == "static":
             return buffers.item_slot(request, self._kept[request] + token - tracker.n_prompt)
         return buffers.newest_slot(request, token)
@@ -281,10 +296,15 @@ class Lifetimes:
         if not tracker.wants_sparse:
             tracker.move(_S.DENSE)
         elif self.config.residency == "device":
-            tracker.move(_S.SPARSE)
+            self._become_sparse(tracker)
         else:
             tracker.move(_S.STAGING)
             self._advance(tracker)
+
+    def _become_sparse(self, tracker: Tracker) -> None:
+        """Let a request be sparse whose KV stays where it is."""
+        self.algorithm.become_sparse(tracker.request, tracker.seq_len)
+        tracker.move(_S.SPARSE)
 
     def _advance(self, tracker: Tracker) -> None:
         """Let a request go on to the next state if what that needs is there."""
@@ -298,37 +318,44 @@ class Lifetimes:
             self._enter_sparse(tracker)
 
     def _has_outgrown(self, tracker: Tracker) -> bool:
-        limit = max(self.config.device_buffer_size, self.config.min_sparse_prompt_len)
+        limit = self.config.min_sparse_prompt_len
+        if self.manager.blocks is None:
+            limit = max(self.config.device_buffer_size, limit)
         may = self.config.algorithm != "full" and self.algorithm.can_start_late
         return may and tracker.seq_len > limit
 
     def _stage(self, tracker: Tracker) -> None:
         request, n = tracker.request, tracker.seq_len
-        tracker.wants_sparse = True
+        tracker.wants_sparse = tracker.starts_late = True
         if self.config.residency == "device":
-            tracker.move(_S.SPARSE)
+            self._become_sparse(tracker)
             return
         try:
-            self.manager.buffers.cover(request, self._capacity(tracker))
-            self.manager.host_tokens.cover(request, n)
+            self.manager.buffers.cover(request, self._capacity(tracker, n))
+            if self._backs_up(tracker):
+                self.manager.host_tokens.cover(request, n)
         except PoolExhaustedError:
             self.manager.buffers.release(request)
-            tracker.wants_sparse = False  # it goes on densely and tries again with its next token
+            # It goes on densely and tries again with its next token.
+            tracker.wants_sparse = tracker.starts_late = False
             return
         tracker.move(_S.STAGING)
         copied = self.manager.host_tokens.backed_up(request)
-        if copied < n:
+        if copied < n and self._backs_up(tracker):
             self.manager.offload_prompt(request, copied, n)
 
     def _enter_sparse(self, tracker: Tracker) -> None:
         request, n = tracker.request, tracker.seq_len
-        if self.config.residency == "static":
+        self.algorithm.become_sparse(request, n)
+        if self.manager.blocks is not None:
+            self.manager.enter_blocks(request, self._ring(tracker, n), n)
+        elif self.config.residency == "static":
             sets = [self.algorithm.static_items(request, layer_id) for layer_id in self.manager.layers]
             decoded = torch.arange(tracker.n_prompt, n, dtype=torch.int32, device=sets[0].device)
             self._kept[request] = sets[0].shape[-1]
             self.manager.enter_static(request, [torch.cat([s, decoded.expand(len(s), -1)], 1) for s in sets], n)
         else:
-            self.manager.enter_buffer(request, self._capacity(tracker), n)
+            self.manager.enter_buffer(request, self._capacity(tracker, n), n)
         tracker.move(_S.SPARSE)
         self.manager.dense.release(request)
 

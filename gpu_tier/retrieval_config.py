@@ -98,6 +98,10 @@ class RetroInferConfig(AlgorithmConfig):
         """Return the steady zone; what is retrieved lies in the execution buffer."""
         return self.unindexed
 
+    def keeps_host_copy(self) -> bool:
+        """Return False: clusters are kept in a store of their own."""
+        return False
+
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return the tokens from which there is an index."""
         return self.unindexed

@@ -99,6 +99,11 @@ class Step:
         )
 
     @cached_property
+    def dense_lengths(self) -> Tensor:
+        """Tokens of each dense row, 0 for sparse rows and padding, ``int32 [B]``."""
+        return torch.where(self.sparse_mask, 0, self.dense.lengths)
+
+    @cached_property
     def resident_slots(self) -> Tensor:
         """Where the pass's tokens go in the arena of the resident layers, ``int64 [T]``, -1 for padding."""
         assert self.resident is not None

@@ -56,6 +56,7 @@ class Tracker:
         seq_len: tokens whose KV exists.
         state: where it is in its life.
         exact_tokens: leading tokens whose KV was computed with exact attention; only those may be published.
+        starts_late: whether it was dense after its prompt and became sparse when it had grown.
     """
 
     request: int
@@ -65,6 +66,7 @@ class Tracker:
     seq_len: int = 0
     state: RequestState = RequestState.REGISTERED
     exact_tokens: int = 0
+    starts_late: bool = False
 
     def move(self, state: RequestState) -> None:
         """Go to another state.

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpu_tier.config import AlgorithmConfig, SparseConfig
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
+from gpu_tier.index.wave_segment import SegmentSink
 from gpu_tier.runtime import DeviceRuntime
 from gpu_tier.types import ForwardBatch, Partial, Selection, SteadyRing, Unit
 
@@ -102,6 +103,9 @@ class BaseSparseAlgorithm(ABC):
     """Whether the current token's representation has to exist before `retrieve_topk`."""
     required_sidecar: ClassVar[bool] = False
     """Whether representations cannot be rebuilt from KV: a prefix without them is a miss."""
+
+    sink: SegmentSink | None = None
+    """Who keeps the KV of clusters, of algorithms that make some; None when nobody has to know of them."""
 
     def __init__(self, context: AlgorithmContext) -> None:
         self.context = context

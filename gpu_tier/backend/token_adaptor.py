@@ -26,8 +26,11 @@ class TokenAdaptor(BackendAdaptor):
         dense: DenseRows,
     ) -> TokenMeta:  # fmt: skip
         """See `BackendAdaptor`."""
-        lengths = sparse_lengths(selection, batch)
-        sparse = _tokens_of(plan.device_slot, selection.unit_tokens, lengths)
+        if plan.lens is None:
+            lengths = sparse_lengths(selection, batch)
+            sparse = _tokens_of(plan.device_slot, selection.unit_tokens, lengths)
+        else:  # the plan's slots are tokens already
+            lengths, sparse = plan.lens, plan.device_slot
         if not dense.longest:
             return TokenMeta(kv, sparse, lengths)
         other = self.dense_metadata(kv, dense)

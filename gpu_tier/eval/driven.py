@@ -89,7 +89,7 @@ class Driven:
         self._sample, self._members = sample, _Members()
         self.algorithm = make_algorithm(config, sample)
         if self.algorithm.unit is Unit.CLUSTER:
-            self.algorithm.sink = self._members  # type: ignore[attr-defined]
+            self.algorithm.sink = self._members
         _prefill(self.algorithm, sample)
 
     @property

@@ -21,6 +21,9 @@ class DeviceResidentPolicy:
     def __init__(self, table: Tensor) -> None:
         self._table = table
 
+    def hold(self, request: int, n_tokens: int) -> None:
+        """See `ResidencyPolicy`; it keeps nothing."""
+
     def admit(self, request: int, buffer_slots: Tensor, newest_slots: Tensor, n_tokens: int) -> BufferFill:
         """See `ResidencyPolicy`; there is no buffer."""
         return BufferFill(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))

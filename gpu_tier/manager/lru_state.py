@@ -107,6 +107,9 @@ class LruDiffPolicy:
     def _ids(self, *shape: int) -> Tensor:
         return torch.full(shape, -1, dtype=torch.int32, device=self._device)
 
+    def hold(self, request: int, n_tokens: int) -> None:
+        """See `ResidencyPolicy`; its state has a row for each request."""
+
     def admit(self, request: int, buffer_slots: Tensor, newest_slots: Tensor, n_tokens: int) -> BufferFill:
         """See `ResidencyPolicy`: all full items if they fit, each in the slot of its number, else the last C of them.
 

@@ -29,6 +29,13 @@ class BufferFill:
 class ResidencyPolicy(Protocol):
     """One policy over all layers and requests of one engine."""
 
+    def hold(self, request: int, n_tokens: int) -> None:
+        """Set aside what a request of so many tokens needs beside its buffer; more than before or the same.
+
+        Raises:
+            PoolExhaustedError: there is too little; what the request had stays.
+        """
+
     def admit(self, request: int, buffer_slots: Tensor, newest_slots: Tensor, n_tokens: int) -> BufferFill:
         """Give a request its buffer and return what to fill it with.
 

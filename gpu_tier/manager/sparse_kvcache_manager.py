@@ -6,29 +6,30 @@ O1. The host copy of a token is complete before the token can be evicted: an ite
     has ended or compute waits for it, and policies evict nothing without an entry there.
 O2. `fetch` of a layer is complete before the layer's attention reads the buffer: compute waits for its event.
 O3. A slot written by `fetch` is not overwritten by the next step's before attention has read it: the copy stream waits
-    for compute before it begins.
-O4. `commit` comes after the layer's attention on the compute stream.
+    for compute before it begins. An execution buffer is shared by the layers, so there this holds between layers.
+O4. `commit` comes after the layer's attention on the compute stream, and what it copies out of an execution buffer
+    before the next layer's `fetch`, which waits for compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from gpu_tier.config import SparseConfig
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.manager.block_residency import BlockResidency
 from gpu_tier.manager.buffers import SparseBuffers
 from gpu_tier.manager.dense_tokens import DenseTokens
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.manager.key_reader import KVReader
 from gpu_tier.manager.offload import Offloads, OffloadTicket
-from gpu_tier.manager.policy import ResidencyPolicy
-from gpu_tier.pools.device_pool import DeviceKVPool
-from gpu_tier.pools.host_pool import HostKVPool
+from gpu_tier.manager.policy import BlockPolicy, ResidencyPolicy
 from gpu_tier.pools.req_to_token import ReqToTokenPool
 from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.runtime import DeviceRuntime, Event, upload
-from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection
+from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -37,11 +38,9 @@ class SparseKVCacheManager:
     """The memory of all requests of one engine.
 
     Args:
-        config: settings.
-        device: the arena.
-        host: the host pool.
+        policy: residency; of `blocks` with its buffers.
+        transfer: between the host pool and the arena.
         tables: rows of requests and their dense slots.
-        policy: residency.
         host_tokens: who holds which host pages.
         runtime: of the device.
         unit_tokens: tokens of an item.
@@ -49,30 +48,34 @@ class SparseKVCacheManager:
 
     def __init__(
         self,
-        config: SparseConfig,
-        device: DeviceKVPool,
-        host: HostKVPool,
+        policy: ResidencyPolicy | BlockResidency,
+        transfer: KVTransfer,
         tables: ReqToTokenPool,
-        policy: ResidencyPolicy,
         host_tokens: HostTokens,
         runtime: DeviceRuntime,
         unit_tokens: int,
     ) -> None:
-        self.device = device
-        self.host = host
+        self.host, self.device = transfer.pools
         self.tables = tables
-        self.policy = policy
+        self.blocks = policy if isinstance(policy, BlockResidency) else None
+        self.policy: ResidencyPolicy | BlockPolicy = policy.policy if isinstance(policy, BlockResidency) else policy
+        self._items = None if isinstance(policy, BlockResidency) else policy
         self.host_tokens = host_tokens
         self.runtime = runtime
         self.unit = unit_tokens
-        self.layers = device.geometry.layers
-        self.dense = DenseTokens(device, tables)
-        self.buffers = SparseBuffers(device, unit_tokens)
-        self.transfer = KVTransfer(host, device, runtime, config)
+        self.layers = self.device.geometry.layers
+        self.dense = DenseTokens(self.device, tables)
+        self.buffers = SparseBuffers(self.device, unit_tokens)
+        self.transfer = transfer
         self.offloads = Offloads()
-        self.reader = KVReader(device, tables.table, host_tokens, self.settle)
+        self.reader = KVReader(self.device, tables.table, host_tokens, self.settle)
 
     # Residency of one layer.
+
+    def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
+        """Say what `resolve` will be asked, as soon as it was given to the compute stream."""
+        if self.blocks is not None:
+            self.blocks.policy.announce(layer_id, batch, selection)
 
     def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
         """Return where the selected items will be; no bytes move."""
@@ -80,6 +83,8 @@ class SparseKVCacheManager:
 
     def fetch(self, layer_id: int, plan: ResidencyPlan) -> Event | None:
         """Begin to move what a plan asks for; attention must wait for the event (O2). None when nothing can move."""
+        if plan.execution is not None:
+            return self._gather(layer_id, plan.execution)
         if plan.misses is None and plan.promotion is None:
             return None
         self.runtime.fence(self.runtime.record("compute"), "h2d")  # the plan exists, and O3
@@ -97,6 +102,15 @@ class SparseKVCacheManager:
                     misses.src_host.reshape(-1, width), misses.dst_dev.reshape(-1, width), layers=layers,
                     count=misses.count.flatten(), per_head=misses.src_host.shape[1] > 1, unit_tokens=self.unit,
                 )  # fmt: skip
+        return self.runtime.record("h2d")
+
+    def _gather(self, layer_id: int, plan: ExecutionPlan) -> Event:
+        assert self.blocks is not None
+        self.runtime.fence(self.runtime.record("compute"), "h2d")  # the plan exists, O3 and O4
+        arena = RowPool(self.device.data, self.device.addressing, self.device.geometry.layer_index(layer_id))
+        with self.runtime.stream("h2d"):
+            sources = self.blocks.sources(layer_id, arena)
+            self.transfer.gather(sources, self.blocks.execution.source(), plan.runs)
         return self.runtime.record("h2d")
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
@@ -165,7 +179,8 @@ class SparseKVCacheManager:
         """
         self.buffers.cover(request, capacity)
         buffer = self.buffers.buffer(request)
-        fill = self.policy.admit(request, buffer.items[:capacity], buffer.newest, n_tokens)
+        assert self._items is not None
+        fill = self._items.admit(request, buffer.items[:capacity], buffer.newest, n_tokens)
         if len(fill.items):
             tokens = fill.items * self.unit
             self._fill(request, tokens[None], fill.slots[None], self.layers, per_head=False, n_tokens=n_tokens)
@@ -196,7 +211,25 @@ class SparseKVCacheManager:
 
     def _admit_all(self, request: int, n_tokens: int) -> None:
         buffer = self.buffers.buffer(request)
-        self.policy.admit(request, buffer.items, buffer.newest, n_tokens)
+        assert self._items is not None
+        self._items.admit(request, buffer.items, buffer.newest, n_tokens)
+
+    def enter_blocks(self, request: int, ring: SteadyRing, n_tokens: int) -> None:
+        """Give a request its buffer with its steady tokens, and release its dense pages.
+
+        Raises:
+            PoolExhaustedError: there are too few pages; then nothing changed.
+        """
+        assert self.blocks is not None
+        self.blocks.admit(request, ring, n_tokens, self.buffers)
+        spans = self.blocks.steady_spans(request, n_tokens)
+        places = [self.blocks.places(request, span, self.buffers) for span in spans]
+        for span, slots in zip(spans, places, strict=True):
+            tokens = torch.arange(span.start, span.stop)
+            self._fill(request, tokens[None], slots[None], self.layers, per_head=False, n_tokens=n_tokens)
+        self.dense.release(request)
+        for span, slots in zip(spans, places, strict=True):
+            self.tables.set_slots(request, span.start, slots)
 
     def _fill(
         self, request: int, tokens: Tensor, slots: Tensor, layers: range, *, per_head: bool, n_tokens: int
@@ -214,7 +247,7 @@ class SparseKVCacheManager:
     def release(self, request: int) -> None:
         """Release everything of a request, after the copies that touch it."""
         self.settle(request)
-        self.policy.release(request)
+        (self.blocks or self.policy).release(request)
         self.buffers.release(request)
         self.dense.release(request)
         self.host_tokens.release(request)

@@ -27,6 +27,9 @@ class StaticSetPolicy:
     def __init__(self, max_requests: int, device: torch.device) -> None:
         self._slots = torch.full((max_requests, 0), -1, dtype=torch.int32, device=device)
 
+    def hold(self, request: int, n_tokens: int) -> None:
+        """See `ResidencyPolicy`; it keeps nothing."""
+
     def admit(self, request: int, buffer_slots: Tensor, newest_slots: Tensor, n_tokens: int) -> BufferFill:
         """See `ResidencyPolicy`; what goes into the buffer differs by layer and head, so it is not named here.
 

@@ -17,11 +17,14 @@ from gpu_tier.config import SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Addressing, KVGeometry, Layout
 from gpu_tier.kernels.dma_copy import dma_copy
+from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.io_transfer import io_transfer
+from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.pools.copy_runs import Runs, copy_runs, slot_pairs
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.runtime import DeviceRuntime, upload
+from gpu_tier.types import CopyRuns, Source
 
 __all__ = ["DMA_RUN_BYTES", "Engine", "KVTransfer", "TransferCounters"]
 
@@ -81,6 +84,10 @@ _H2D, _D2H, _D2D = range(3)
 class KVTransfer:
     """Transfers between one host pool and one device pool of the same model.
 
+    Attributes:
+        geometry: of the host pool.
+        pools: the host pool and the device pool.
+
     Args:
         host: the host pool.
         device: the device pool; it may hold fewer layers.
@@ -95,12 +102,13 @@ class KVTransfer:
         if replace(device.geometry, num_layers=host.geometry.num_layers) != host.geometry:
             raise ConfigError("host, device", (host.geometry, device.geometry), "both pools must hold the same KV")
         self.geometry = host.geometry
-        self._pools = host, device
+        self.pools = host, device
         self._runtime = runtime
         self._config = config
         # Kernels add to the tensor; what the copy engine moves is known on the host.
         self._moved = torch.zeros(3, dtype=torch.int64, device=runtime.device)
         self._by_dma = [0, 0, 0]
+        self._gathered = torch.zeros(len(Source), dtype=torch.int64, device=runtime.device)
         self._is_one_layer = False
 
     def to(self, device: DeviceKVPool, *, is_one_layer: bool = False) -> KVTransfer:
@@ -110,8 +118,9 @@ class KVTransfer:
             device: the pool; it may hold fewer layers.
             is_one_layer: the pool holds one layer at a time, whichever was loaded last.
         """
-        other = KVTransfer(self._pools[0], device, self._runtime, self._config)
+        other = KVTransfer(self.pools[0], device, self._runtime, self._config)
         other._moved, other._by_dma, other._is_one_layer = self._moved, self._by_dma, is_one_layer
+        other._gathered = self._gathered
         return other
 
     @property
@@ -119,8 +128,16 @@ class KVTransfer:
         """Bytes moved so far. Reading them waits for the transfers: not in a step."""
         for stream in ("h2d", "d2h", "upd"):
             self._runtime.fence(self._runtime.record(stream), "compute")
-        moved = [kernel + dma for kernel, dma in zip(self._moved.tolist(), self._by_dma, strict=True)]
-        return TransferCounters(*moved)
+        h2d, d2h, d2d = (kernel + dma for kernel, dma in zip(self._moved.tolist(), self._by_dma, strict=True))
+        gathered = self._gathered.tolist()
+        from_device = gathered[Source.STEADY] + gathered[Source.CACHE]
+        return TransferCounters(h2d + gathered[Source.HOST], d2h, d2d + from_device)
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """Bytes that were gathered into execution buffers so far, by `Source`; reading them waits for the transfers."""
+        self._runtime.fence(self._runtime.record("h2d"), "compute")
+        return tuple(self._gathered.tolist())
 
     def load(
         self, host_slots: Tensor, device_slots: Tensor, *, layers: range, count: Tensor | None = None,
@@ -162,8 +179,23 @@ class KVTransfer:
         job = self._job(device, device, src_slots, dst_slots, layers, count, per_head, unit_tokens)
         self._run(job, _D2D, engine)
 
+    def gather(self, sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns) -> None:
+        """Copy runs of tokens of single heads into a pool of one layer.
+
+        Args:
+            sources: pools by `Source`.
+            target: where they go.
+            runs: what to copy.
+        """
+        host, _ = self.pools
+        gather_copy(
+            sources, target, runs, num_heads=self.geometry.num_kv_heads, moved=self._gathered,
+            impl=self._config.kernels if host.is_device_readable else "reference",
+        )  # fmt: skip
+        self._runtime.used(runs.kind, runs.src, runs.dst, runs.tokens, runs.count)
+
     def _sides(self) -> tuple[_Side, _Side]:
-        host, device = self._pools
+        host, device = self.pools
         on_device = _OneLayer if self._is_one_layer else _Side
         return (
             _Side(host.data, host.addressing, host.geometry, host.chunk_bytes),
@@ -208,7 +240,7 @@ class KVTransfer:
 
     def _by_kernel(self, job: _Job, direction: int) -> None:
         device = self._runtime.device
-        host, _ = self._pools
+        host, _ = self.pools
         # Inside the device nothing is computed beside the transfer: it may use the whole device.
         blocks = 0 if direction == _D2D else self._config.io_blocks
         # Kernels cannot reach pageable memory; the reference copies through the host, and waits.
