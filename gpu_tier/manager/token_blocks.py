@@ -17,7 +17,6 @@ are made once a step, on the host (`gpu_tier.manager.execution_runs`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.manager.cache_places import CacheLoads, CachePlaces
+from gpu_tier.manager.execution_buffer import ExecutionBuffer
 from gpu_tier.manager.execution_runs import ItemRuns, SteadyPlanner, execution_plan
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.pools.transfer import KVTransfer
@@ -32,19 +32,7 @@ from gpu_tier.retrieval_config import PQCacheConfig
 from gpu_tier.runtime import DeviceRuntime, Event, upload
 from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, SteadyZone
 
-__all__ = ["BlockCacheCounters", "ExecutionRows", "TokenBlockPolicy"]
-
-
-class ExecutionRows(Protocol):
-    """What the policy needs of the execution buffer."""
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Slots S of a row of the batch; row b owns slots b·S to (b + 1)·S - 1."""
-
-    @property
-    def table(self) -> Tensor:
-        """``int32 [rows, H, S]`` slots of each row and head."""
+__all__ = ["BlockCacheCounters", "TokenBlockPolicy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +98,7 @@ class TokenBlockPolicy:
     """
 
     def __init__(
-        self, settings: PQCacheConfig, execution: ExecutionRows, host_tokens: HostTokens, transfer: KVTransfer,
+        self, settings: PQCacheConfig, execution: ExecutionBuffer, host_tokens: HostTokens, transfer: KVTransfer,
         runtime: DeviceRuntime, *, max_requests: int, max_tokens: int, debug_checks: bool = False,
     ) -> None:  # fmt: skip
         if host_tokens.unit != 1:
@@ -185,7 +173,7 @@ class TokenBlockPolicy:
         step = self._step_of(batch, selection.indices, zone, active)
         plan = execution_plan(steady, self._item_runs(layer, step, selection.lengths), active)
         self._steps[layer] = step
-        return ResidencyPlan(self._execution.table[: batch.rows], execution=plan)
+        return ResidencyPlan(self._execution.table_of(batch.rows), execution=plan)
 
     def _zone(self, selection: Selection) -> SteadyZone:
         heads = selection.indices.shape[1]
@@ -199,7 +187,7 @@ class TokenBlockPolicy:
         tokens = indices.long().where(valid, zone.sink)
         middle = tokens - zone.sink
         return _Step(
-            requests=batch.req_pool_indices,
+            requests=batch.req_pool_indices.where(active, 0),
             rows=batch.req_pool_indices.where(active, self._max_requests),
             most_tokens=max(batch.lengths, default=0),
             zone=zone,

@@ -1,0 +1,300 @@
+"""PQCache's block cache: what attention reads never depends on it, and it holds what its rules say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from clock_runtime import ClockRuntime
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lru_model import decode_batch
+from thoroughness import examples
+from token_block_rig import GEOMETRY, BlockRig
+
+from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.geometry import Layout
+from gpu_tier.manager.token_blocks import TokenBlockPolicy
+from gpu_tier.retrieval_config import CACHE_POLICIES
+from gpu_tier.types import Selection, Source, SteadyZone, Unit
+
+
+@dataclass
+class Case:
+    """A history: what the cache is like, and the seed of what happens."""
+
+    seed: int
+    policy: str
+    cache_tokens: int
+    k_cache: int
+    unit: str
+    layout: Layout
+
+
+cases = st.builds(
+    Case, st.integers(0, 1 << 30), st.sampled_from(CACHE_POLICIES), st.sampled_from([0, 4, 12, 120]),
+    st.integers(1, 3), st.sampled_from(["block", "block", "token"]), st.sampled_from(Layout),
+)  # fmt: skip
+
+
+def rig_of(case: Case) -> BlockRig:
+    blocks = max(1, case.cache_tokens // 4)
+    changes = {"policy": case.policy, "cache_tokens": case.cache_tokens, "k_cache": min(case.k_cache, blocks)}
+    return BlockRig(BlockRig.settings_of(**changes, cache_unit=case.unit, seed=case.seed), case.layout)
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(cases)
+def test_what_attention_reads_and_what_is_cached(case: Case) -> None:
+    """Unequal lengths, growth, padding, rows that do not select, requests that come and go."""
+    rng, rig = Random(case.seed), rig_of(case)
+    for step in range(8):
+        for request in range(rig.max_requests):
+            if request not in rig.requests and rng.random() < 0.5:
+                rig.admit(request, 100 * step + request, rng.choice([1, 3, 4, 9, 20, 60, 90]))
+            elif request in rig.requests and rng.random() < 0.1:
+                rig.release(request)
+        requests = rng.sample(sorted(rig.requests), rng.randint(0, len(rig.requests)))
+        if not requests:
+            continue
+        rig.decode(requests)
+        padding = rng.randint(0, 2)
+        batch = rig.batch(requests, padding)
+        sparse = torch.tensor([rng.random() < 0.9 for _ in range(batch.rows)])
+        for layer in range(GEOMETRY.num_layers):
+            picked = rig.pick(requests, rng)
+            for row in range(len(requests)):
+                if not sparse[row]:
+                    picked[row] = [[] for _ in picked[row]]
+            rig.step(batch, layer, picked, sparse)
+
+
+@pytest.mark.parametrize("unit", ["block", "token"])
+def test_the_order_in_the_buffer_does_not_depend_on_the_cache(unit: str) -> None:
+    """The same steps without a cache, with a small one, a random one and a whole one: the same bytes."""
+    settings_of = BlockRig.settings_of
+    kinds = [
+        settings_of(cache_tokens=0, k_cache=1), settings_of(cache_unit=unit),
+        settings_of(cache_unit=unit, policy="random"), settings_of(cache_unit=unit, cache_tokens=120, k_cache=30),
+    ]  # fmt: skip
+    histories, hits = [], []
+    for kind in kinds:
+        rng, rig = Random(3), BlockRig(kind)
+        rig.admit(0, 5, 70)
+        rig.admit(2, 6, 31)
+        steps = []
+        for _ in range(6):
+            rig.decode([2, 0])
+            rig.step(rig.batch([2, 0], 1), 1, rig.pick([2, 0], rng))
+            steps += rig.gathered
+        histories.append(torch.cat(steps))
+        hits.append(rig.policy.counters.hits)
+    assert all(torch.equal(histories[0], other) for other in histories)
+    assert hits[0] == 0 < hits[1] <= hits[3]
+
+
+def one_request(tokens: int = 60, **changes: object) -> BlockRig:
+    rig = BlockRig(BlockRig.settings_of(**changes))
+    rig.admit(0, 9, tokens)
+    return rig
+
+
+def read(rig: BlockRig, *heads: list[int], layer: int = 0) -> set[int]:
+    """Let the request's two heads select tokens, and return the blocks that are cached after that."""
+    rig.step(rig.batch([0]), layer, [list(heads)])
+    return {item for item in rig.cached(layer, 0)[0] if item >= 0}
+
+
+def test_the_blocks_with_most_selected_tokens_of_all_heads_are_admitted() -> None:
+    rig = one_request(k_cache=2)
+    # Block b is tokens 3 + 4b to 6 + 4b. Hits: block 0 three, block 2 four (of two heads), block 5 two, block 7 three.
+    assert read(rig, [3, 4, 11, 12, 23, 31, 32], [5, 11, 14, 24, 33]) == {2, 0}  # of 0 and 7 the lower one
+
+
+def test_what_is_wanted_again_stays_and_moves_nothing() -> None:
+    rig = one_request(k_cache=2)
+    tokens = ([3, 4, 11, 12], [3, 11])
+    read(rig, *tokens)
+    before = rig.policy.counters
+    moved = rig.transfer.counters.h2d_bytes
+    assert read(rig, *tokens) == {0, 2}
+    after = rig.policy.counters
+    assert (after.admissions, rig.transfer.counters.h2d_bytes) == (before.admissions, moved)
+    assert after.hits - before.hits == 6 == after.selected - before.selected
+    assert (before.selected, before.hits, before.admissions, before.evictions) == (6, 0, 2, 0)
+    assert after.hit_rate == 0.5
+
+
+def test_bytes_of_admissions_are_whole_blocks_of_all_heads() -> None:
+    rig = one_request(k_cache=2)
+    moved = rig.transfer.counters.h2d_bytes
+    read(rig, [3], [11])
+    assert rig.transfer.counters.h2d_bytes - moved == 2 * 4 * GEOMETRY.token_layer_bytes
+
+
+def test_a_token_of_a_cached_block_is_read_there_though_it_was_not_selected_before() -> None:
+    rig = one_request()
+    read(rig, [3], [])
+    plan = rig.step(rig.batch([0]), 0, [[[6, 7], [4]]])
+    assert plan.execution is not None
+    kinds = [line[line >= 0].tolist() for line in plan.execution.runs.kind]
+    steady = kinds[0].count(Source.STEADY)
+    assert [kind[steady:] for kind in kinds] == [[Source.CACHE, Source.HOST], [Source.CACHE]]
+
+
+def test_blocks_that_reach_into_the_recent_tokens_are_never_admitted() -> None:
+    """60 tokens, the last 5 recent: block 12 (51 to 54) is all of the middle, block 13 is not."""
+    rig = one_request()
+    assert read(rig, [51, 52, 54], [51]) == {12}
+    rig = one_request(tokens=59)
+    assert read(rig, [50, 51, 52], [50]) == {11}  # block 12 has the recent token 54
+    rig.decode([0])
+    assert read(rig, [50, 51, 52], [51, 52]) == {11, 12}
+
+
+def test_blocks_that_are_not_on_the_host_are_never_admitted() -> None:
+    rig = one_request(tokens=60)
+    rig.requests[0].local = 0  # the newest tokens are in the middle at once, and two of them on their way to the host
+    rig.decode([0] * 3)
+    assert rig.host_tokens.host_loc[0, 60] >= 0 > rig.host_tokens.host_loc[0, 61]
+    assert read(rig, [59, 60], [59]) == set()  # block 14 is 59 to 62
+    rig.decode([0] * 2)
+    assert read(rig, [59, 60], [59]) == {14}
+
+
+def test_a_token_that_is_nowhere_is_said_in_debug_mode() -> None:
+    rig = one_request(tokens=60)
+    rig.requests[0].local = 0
+    rig.decode([0])
+    with pytest.raises(StateError, match="1 selected tokens are neither cached nor on the host"):
+        read(rig, [60], [40])
+
+
+def test_layers_and_requests_have_caches_of_their_own() -> None:
+    rig = one_request()
+    rig.admit(1, 4, 60)
+    read(rig, [3], [3], layer=0)
+    assert read(rig, [20], [], layer=2) == {4}
+    assert [rig.cached(layer, 0)[0].count(-1) for layer in range(3)] == [3, 4, 3]
+    assert all(item == -1 for layer in range(3) for item in rig.cached(layer, 1)[0])
+
+
+def test_the_cache_of_a_short_request_grows_with_it() -> None:
+    rig = one_request(tokens=11, k_cache=4)
+    assert [rig.policy.cache_slots(n) for n in (0, 3, 4, 11, 12, 16, 500)] == [0, 0, 4, 8, 12, 16, 16]
+    assert read(rig, [3], [4]) == set()  # block 0 is 3 to 6, and 6 is recent
+    rig.decode([0])
+    rig.decode([0] * 8)
+    assert read(rig, [3, 7], [11]) == {0, 1, 2}
+    rig.decode([0] * 12)
+    assert read(rig, [15, 19, 23], [23]) == {2, 3, 4, 5}  # four places, and the coldest of the three went
+
+
+def test_a_row_that_was_released_leaves_nothing() -> None:
+    rig = one_request()
+    read(rig, [3, 11, 12], [3])
+    rig.release(0)
+    rig.policy.release(0)
+    assert all(item == -1 for layer in range(3) for item in rig.cached(layer, 0)[0])
+    rig.admit(0, 77, 60)
+    assert read(rig, [20], []) == {4}
+    assert rig.policy.counters.hits == 0
+
+
+def test_a_dense_request_in_the_row_of_a_released_one_is_passed_over() -> None:
+    rig = one_request()
+    rig.admit(1, 4, 60)
+    rig.step(rig.batch([0, 1]), 0, [[[5], [6]], [[7], [8]]])
+    rig.release(0)
+    batch = decode_batch([1, 0], [60, 40])
+    selection = rig.selection(rig.batch([1]), [[[7], [9]]])
+    none = torch.full_like(selection.indices, -1)
+    assert selection.steady is not None
+    zone = SteadyZone(3, torch.tensor([55, 0]), (55, 0))
+    both = Selection(
+        Unit.TOKEN,
+        1,
+        torch.cat([selection.indices, none]),
+        torch.tensor([[1, 1], [0, 0]], dtype=torch.int32),
+        None,
+        zone,
+    )
+    plan = rig.policy.resolve(2, batch, both, torch.tensor([True, False]))
+    assert plan.execution is not None
+    assert plan.execution.lens.tolist() == [[9, 9], [0, 0]]
+    assert plan.execution.runs.count[2:].tolist() == [0, 0]
+    rig.policy.commit(2, plan)
+    assert all(item == -1 for item in rig.cached(0, 0)[0])
+
+
+def test_admissions_run_beside_the_next_layers_and_before_the_next_step_of_theirs() -> None:
+    runtime = ClockRuntime()
+    rig = BlockRig(BlockRig.settings_of(), runtime=runtime)
+    load = rig.transfer.load
+
+    def marked_load(*args: Any, layers: range, **kwargs: Any) -> None:
+        runtime.mark("admission", layers[0])
+        load(*args, layers=layers, **kwargs)
+
+    rig.transfer.load = marked_load  # type: ignore[method-assign]
+    rig.admit(0, 9, 60)
+    for step in range(2):
+        for layer_id in GEOMETRY.layers:
+            batch = rig.batch([0])
+            plan = rig.policy.resolve(
+                layer_id, batch, rig.selection(batch, [[[5 + 8 * step], [6]]]), torch.tensor([True])
+            )
+            runtime.mark("attention", step, layer_id)  # on the compute stream, after the layer's fetch
+            rig.policy.commit(layer_id, plan)
+        if step == 0:
+            admissions = {mark.label[1]: mark for mark in runtime.marks if mark.label[0] == "admission"}
+    for layer_id in GEOMETRY.layers:
+        admission = admissions[layer_id]
+        assert admission.stream == "upd"
+        assert runtime.find("attention", 0, layer_id).happened_before(admission)
+        assert admission.happened_before(runtime.find("attention", 1, layer_id))
+    first, second, _ = GEOMETRY.layers
+    assert not admissions[first].happened_before(runtime.find("attention", 0, second))
+
+
+def test_single_tokens_are_cached_for_each_head() -> None:
+    rig = one_request(cache_unit="token", cache_tokens=8, k_cache=1)
+    rig.step(rig.batch([0]), 0, [[[10, 20, 30, 40, 50], [11]]])
+    cached = [sorted(3 + item for item in head if item >= 0) for head in rig.cached(0, 0)]
+    assert cached == [[10, 20, 30, 40], [11]]  # a block's worth of each head
+    plan = rig.step(rig.batch([0]), 0, [[[11, 20], [10, 11]]])
+    assert plan.execution is not None
+    assert [int((line == Source.CACHE).sum()) for line in plan.execution.runs.kind] == [1, 1]
+
+
+def test_selections_of_other_kinds_are_refused() -> None:
+    rig = one_request()
+    batch = rig.batch([0])
+    good = rig.selection(batch, [[[5], [5]]])
+    mask = torch.tensor([True])
+    for bad in (
+        Selection(Unit.TOKEN, 1, good.indices, good.lengths),
+        Selection(Unit.TOKEN, 1, good.indices[:, :1], good.lengths[:, :1], steady=good.steady),
+        Selection(Unit.PAGE, 4, good.indices, good.lengths, steady=good.steady),
+    ):
+        with pytest.raises(ConfigError, match="single tokens of 2 heads"):
+            rig.policy.resolve(2, batch, bad, mask)
+
+
+def test_it_needs_a_table_of_single_host_tokens() -> None:
+    rig = one_request()
+    rig.host_tokens.unit = 4
+    with pytest.raises(ConfigError, match="single tokens"):
+        TokenBlockPolicy(
+            rig.settings, rig.execution, rig.host_tokens, rig.transfer, rig.runtime, max_requests=4, max_tokens=120
+        )
+
+
+def test_nothing_is_kept_on_the_host_beside_the_host_pool() -> None:
+    rig = one_request()
+    rig.policy.hold(0, 100)
+    assert rig.policy.host_bytes == 0
+    assert rig.policy.nbytes > 0
