@@ -112,3 +112,20 @@ def test_bytes_are_counted_by_where_they_came_from() -> None:
     assert after.h2d_bytes - before.h2d_bytes == K * row
     assert after.d2d_bytes - before.d2d_bytes == (SINK + LOCAL) * row
     assert traffic.coordinator.manager.transfer.gathered == ((SINK + LOCAL) * row, 0, K * row)
+
+
+def test_the_table_names_the_places_of_the_steady_tokens_and_of_no_others() -> None:
+    traffic = Traffic(Shape(), config_of())
+    request = traffic.begin(60, seed=1)
+    traffic.prompt([request])
+    manager = traffic.coordinator.manager
+    for n in range(61, 90):
+        traffic.decode([request])
+        slots = manager.tables.table[request]
+        steady = [*range(SINK), *range(n - LOCAL, n)]
+        assert (slots >= 0).nonzero().flatten().tolist() == steady
+        held = manager.buffers.buffer(request).items[: SINK + LOCAL]
+        assert set(slots[steady].tolist()) == set(held.tolist())
+        k, v = manager.reader.rows(1, request, 0, n)
+        torch.testing.assert_close(v, traffic.sequences[request].v[1, :n], rtol=0, atol=0)
+        torch.testing.assert_close(k, traffic.sequences[request].k[1, :n], rtol=0, atol=0)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from clock_runtime import ClockRuntime
-from layer_traffic import Shape, Traffic
+from marked_traffic import MarkedTraffic
 
-import gpu_tier.assembly
 from gpu_tier.manager import stream
 from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.trackers import RequestState
@@ -26,48 +25,6 @@ LRU["dsa"] = {
     "algo": {"index_heads": 4, "index_dim": 16},
 }
 STEPS = 6
-
-
-class MarkedTraffic(Traffic):
-    """Traffic whose copies and attention leave marks on the streams they run on."""
-
-    def __init__(self, runtime: ClockRuntime, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
-        super().__init__(Shape(), config)
-        self.runtime = runtime
-        self.step = 0
-        manager, attend, write = self.coordinator.manager, self.coordinator.attend, self.coordinator.write_kv
-        for name in ("load", "store"):
-            monkeypatch.setattr(manager.transfer, name, self._marking(name, getattr(manager.transfer, name)))
-        commit = manager.commit
-
-        def marked_attend(q: torch.Tensor, meta: Any, *args: Any) -> torch.Tensor:
-            self.runtime.mark("attend", self.step, self.layer)
-            return attend(q, meta, *args)
-
-        def marked_write(layer_id: int, *args: Any) -> None:
-            self.layer = layer_id
-            self.runtime.mark("write", self.step, layer_id)
-            write(layer_id, *args)
-
-        def marked_commit(layer_id: int, plan: Any) -> None:
-            self.runtime.mark("commit", self.step, layer_id)
-            commit(layer_id, plan)
-
-        monkeypatch.setattr(self.coordinator, "attend", marked_attend)
-        monkeypatch.setattr(self.coordinator, "write_kv", marked_write)
-        monkeypatch.setattr(manager, "commit", marked_commit)
-
-    def _marking(self, name: str, run: Any) -> Any:
-        def marked(*args: Any, layers: range, **kwargs: Any) -> None:
-            self.runtime.mark(name, self.step, layers[0])
-            run(*args, layers=layers, **kwargs)
-
-        return marked
-
-    def decode(self, requests: Any, pad_to: int = 0) -> torch.Tensor:
-        self.step += 1
-        return super().decode(requests, pad_to)
 
 
 def decoded(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[ClockRuntime, MarkedTraffic]:

@@ -1,0 +1,89 @@
+"""The ordering rules O1 to O4 where layers share an execution buffer: what streams and events guarantee."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from clock_runtime import ClockRuntime
+from drawn_tokens import DrawnTokens
+from marked_traffic import MarkedTraffic
+
+from gpu_tier.algorithms import registry
+from gpu_tier.trackers import RequestState
+
+STEPS, LAYERS = 8, range(3)
+ALGO = {"init": 4, "token_budget": 12, "local_ratio": 0.25, "cache_tokens": 16, "block": 4, "k_cache": 3}
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch, **algo: Any) -> tuple[ClockRuntime, MarkedTraffic]:
+    monkeypatch.setitem(registry.ALGORITHMS, "pqcache", DrawnTokens)
+    runtime = ClockRuntime()
+    config = {"algorithm": "pqcache", "min_sparse_prompt_len": 24, "debug_checks": False, "algo": {**ALGO, **algo}}
+    traffic = MarkedTraffic(runtime, config, monkeypatch)
+    requests = [traffic.begin(n, seed=n) for n in (70, 9)]
+    traffic.prompt(requests)
+    for _ in range(STEPS):
+        traffic.decode(requests)
+    return runtime, traffic
+
+
+def test_o1_a_steady_place_is_written_again_only_after_its_tokens_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ratio, local in ((0.25, 3), (0.17, 2), (0.09, 1)):
+        runtime, traffic = decoded(monkeypatch, local_ratio=ratio)
+        blocks = traffic.coordinator.manager.blocks
+        assert blocks is not None
+        assert blocks.shortest_ring([0]) == local
+        for step in range(1, STEPS - local + 1):
+            store = runtime.find("store", step, 0)
+            assert store.stream == "d2h"
+            assert all(store.happened_before(runtime.find("write", step + local, layer)) for layer in LAYERS)
+            assert all(store.happened_before(runtime.find("gather", step + local, layer)) for layer in LAYERS)
+
+
+def test_o1_a_request_stays_dense_until_its_prompt_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ALGORITHMS, "pqcache", DrawnTokens)
+    runtime = ClockRuntime()
+    runtime.holds_offloads = True
+    traffic = MarkedTraffic(runtime, {"algorithm": "pqcache", "min_sparse_prompt_len": 24, "algo": ALGO}, monkeypatch)
+    request = traffic.begin(70, seed=1)
+    traffic.prompt([request])
+    for _ in range(3):
+        traffic.decode([request])
+        assert traffic.coordinator.trackers[request].state is RequestState.STAGING
+    runtime.let_go()
+    traffic.decode([request])
+    assert traffic.coordinator.trackers[request].state is RequestState.SPARSE
+    assert not traffic.coordinator.manager.dense.blocks(request)
+
+
+def test_o2_a_layers_tokens_are_gathered_before_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = decoded(monkeypatch)
+    for step in range(1, STEPS + 1):
+        for layer in LAYERS:
+            gather, write = runtime.find("gather", step, layer), runtime.find("write", step, layer)
+            assert gather.stream == "h2d"
+            assert write.happened_before(gather)
+            assert gather.happened_before(runtime.find("attend", step, layer))
+
+
+def test_o3_the_next_layers_tokens_wait_for_this_layers_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = decoded(monkeypatch)
+    for step in range(1, STEPS + 1):
+        for layer in LAYERS[:-1]:
+            assert runtime.find("attend", step, layer).happened_before(runtime.find("gather", step, layer + 1))
+        if step < STEPS:
+            assert runtime.find("attend", step, LAYERS[-1]).happened_before(runtime.find("gather", step + 1, 0))
+
+
+def test_o4_admissions_come_after_what_reads_their_places_and_before_the_layers_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, _ = decoded(monkeypatch)
+    for step in range(1, STEPS):
+        for layer in LAYERS:
+            load = runtime.find("load", step, layer)
+            assert runtime.find("gather", step, layer).happened_before(load)
+            assert load.happened_before(runtime.find("gather", step + 1, layer))
+            if layer < LAYERS[-1]:  # beside the next layers: the marks can tell
+                assert not load.happened_before(runtime.find("attend", step, layer + 1))
