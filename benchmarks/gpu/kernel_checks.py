@@ -7,10 +7,11 @@ reference's outputs are what is right. Outputs are poisoned before each call, so
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from check_case import Check, Outputs, Sizes, ragged
+from clustering_checks import clustering
 from pinned_pool import pinned_pool
 from sliding_trace import SlidingTrace
 from torch import Tensor
@@ -34,52 +35,13 @@ from gpu_tier.types import CopyRuns, ForwardBatch, LayerKV, Mode, Selection, Uni
 
 __all__ = ["Check", "Sizes", "checks"]
 
-Outputs = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large inputs are.
-
-    Attributes:
-        tokens: of a request.
-        selected: tokens that a step selects.
-        batch: requests.
-        steps: of the buffers.
-        dims: of an MHA head; of an MLA latent four times as many and rope.
-        latent_heads: query heads of MLA.
-    """
-
-    tokens: int = 16384
-    selected: int = 2048
-    batch: int = 5
-    steps: int = 12
-    dims: int = 128
-    latent_heads: int = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One kernel on one kind of input.
-
-    Attributes:
-        kernel: its folder.
-        case: what the input is.
-        run: computes the outputs with an implementation.
-        tolerance: of ``‖out - reference‖ / ‖reference‖``; 0 means that all bits are equal.
-    """
-
-    kernel: str
-    case: str
-    run: Callable[[str], Outputs]
-    tolerance: float = 0.0
-
 
 def checks(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
     """Return the checks of all kernels."""
     return [
         *_attention(runtime, sizes), _merge(runtime, sizes), *_top_k(runtime, sizes), _quest(runtime, sizes),
         _indexer(runtime, sizes), *_lru(runtime, sizes), *_transfers(runtime), _dma(runtime), _gather(runtime),
+        *clustering(runtime, sizes),
     ]  # fmt: skip
 
 
@@ -109,11 +71,6 @@ def _layer(runtime: DeviceRuntime, geometry: KVGeometry, slots: int) -> LayerKV:
     return LayerKV(parts[0], parts[1] if len(parts) > 1 else None, geometry.v_head_dim)
 
 
-def _ragged(sizes: Sizes, most: int) -> Tensor:
-    """Lengths from nothing to everything."""
-    return torch.tensor([most, 0, 1, max(1, most // 3), most - 1] * sizes.batch, dtype=torch.int32)[: sizes.batch]
-
-
 def _query(runtime: DeviceRuntime, sizes: Sizes, geometry: KVGeometry, q_heads: int) -> Tensor:
     dtype = torch.bfloat16 if geometry.dtype is KVDtype.FP8 else geometry.dtype.torch_dtype
     return torch.randn(sizes.batch, q_heads, geometry.head_dim).to(dtype).to(runtime.device)
@@ -128,7 +85,7 @@ def _token(runtime: DeviceRuntime, sizes: Sizes, geometry: KVGeometry, q_heads: 
     kv, q = _layer(runtime, geometry, sizes.tokens), _query(runtime, sizes, geometry, q_heads)
     chosen = [torch.randperm(sizes.tokens)[: sizes.selected] for _ in range(sizes.batch)]
     table = torch.stack(chosen)[:, None].int().to(runtime.device)
-    lens = _ragged(sizes, sizes.selected)[:, None].to(runtime.device)
+    lens = ragged(sizes, sizes.selected)[:, None].to(runtime.device)
 
     def run(impl: str) -> Outputs:
         o, lse = _poisoned(q, geometry)
@@ -142,7 +99,7 @@ def _paged(runtime: DeviceRuntime, sizes: Sizes, geometry: KVGeometry, q_heads: 
     kv, q = _layer(runtime, geometry, sizes.tokens), _query(runtime, sizes, geometry, q_heads)
     pages = sizes.tokens // geometry.page_size
     table = torch.stack([torch.randperm(pages) for _ in range(sizes.batch)]).int().to(runtime.device)
-    lengths = _ragged(sizes, pages * geometry.page_size).to(runtime.device)
+    lengths = ragged(sizes, pages * geometry.page_size).to(runtime.device)
 
     def run(impl: str) -> Outputs:
         o, lse = _poisoned(q, geometry)
@@ -169,7 +126,7 @@ def _merge(runtime: DeviceRuntime, sizes: Sizes) -> Check:
 
 def _top_k(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
     def check(case: str, scores: Tensor) -> Check:
-        scores, lengths = scores.to(runtime.device), _ragged(sizes, scores.shape[-1]).to(runtime.device)
+        scores, lengths = scores.to(runtime.device), ragged(sizes, scores.shape[-1]).to(runtime.device)
 
         def run(impl: str) -> Outputs:
             ids = torch.full((*scores.shape[:2], sizes.selected), -7, dtype=torch.int32, device=runtime.device)
@@ -190,7 +147,7 @@ def _quest(runtime: DeviceRuntime, sizes: Sizes) -> Check:
     bounds = torch.stack([pair.amin(0), pair.amax(0)], dim=2).bfloat16().to(runtime.device)
     q = torch.randn(sizes.batch, 8, sizes.dims).bfloat16().to(runtime.device)
     table = torch.stack([torch.randperm(pages) for _ in range(sizes.batch)]).int().to(runtime.device)
-    counts = _ragged(sizes, pages).to(runtime.device)
+    counts = ragged(sizes, pages).to(runtime.device)
 
     def run(impl: str) -> Outputs:
         out = torch.full((sizes.batch, 8, pages), torch.nan, device=runtime.device)
@@ -207,7 +164,7 @@ def _indexer(runtime: DeviceRuntime, sizes: Sizes) -> Check:
     q8 = torch.randn(sizes.batch, 64, 128).to(torch.float8_e4m3fn).to(runtime.device)
     weight = torch.randn(sizes.batch, 64).to(runtime.device)
     table = torch.stack([torch.randperm(pages) for _ in range(sizes.batch)]).int().to(runtime.device)
-    lengths = _ragged(sizes, sizes.tokens).to(runtime.device)
+    lengths = ragged(sizes, sizes.tokens).to(runtime.device)
 
     def run(impl: str) -> Outputs:
         out = torch.full((sizes.batch, sizes.tokens), torch.nan, device=runtime.device)

@@ -18,9 +18,12 @@ from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.io_transfer import io_transfer
+from gpu_tier.kernels.kmeans_assign import kmeans_assign
+from gpu_tier.kernels.kmeans_update import kmeans_update
 from gpu_tier.kernels.lse_merge import lse_merge
 from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.kernels.segment_sum import segment_sum
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.rows import KVDtype, RowFormat, Rows
 from gpu_tier.types import CopyRuns, LayerKV
@@ -85,6 +88,26 @@ def _decode_attn_token() -> None:
     decode_attn_token(q, LayerKV(rows, rows, 128), table, table[..., 0].clone(), 0.1, *outputs, impl="triton")
 
 
+def _kmeans_assign() -> None:
+    labels, most = torch.zeros(2, 256, dtype=INT), torch.zeros(2, dtype=INT)
+    for dims, metric in ((128, "ip"), (32, "l2")):
+        x, centroids = torch.zeros(2, 256, dims), torch.zeros(2, 64, dims)
+        kmeans_assign(x, centroids, most, most, labels, metric=metric, impl="triton")
+
+
+def _kmeans_update() -> None:
+    labels, sizes = torch.zeros(2, 256, dtype=INT), torch.zeros(2, 64, dtype=INT)
+    for dims in (128, 32):
+        x, centroids = torch.zeros(2, 256, dims), torch.zeros(2, 64, dims)
+        kmeans_update(x, labels, centroids, sizes, spherical=dims == 128, impl="triton")
+
+
+def _segment_sum() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.zeros(256, 2, 128, dtype=dtype).transpose(0, 1)
+        segment_sum(x, torch.zeros(2, 256, dtype=INT), torch.zeros(2, 64, 128), impl="triton")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "io_transfer": _io_transfer,
     "gather_copy": _gather_copy,
@@ -93,6 +116,9 @@ CASES: dict[str, Callable[[], None]] = {
     "quest_score": _quest_score,
     "indexer_score": _indexer_score,
     "decode_attn_token": _decode_attn_token,
+    "kmeans_assign": _kmeans_assign,
+    "kmeans_update": _kmeans_update,
+    "segment_sum": _segment_sum,
 }
 
 

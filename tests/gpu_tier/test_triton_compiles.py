@@ -13,7 +13,11 @@ from compile_kernels import CASES
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("names", [list(CASES)[:4], list(CASES)[4:]], ids=["moving", "scoring"])
+CLUSTERING = ["kmeans_assign", "kmeans_update", "segment_sum"]
+OTHERS = [name for name in CASES if name not in CLUSTERING]
+
+
+@pytest.mark.parametrize("names", [OTHERS[:4], OTHERS[4:], CLUSTERING], ids=["moving", "scoring", "clustering"])
 def test_kernels_compile_for_a_gpu(names: list[str], tmp_path: Path) -> None:
     # Another process, because in this one kernels are interpreted.
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,0 +1,194 @@
+"""k-means of many problems at once: spherical for the wave index (RetroInfer), Euclidean for PQ (PQCache).
+
+1. A problem is a list of rows and a number of centroids; those of a call may differ in both. They are padded, and what
+   is in the padding is never read for a result.
+2. A problem's result depends on its own rows, counts and seed alone: not on the batch that it is part of, nor on the
+   padding. On a CPU not a bit of it does.
+3. Nothing here waits for a GPU. What only saves work by looking at results (an early end, skipping a re-seeding that no
+   centroid needs) is done where looking is free, on a CPU, and changes no result: an iteration is a function of the
+   labels, so that labels that did not change stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.kernels.kmeans_assign import kmeans_assign
+from gpu_tier.kernels.kmeans_update import kmeans_update
+from gpu_tier.runtime import upload
+
+__all__ = ["lloyd", "spherical_kmeans"]
+
+
+def spherical_kmeans(
+    x: Tensor, counts: Sequence[int], n_centroids: Sequence[int], iterations: int, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Cluster rows by direction: centroids have length 1, and a row belongs to the one of its largest inner product.
+
+    Centroids begin as rows at uniform spacing. Each iteration labels the rows, ties to the lower centroid, and moves
+    centroids to the normalised mean of their rows; one without rows stays.
+
+    Args:
+        x: ``f32 [S, T, d]`` rows of S problems, centred by the caller if at all.
+        counts: rows of each problem.
+        n_centroids: centroids of each problem, at most its rows.
+        iterations: of labelling and moving; with 0 rows are labelled and no centroid moves.
+        kernels: implementation of the kernels, see `registry.get`.
+
+    Returns:
+        labels ``int32 [S, T]`` of the last labelling, -1 behind `counts`; centroids ``f32 [S, C, d]`` after the last
+        move, C the most of `n_centroids` but at least 1, and 0 behind those of a problem.
+
+    Raises:
+        ConfigError: counts do not fit.
+    """
+    problems = _Problems.of(x, counts, n_centroids, iterations)
+    centroids = problems.start_from(_uniformly_spaced)
+    centroids = torch.nn.functional.normalize(centroids, dim=-1)
+    labels, sizes = problems.labels(), problems.sizes()
+    for _ in range(max(1, iterations)):
+        kmeans_assign(x, centroids, problems.counts, problems.n_centroids, labels, metric="ip", impl=kernels)
+        if iterations:
+            kmeans_update(x, labels, centroids, sizes, spherical=True, impl=kernels)
+    return labels, centroids
+
+
+def lloyd(
+    x: Tensor,
+    counts: Sequence[int],
+    n_centroids: Sequence[int],
+    iterations: int,
+    seed: int,
+    *,
+    kernels: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cluster rows by distance: the k-means of Lloyd.
+
+    Centroids begin as random rows, each at most once; problems of equal counts take the same ones. Each iteration moves
+    centroids to the mean of their rows, those without rows to the rows farthest from their centroids (ties to the lower
+    row), and labels the rows again, ties to the lower centroid. So there is one labelling more than iterations, and
+    each row has the label of the returned centroid that is nearest.
+
+    Args:
+        x: ``f32 [S, T, d]`` rows of S problems.
+        counts: rows of each problem.
+        n_centroids: centroids of each problem, at most its rows.
+        iterations: most of them; fewer when no label of any problem changes and that can be seen without waiting.
+        seed: of the rows to begin with.
+        kernels: implementation of the kernels, see `registry.get`.
+
+    Returns:
+        centroids ``f32 [S, C, d]``, C the most of `n_centroids` but at least 1, and 0 behind those of a problem; labels
+        ``int32 [S, T]``, -1 behind `counts`; inertia ``f64 [S]``, the sum of squared distances.
+
+    Raises:
+        ConfigError: counts do not fit.
+    """
+    problems = _Problems.of(x, counts, n_centroids, iterations)
+    centroids = problems.start_from(lambda count, n: torch.randperm(count, generator=_generator(seed))[:n])
+    labels, sizes = problems.labels(), problems.sizes()
+    kmeans_assign(x, centroids, problems.counts, problems.n_centroids, labels, metric="l2", impl=kernels)
+    for _ in range(iterations):
+        kmeans_update(x, labels, centroids, sizes, spherical=False, impl=kernels)
+        problems.reseed(labels, centroids, sizes)
+        before = labels.clone()
+        kmeans_assign(x, centroids, problems.counts, problems.n_centroids, labels, metric="l2", impl=kernels)
+        if not x.is_cuda and torch.equal(labels, before):
+            break
+    inertia = [_distances(*one).clamp_min(0).sum(dtype=torch.float64) for one in zip(x, labels, centroids, strict=True)]
+    return centroids, labels, torch.stack(inertia) if inertia else x.new_zeros(0, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problems:
+    """The rows of a call and how many of them count, on the host and on the device.
+
+    Attributes:
+        x: ``f32 [S, T, d]``.
+        sizes_of: rows and centroids of each problem.
+        counts: ``int32 [S]`` rows.
+        n_centroids: ``int32 [S]``.
+        most: centroids C that there is room for, at least one.
+    """
+
+    x: Tensor
+    sizes_of: tuple[tuple[int, int], ...]
+    counts: Tensor
+    n_centroids: Tensor
+    most: int
+
+    @classmethod
+    def of(cls, x: Tensor, counts: Sequence[int], n_centroids: Sequence[int], iterations: int) -> _Problems:
+        """Return the problems of a call; raises ConfigError where its arguments do not fit."""
+        if x.ndim != 3 or x.dtype is not torch.float32:
+            raise ConfigError("x", (x.dtype, *x.shape), "must be f32 [S, T, d]")
+        if not len(counts) == len(n_centroids) == len(x):
+            raise ConfigError("counts, n_centroids", (len(counts), len(n_centroids)), f"must have {len(x)} entries")
+        if any(not 0 <= n <= count <= x.shape[1] for count, n in zip(counts, n_centroids, strict=True)):
+            allowed = f"must be 0 <= n_centroids <= counts <= {x.shape[1]}"
+            raise ConfigError("counts, n_centroids", (list(counts), list(n_centroids)), allowed)
+        if iterations < 0:
+            raise ConfigError("iterations", iterations, "must be at least 0")
+        pair = upload(torch.tensor([list(counts), list(n_centroids)], dtype=torch.int32), x.device)
+        sizes_of = tuple((int(count), int(n)) for count, n in zip(counts, n_centroids, strict=True))
+        return cls(x, sizes_of, pair[0], pair[1], max((n for _, n in sizes_of if n), default=1))
+
+    def labels(self) -> Tensor:
+        """Return room for labels."""
+        return torch.empty(self.x.shape[:2], dtype=torch.int32, device=self.x.device)
+
+    def sizes(self) -> Tensor:
+        """Return room for the sizes of clusters."""
+        return torch.empty(len(self.x), self.most, dtype=torch.int32, device=self.x.device)
+
+    def start_from(self, choose: Callable[[int, int], Tensor]) -> Tensor:
+        """Return centroids that are rows: `choose` says which, of so many rows for so many centroids."""
+        if not self.x.shape[1]:
+            return self.x.new_zeros(len(self.x), self.most, self.x.shape[2])
+        chosen = torch.full((len(self.x), self.most), -1)
+        picks = {sizes: choose(*sizes) for sizes in set(self.sizes_of)}
+        for problem, sizes in enumerate(self.sizes_of):
+            chosen[problem, : sizes[1]] = picks[sizes]
+        chosen = upload(chosen, self.x.device)
+        return _take(self.x, chosen.clamp_min(0)).masked_fill_((chosen < 0)[..., None], 0)
+
+    def reseed(self, labels: Tensor, centroids: Tensor, sizes: Tensor) -> None:
+        """Move centroids without rows to the rows farthest from their centroids."""
+        unused = (sizes == 0) & (torch.arange(self.most, device=sizes.device) < self.n_centroids[:, None])
+        if not self.x.shape[1]:
+            return
+        problems = range(len(sizes)) if sizes.is_cuda else unused.any(1).nonzero().flatten().tolist()
+        for problem in problems:
+            _reseed(self.x[problem], labels[problem], centroids[problem], unused[problem])
+
+
+def _reseed(x: Tensor, labels: Tensor, centroids: Tensor, unused: Tensor) -> None:
+    """Move the centroids of one problem that are unused: the first to the farthest row, and so on."""
+    farthest = _distances(x, labels, centroids).sort(descending=True, stable=True).indices
+    rank = unused.cumsum(0).sub_(1).clamp_(0, max(0, len(x) - 1))
+    centroids.copy_(torch.where(unused[:, None], x[farthest[rank]], centroids))
+
+
+def _distances(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
+    """Return the squared distance ``[T]`` of each row to its centroid; -1 for rows without one."""
+    apart = (x - centroids[labels.clamp_min(0)]).square_().sum(-1)
+    return torch.where(labels < 0, -1, apart)
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
+    """Return ``[S, C, d]`` rows of each problem."""
+    return x.gather(1, rows[..., None].expand(*rows.shape, x.shape[2]))
+
+
+def _uniformly_spaced(count: int, n: int) -> Tensor:
+    """Return n of `count` rows at uniform spacing; none if there are none."""
+    return torch.arange(n) * count // max(1, n)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
