@@ -32,9 +32,15 @@ class Event(ABC):
 
 
 class DeviceRuntime(ABC):
-    """Streams and events of one device."""
+    """Streams and events of one device.
+
+    Attributes:
+        device: where tensors live.
+        device_name: what the device is, as its maker calls it.
+    """
 
     device: torch.device
+    device_name: str
 
     @abstractmethod
     def stream(self, name: str) -> Any:
@@ -73,6 +79,7 @@ class NullRuntime(DeviceRuntime):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.device_name = "cpu"
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -112,6 +119,7 @@ class CudaRuntime(DeviceRuntime):
             allowed = f"must be the current one, cuda:{current}; call torch.cuda.set_device({device.index}) before"
             raise ConfigError("device", str(device), allowed)
         self.device = torch.device("cuda", current)
+        self.device_name = torch.cuda.get_device_name(current)
         self._streams = {name: torch.cuda.Stream(self.device) for name in ("h2d", "d2h", "upd")}
 
     def _named(self, name: str) -> torch.cuda.Stream:
