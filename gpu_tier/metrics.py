@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.manager.prefixes import PrefixCounters
+from gpu_tier.manager.token_blocks import TokenBlockPolicy
+from gpu_tier.manager.wave_buffer import WaveBuffer
 from gpu_tier.trackers import RequestState
 
 __all__ = ["Figure", "figures", "prometheus_text"]
@@ -62,28 +64,48 @@ def _requests(coordinator: SparseCoordinator) -> Iterator[Figure]:
 
 def _pages(coordinator: SparseCoordinator) -> Iterator[Figure]:
     manager = coordinator.manager
-    for pool, allocator in (("device", manager.device.allocator), ("host", manager.host.allocator)):
-        text = "Pages of the pools: in use, and all."
-        for state, value in (("used", allocator.in_use), ("total", allocator.num_pages)):
+    store = manager.blocks.store if manager.blocks else None
+    pools = {"device": manager.device.allocator, "host": manager.host.allocator}
+    pages = {name: (allocator.in_use, allocator.num_pages) for name, allocator in pools.items()}
+    pages["clusters"] = (store.allocator.in_use, store.allocator.num_pages) if store else (0, 0)
+    text = "Pages of the pools: in use, and all. Those of clusters are extents of their store."
+    for pool, (used, total) in pages.items():
+        for state, value in (("used", used), ("total", total)):
             yield Figure("kvcm_gpu_tier_pages", "gauge", text, value, (("pool", pool), ("state", state)))
     text = "Host pages kept for prefixes although no request holds them."
     yield Figure("kvcm_gpu_tier_host_cached_pages", "gauge", text, manager.host.allocator.cached)
 
 
 def _residency(coordinator: SparseCoordinator) -> Iterator[Figure]:
-    policy = coordinator.manager.policy
-    counts = (0, 0, 0, 0)
-    if isinstance(policy, LruDiffPolicy):
-        c = policy.counters
-        counts = (c.selected, c.hits, c.loads, c.promotions)
+    counts = _items(coordinator)
     texts = {
-        "selected": "Items that attention asked for, all layers and heads.",
+        "selected": "Items that attention asked for, all layers and heads; of clusters their tokens.",
         "hits": "Those that were on the device.",
         "loads": "Those that were loaded from host memory.",
         "promotions": "Newest items that moved into the buffer.",
+        "admitted": "Blocks (of clusters: clusters) that came into the block cache.",
+        "evicted": "Those that it gave up.",
     }
     for (name, text), value in zip(texts.items(), counts, strict=True):
         yield Figure(f"kvcm_gpu_tier_{name}_items_total", "counter", text, value)
+    text = "Clusters that were estimated because they did not fit into the execution buffer."
+    overflow = coordinator.algorithm.exec_overflow
+    yield Figure("kvcm_gpu_tier_overflowing_clusters_total", "counter", text, overflow)
+
+
+def _items(coordinator: SparseCoordinator) -> tuple[int, int, int, int, int, int]:
+    """Return selected, hits, loads, promotions, admitted and evicted items."""
+    policy = coordinator.manager.policy
+    if isinstance(policy, LruDiffPolicy):
+        of_lru = policy.counters
+        return of_lru.selected, of_lru.hits, of_lru.loads, of_lru.promotions, 0, 0
+    if isinstance(policy, TokenBlockPolicy):
+        c = policy.counters
+        return c.selected, c.hits, c.selected - c.hits, 0, c.admissions, c.evictions
+    if isinstance(policy, WaveBuffer):
+        w = policy.counters
+        return w.tokens, w.token_hits, w.tokens - w.token_hits, 0, w.admissions, w.evictions
+    return 0, 0, 0, 0, 0, 0
 
 
 def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
@@ -94,8 +116,15 @@ def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
         yield Figure("kvcm_gpu_tier_transferred_bytes_total", "counter", text, value, (("way", way),))
     text = "Bytes of the pools."
     resident = coordinator.resident.pool.nbytes if coordinator.resident else 0
-    sizes = (("device", manager.device.nbytes), ("resident_layers", resident), ("host", manager.host.nbytes))
-    for pool, size in sizes:
+    blocks = manager.blocks
+    sizes = {
+        "device": manager.device.nbytes,
+        "execution": blocks.execution.nbytes if blocks else 0,
+        "resident_layers": resident,
+        "host": manager.host.nbytes,
+        "clusters": blocks.policy.host_bytes if blocks else 0,
+    }
+    for pool, size in sizes.items():
         yield Figure("kvcm_gpu_tier_pool_bytes", "gauge", text, size, (("pool", pool),))
     text = "Bytes of what algorithms choose by, of the requests at hand."
     used = sum(coordinator.algorithm.representation_bytes(t.seq_len) for t in coordinator.trackers)

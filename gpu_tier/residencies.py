@@ -173,9 +173,14 @@ def _blocks(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, parts: Pa
     execution = ExecutionBuffer(context.geometry, context.max_requests, algorithm.max_execution_tokens, context.runtime)
     if isinstance(context.config.algo, PQCacheConfig):
         return BlockResidency(_token_blocks(context, context.config.algo, execution, parts), execution)
-    policy = _wave_buffer(context, context.settings(RetroInferConfig), execution, parts)
+    settings = context.settings(RetroInferConfig)
+    store = WaveStore(context.geometry, settings, parts.store_bytes, context.runtime)
+    policy = WaveBuffer(
+        context.geometry, settings, store, parts.arena, execution, parts.rows, context.runtime,
+        max_requests=context.max_requests, kernels=context.config.kernels,
+    )  # fmt: skip
     algorithm.sink = policy
-    return BlockResidency(policy, execution)
+    return BlockResidency(policy, execution, store)
 
 
 def _token_blocks(
@@ -184,16 +189,6 @@ def _token_blocks(
     return TokenBlockPolicy(
         settings, execution, parts.host_tokens, parts.transfer, context.runtime, max_requests=context.max_requests,
         max_tokens=context.max_tokens, debug_checks=context.config.debug_checks,
-    )  # fmt: skip
-
-
-def _wave_buffer(
-    context: AlgorithmContext, settings: RetroInferConfig, execution: ExecutionBuffer, parts: Parts
-) -> WaveBuffer:
-    store = WaveStore(context.geometry, settings, parts.store_bytes, context.runtime)
-    return WaveBuffer(
-        context.geometry, settings, store, parts.arena, execution, parts.rows, context.runtime,
-        max_requests=context.max_requests, kernels=context.config.kernels,
     )  # fmt: skip
 
 

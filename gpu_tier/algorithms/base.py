@@ -196,6 +196,11 @@ class BaseSparseAlgorithm(ABC):
         """
         raise StateError(f"{type(self).__name__} has no steady zone")
 
+    @property
+    def exec_overflow(self) -> int:
+        """Items that were estimated and not attended to because the execution buffer was full; waits for the device."""
+        return 0
+
     def estimate(self, queries: Tensor, layer_id: int, batch: ForwardBatch, selection: Selection) -> Partial | None:
         """Return the estimated attention over `selection.estimate`, None when there is none."""
         return None

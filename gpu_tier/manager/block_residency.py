@@ -17,6 +17,7 @@ from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.manager.buffers import SparseBuffers
 from gpu_tier.manager.execution_buffer import ExecutionBuffer
 from gpu_tier.manager.policy import BlockPolicy
+from gpu_tier.manager.wave_store import WaveStore
 from gpu_tier.types import SteadyRing
 
 __all__ = ["BlockResidency"]
@@ -36,11 +37,13 @@ class BlockResidency:
     Args:
         policy: decides what is cached.
         execution: what a layer attends to.
+        store: where the policy keeps clusters on the host; None when the host pool has all.
     """
 
-    def __init__(self, policy: BlockPolicy, execution: ExecutionBuffer) -> None:
+    def __init__(self, policy: BlockPolicy, execution: ExecutionBuffer, store: WaveStore | None = None) -> None:
         self.policy = policy
         self.execution = execution
+        self.store = store
         self._buffers: dict[int, _Buffer] = {}
 
     def capacity(self, ring: SteadyRing, n_tokens: int) -> int:

@@ -20,7 +20,6 @@ from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.index.wave_segment import SegmentSink, WaveSegment
-from gpu_tier.manager.wave_buffer import WaveBuffer
 from gpu_tier.rows import KVDtype
 from gpu_tier.trackers import RequestState
 from gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
@@ -226,7 +225,7 @@ class Traffic:
         if (zone := selection.steady) is None:
             return items
         first = zone.firsts[row]
-        return torch.cat([torch.arange(min(zone.sink, n)), torch.arange(first, n), items])
+        return torch.cat([torch.arange(min(zone.sink, n)), torch.arange(min(first, n), n), items])
 
     def _items(self, selection: Selection, layer: int, request: int, row: int, head: int) -> Tensor:
         head = head if selection.indices.shape[1] > 1 else 0
@@ -334,8 +333,8 @@ class Traffic:
         for owner in (c.algorithm, manager.policy):
             if (pool := getattr(owner, "pool", None)) is not None:
                 assert pool.allocator.in_use == 0
-        if isinstance(manager.policy, WaveBuffer):
-            assert manager.policy.wave_store.allocator.in_use == 0
+        if manager.blocks is not None and manager.blocks.store is not None:
+            assert manager.blocks.store.allocator.in_use == 0
 
 
 def _slots(meta: AttnMetadata, row: int, head: int) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from drawn_tokens import DrawnTokens
 from layer_traffic import Shape, Traffic
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_tier.algorithms import registry
 from gpu_tier.manager.prefixes import PrefixCounters
 from gpu_tier.metrics import figures, prometheus_text
 
@@ -39,6 +42,29 @@ def test_figures_follow_the_traffic() -> None:
     end = values(traffic)
     assert end["kvcm_gpu_tier_pages", "device", "used"] == end["kvcm_gpu_tier_pages", "host", "used"] == 0
     assert end["kvcm_gpu_tier_representation_bytes",] == 0
+
+
+def test_figures_of_a_block_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ALGORITHMS, "pqcache", DrawnTokens)
+    algo = {"init": 4, "token_budget": 16, "cache_tokens": 16, "block": 4, "k_cache": 3}
+    traffic = Traffic(Shape(), {"algorithm": "pqcache", "min_sparse_prompt_len": 24, "algo": algo})
+    request = traffic.begin(70, seed=1)
+    traffic.prompt([request])
+    start = values(traffic)
+    for _ in range(10):
+        traffic.decode([request])
+    now, blocks = values(traffic), traffic.coordinator.manager.blocks
+    assert blocks is not None
+    names = ("selected", "hits", "loads", "admitted", "evicted")
+    selected, hits, loads, admitted, evicted = (now[f"kvcm_gpu_tier_{name}_items_total",] for name in names)
+    assert selected == hits + loads == 10 * 3 * 2 * 8  # steps, layers, heads, tokens
+    assert min(hits, evicted) > 0
+    assert admitted >= evicted
+    row = traffic.shape.geometry.token_layer_bytes / 2
+    way = ("kvcm_gpu_tier_transferred_bytes_total", "h2d")
+    assert now[way] - start[way] == loads * row + admitted * 4 * 2 * row
+    assert now["kvcm_gpu_tier_pool_bytes", "execution"] == blocks.execution.nbytes
+    assert now["kvcm_gpu_tier_pages", "clusters", "total"] == 0
 
 
 def test_the_text_is_prometheus_format() -> None:
