@@ -23,17 +23,13 @@ from quality_report import publish_report
 from recall_table import RECALL_SIZES, recall_rows
 from report import Row, arguments, publish
 
+from gpu_tier.eval.concentration import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
 from gpu_tier.eval.hitrate import HitRate, exact_selections, hit_rates
 from gpu_tier.eval.methods import BASELINES
-from gpu_tier.eval.metrics import attention_weights, steady_tokens
-from gpu_tier.eval.synth import KVSample, Regime, kv
+from gpu_tier.eval.synth import Regime, kv
 from gpu_tier.eval.traces import simulate, trace
 
 RATIOS = (1.0, 2.0, 4.0)
-
-# What S1 was made to have at n = 32K: attention in the top 1.8 %, and how much of the top 100 the next step keeps.
-EXPECTED_MASS = {Regime.SHARP: 0.99, Regime.MID: 0.86, Regime.DIFFUSE: 0.50}
-EXPECTED_OVERLAP = {Regime.SHARP: 0.71, Regime.MID: 0.65, Regime.DIFFUSE: 0.57}
 
 
 @dataclass(frozen=True)
@@ -52,24 +48,24 @@ QUICK = Size(tokens=8192, steps=4, seeds=1, cache_steps=16)
 
 def property_rows(samples: Samples, is_quick: bool) -> Iterator[Row]:
     """Yield how concentrated and how steady S1's attention is."""
-    for regime, regime_samples in samples.items():
-        mass, overlap = zip(*map(_concentration, regime_samples), strict=True)
-        for metric, values, expected in (
-            ("attention in the top 1.8 %", mass, EXPECTED_MASS[regime]),
-            ("top-100 overlap of steps", overlap, EXPECTED_OVERLAP[regime]),
-        ):
-            value = fmean(values)
-            ok = None if is_quick else abs(value - expected) <= 0.05
-            yield Row(f"S1 {regime}", metric, value, "share", expected, value / expected, "within 0.05 of", ok)
-
-
-def _concentration(x: KVSample) -> tuple[float, float]:
-    steady = steady_tokens(len(x.k))
-    mass = attention_weights(x.q, x.k, x.scale).sum(1)[:, ~steady]
-    mass = mass / mass.sum(1, keepdim=True)
-    chosen = torch.zeros_like(mass, dtype=torch.bool).scatter_(1, mass.topk(100).indices, True)
-    top = mass.topk(round(0.018 * len(x.k))).values.sum(1)
-    return float(top.mean()), float((chosen[1:] & chosen[:-1]).sum(1).float().mean() / 100)
+    for regime, of_regime in samples.items():
+        found, expected = [concentration(x) for x in of_regime], EXPECTED[regime]
+        for field, metric in (
+            ("mass", "a head's attention in its top 1.8 %"), ("overlap", "top-100 overlap of steps"),
+            ("wide_overlap", "top-1.8 % overlap of steps"),
+        ):  # fmt: skip
+            value, want = fmean(getattr(one, field) for one in found), getattr(expected, field)
+            ok = None if is_quick else abs(value - want) <= TOLERANCE
+            target = f"within {TOLERANCE} of"
+            yield Row(f"S1 {regime}", metric, value, "share", want, value / want, target, ok)
+        error = fmean(one.exact_error for one in found)
+        if expected.exact_error:
+            ratio = error / expected.exact_error
+            ok = None if is_quick else abs(ratio - 1) <= ERROR_TOLERANCE
+            yield Row(
+                f"S1 {regime}", "rel_err of the exact top 1.8 %", error, "", expected.exact_error, ratio,
+                f"within {ERROR_TOLERANCE:.0%} of", ok,
+            )  # fmt: skip
 
 
 def quality_rows(measured: list[Measured], is_quick: bool) -> Iterator[Row]:

@@ -97,20 +97,28 @@ class Driven:
         """Tokens of each cluster, ``int64 [m]``."""
         return torch.tensor([len(tokens) for tokens in self._members.tokens])
 
+    @property
+    def step(self) -> ForwardBatch:
+        """The decode step that all queries are of: the context does not grow."""
+        return _batch(Mode.DECODE, len(self._sample.k), 1)
+
+    def selections(self) -> list[Selection]:
+        """Return the selection of each step of the sample."""
+        everyone = torch.ones(1, dtype=torch.bool)
+        return [self.algorithm.retrieve_topk(q[None], 0, self.step, everyone) for q in self._sample.q]
+
     def choices(self) -> Choices:
         """Return what the algorithm attends to in each step of the sample."""
-        n = len(self._sample.k)
-        step = _batch(Mode.DECODE, n, 1)
-        everyone = torch.ones(1, dtype=torch.bool)
-        queries = [q[None] for q in self._sample.q]
-        found = [self.algorithm.retrieve_topk(q, 0, step, everyone) for q in queries]
+        n, step = len(self._sample.k), self.step
+        found = self.selections()
         steady = _steady(found[0], n)
         return Choices(
             selected=torch.stack([self._mask(selection, n) | steady for selection in found]),
             estimated=torch.stack([self._mask(selection.estimate, n) for selection in found]),
             steady=steady,
             estimates=tuple(
-                self.algorithm.estimate(q, 0, step, selection) for q, selection in zip(queries, found, strict=True)
+                self.algorithm.estimate(q[None], 0, step, selection)
+                for q, selection in zip(self._sample.q, found, strict=True)
             ),
             ids=tuple(_ids(selection) for selection in found),
         )

@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from statistics import fmean
 
 import pytest
 import torch
-from torch import Tensor
 
-from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv, rotated
-
-SINKS, LOCAL = 4, 64
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Means over seeds at n = 8K, and how far they may be off."""
-
-    mass: float
-    overlap: float
-    tolerance: float = 0.06
-
-
-EXPECTED = {
-    Regime.SHARP: Expected(0.98, 0.78),
-    Regime.MID: Expected(0.85, 0.76),
-    Regime.DIFFUSE: Expected(0.57, 0.72),
-}
-
-
-def weights(sample: KVSample) -> Tensor:
-    """Return the attention of each step over the tokens that need retrieval, summed over the group, sums of 1."""
-    mass = torch.softmax(sample.q @ sample.k.T * sample.scale, -1).sum(1)[:, SINKS:-LOCAL]
-    return mass / mass.sum(1, keepdim=True)
-
-
-def overlap(mass: Tensor, k: int) -> float:
-    """Return how much of a step's top k is in the next step's."""
-    chosen = torch.zeros_like(mass, dtype=torch.bool).scatter_(1, mass.topk(k).indices, True)
-    return float((chosen[1:] & chosen[:-1]).sum(1).float().mean() / k)
+from gpu_tier.eval.concentration import ERROR_TOLERANCE, EXPECTED, TOLERANCE, concentration
+from gpu_tier.eval.methods import OBSERVED
+from gpu_tier.eval.synth import Adversarial, Regime, adversarial, kv, rotated
 
 
 @pytest.mark.parametrize("regime", Regime)
 def test_attention_is_as_concentrated_and_as_steady_as_the_regime_says(regime: Regime) -> None:
-    masses = [weights(kv(8192, 128, 16, 4, regime, seed)) for seed in range(4)]
-    top = torch.tensor([float(mass.topk(round(0.018 * 8192)).values.sum(1).mean()) for mass in masses])
-    steady = torch.tensor([overlap(mass, 100) for mass in masses])
+    found = [concentration(kv(32768, 128, 16, 4, regime, seed, observed=OBSERVED)) for seed in range(4)]
     expected = EXPECTED[regime]
-    assert float(top.mean()) == pytest.approx(expected.mass, abs=expected.tolerance)
-    assert float(steady.mean()) == pytest.approx(expected.overlap, abs=expected.tolerance)
+    for field in ("mass", "overlap", "wide_overlap"):
+        mean = fmean(getattr(one, field) for one in found)
+        assert mean == pytest.approx(getattr(expected, field), abs=TOLERANCE), field
+    if expected.exact_error:
+        assert fmean(one.exact_error for one in found) == pytest.approx(expected.exact_error, rel=ERROR_TOLERANCE)
+    assert all(one.lasting < one.overlap for one in found)
+
+
+def test_equal_attention_has_no_top() -> None:
+    flat = adversarial(Adversarial.EQUAL, 1000, 32, 3, 2, seed=0)
+    assert concentration(flat).mass == pytest.approx(0.018, rel=1e-3)
 
 
 def test_a_seed_gives_the_same_sample_and_another_gives_another() -> None:
