@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from check_case import Check, Outputs, Sizes, ragged
+from cluster_checks import cluster_checks
 from clustering_checks import clustering
 from pinned_pool import pinned_pool
 from sliding_trace import SlidingTrace
@@ -42,6 +43,7 @@ def checks(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
         *_attention(runtime, sizes), _merge(runtime, sizes), *_top_k(runtime, sizes), _quest(runtime, sizes),
         _indexer(runtime, sizes), *_lru(runtime, sizes), *_transfers(runtime), _dma(runtime), _gather(runtime),
         *clustering(runtime, sizes),
+        *cluster_checks(runtime, sizes),
     ]  # fmt: skip
 
 

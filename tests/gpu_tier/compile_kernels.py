@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
+from gpu_tier.index.meta_pages import MetaViews, empty_meta_page
+from gpu_tier.kernels.centroid_score import centroid_score
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.indexer_score import indexer_score
@@ -21,10 +23,12 @@ from gpu_tier.kernels.io_transfer import io_transfer
 from gpu_tier.kernels.kmeans_assign import kmeans_assign
 from gpu_tier.kernels.kmeans_update import kmeans_update
 from gpu_tier.kernels.lse_merge import lse_merge
+from gpu_tier.kernels.pq_score import pq_score
 from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.kernels.segment_sum import segment_sum
 from gpu_tier.kernels.topk_select import topk_select
+from gpu_tier.kernels.weighted_attn import weighted_attn
 from gpu_tier.rows import KVDtype, RowFormat, Rows
 from gpu_tier.types import CopyRuns, LayerKV
 
@@ -79,6 +83,40 @@ def _indexer_score() -> None:
     indexer_score(q8, torch.zeros(2, 64), keys, table, 64, table[:, 0].clone(), out, impl="triton")
 
 
+def _meta_index(heads: int, dims: int, v_dims: int) -> MetaViews:
+    return MetaViews.of(empty_meta_page(heads, dims, v_dims).repeat(3, 1), heads, dims, v_dims)
+
+
+def _centroid_score() -> None:
+    for heads, group, dims, dtype in (
+        (2, 4, 128, torch.bfloat16),
+        (2, 1, 80, torch.float32),
+        (1, 16, 576, torch.bfloat16),
+    ):
+        views, table = _meta_index(heads, dims, 128), torch.zeros(2, 3, dtype=INT)
+        q = torch.zeros(2, heads * group, dims, dtype=dtype)
+        out = torch.zeros(2, heads * group, 192)
+        centroid_score(q, views.centroids, views.log_size, table, table[:, 0].clone(), 0.1, out, impl="triton")
+
+
+def _weighted_attn() -> None:
+    for heads, group, dims, v_dims, dtype in (
+        (2, 4, 128, 128, torch.bfloat16), (2, 1, 80, 64, torch.float32), (1, 128, 576, 512, torch.bfloat16)
+    ):  # fmt: skip
+        views, table = _meta_index(heads, dims, v_dims), torch.zeros(2, 3, dtype=INT)
+        q, ids = torch.zeros(2, heads * group, dims, dtype=dtype), torch.zeros(2, heads, 90, dtype=INT)
+        outputs = torch.zeros(2, heads * group, v_dims), torch.zeros(2, heads * group)
+        index = views.centroids, views.value_sums, views.log_size
+        weighted_attn(q, *index, table, ids, ids[..., 0].clone(), 0.1, *outputs, impl="triton")
+
+
+def _pq_score() -> None:
+    for parts, bits in ((2, 6), (4, 8), (3, 4)):
+        table, pages = torch.zeros(2, 8, parts, 2**bits), torch.zeros(2, 4, dtype=INT)
+        codes, limits = torch.zeros(9, 64, 2, parts, dtype=torch.uint8), pages[:, 0].clone()
+        pq_score(table, codes, pages, limits, limits, torch.zeros(2, 8, 256), impl="triton")
+
+
 def _decode_attn_token() -> None:
     form = RowFormat(128, KVDtype.BF16)
     rows = Rows(torch.zeros(256, 2, form.row_bytes, dtype=torch.uint8), form)
@@ -119,6 +157,9 @@ CASES: dict[str, Callable[[], None]] = {
     "kmeans_assign": _kmeans_assign,
     "kmeans_update": _kmeans_update,
     "segment_sum": _segment_sum,
+    "centroid_score": _centroid_score,
+    "weighted_attn": _weighted_attn,
+    "pq_score": _pq_score,
 }
 
 

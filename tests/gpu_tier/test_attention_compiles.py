@@ -59,6 +59,17 @@ def test_bounds_are_read_in_wide_pieces(launches: Launches) -> None:
     assert launches["quest 32", "_score"]["tensor_cores"]
 
 
+@pytest.mark.parametrize("case", ["8x4-d128-torch.bfloat16", "1x128-d576-torch.bfloat16", "8x1-d128-torch.float32"])
+def test_clusters_are_read_in_wide_pieces(launches: Launches, case: str) -> None:
+    score, estimate = launches[f"clusters {case}", "_score"], launches[f"clusters {case}", "_estimate"]
+    assert score["loads"] == max(estimate["copies"]) == 16
+    assert bool(score["tensor_cores"]) == bool(estimate["tensor_cores"]) == case.endswith("bfloat16")
+
+
+def test_scores_of_codes_that_fill_words_of_two_and_four_bytes_compile(launches: Launches) -> None:
+    assert {case for case, _ in launches} >= {"codes 2", "codes 4"}
+
+
 def test_the_indexer_multiplies_in_fp8(launches: Launches) -> None:
     assert "e4m3.e4m3" in launches["indexer", "_score"]["tensor_cores"][0]
 

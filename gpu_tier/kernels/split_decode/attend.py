@@ -21,7 +21,7 @@ from gpu_tier.kernels.tuning import Tiling, is_capturing, next_power_of_2, proce
 from gpu_tier.rows import KVDtype
 from gpu_tier.types import LayerKV
 
-__all__ = ["attend"]
+__all__ = ["attend", "partials"]
 
 _MOST_F32_DIMS = 256  # of rows that programs hold more than 16 heads of: products of f32 take no tensor cores
 
@@ -61,12 +61,12 @@ def _attend(
     if splits == 1:
         pieces(out_o[None], out_lse[None])
         return
-    o, lse = _partials(q.device, splits, *out_o.shape)
+    o, lse = partials(q.device, splits, *out_o.shape)
     pieces(o, lse)
     merge(o, lse, out_o, out_lse)
 
 
-def _partials(device: torch.device, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+def partials(device: torch.device, splits: int, rows: int, heads: int, dims: int) -> tuple[Tensor, Tensor]:
     """Return room for partial results: outputs ``[S, B, Hq, dv]`` and log-sum-exps ``[S, B, Hq]``."""
     numbers = splits * rows * heads
     room = scratch(device, torch.float32, numbers * (dims + 1))

@@ -21,7 +21,7 @@ from gpu_tier.kernels.split_decode.operands import SlotTable, operands_of, tile_
 from gpu_tier.kernels.tuning import Tiling, interpreting, tunable
 from gpu_tier.types import LayerKV
 
-__all__ = ["kernel", "launch"]
+__all__ = ["fold", "kernel", "launch", "operand", "piece", "write"]
 
 triton: Any = import_module("triton")  # optional, and without types
 tl: Any = import_module("triton.language")
@@ -39,7 +39,7 @@ def _slots(table: "Any", position: "Any", inside: "Any", PAGE_TOKENS: tl.constex
 
 
 @_jit
-def _operand(x: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
+def operand(x: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
     """Return a tile in the type that dots take; the interpreter's arithmetic is right in f32 only."""
     if UPCAST:
         return x.to(tl.float32)
@@ -59,7 +59,7 @@ def _plain_rows(
     """Return ``[BLOCK_N, PADDED]`` numbers of rows that begin at the offsets `row`."""
     dim = tl.arange(0, PADDED)
     x = tl.load(data + row[:, None] + dim[None, :], mask=valid[:, None] & (dim < N)[None, :], other=0.0)
-    return _operand(x, DTYPE, UPCAST)
+    return operand(x, DTYPE, UPCAST)
 
 
 @_jit
@@ -86,7 +86,7 @@ def _scaled_rows(
         scale + scale_row[:, None] + group[None, :], mask=valid[:, None] & (group < GROUPS)[None, :], other=0.0
     )
     x = x * factors[:, :, None]
-    return _operand(tl.reshape(x, (x.shape[0], GROUPS_PADDED * GROUP_PADDED)), DTYPE, UPCAST)
+    return operand(tl.reshape(x, (x.shape[0], GROUPS_PADDED * GROUP_PADDED)), DTYPE, UPCAST)
 
 
 @_jit
@@ -103,11 +103,11 @@ def _tile_dims(
 @_jit
 def _queries(q: "Any", real: "Any", dim: "Any", exists: "Any", DTYPE: tl.constexpr, UPCAST: tl.constexpr) -> "Any":
     """Return ``[BLOCK_M, dims]`` numbers of the queries that begin at the pointers `q`."""
-    return _operand(tl.load(q + dim[None, :], mask=real[:, None] & exists[None, :], other=0.0), DTYPE, UPCAST)
+    return operand(tl.load(q + dim[None, :], mask=real[:, None] & exists[None, :], other=0.0), DTYPE, UPCAST)
 
 
 @_jit
-def _fold(score: "Any", highest: "Any", total: "Any") -> "Any":
+def fold(score: "Any", highest: "Any", total: "Any") -> "Any":
     """Return a tile's weights, what earlier sums shrink by, and the running maximum and sum with it."""
     raised = tl.maximum(highest, tl.max(score, axis=1))
     base = tl.where(raised == -float("inf"), 0.0, raised)
@@ -117,7 +117,7 @@ def _fold(score: "Any", highest: "Any", total: "Any") -> "Any":
 
 
 @_jit
-def _piece(
+def piece(
     lens: "Any",
     split: "Any",
     splits: "Any",
@@ -126,13 +126,13 @@ def _piece(
 ) -> "Any":
     """Return where a piece of a row's tokens begins and ends; the length of the row is where `lens` points."""
     length = tl.minimum(tl.load(lens), capacity)
-    piece = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
-    start = split * piece
-    return start, tl.minimum(start + piece, length)
+    tokens = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    start = split * tokens
+    return start, tl.minimum(start + tokens, length)
 
 
 @_jit
-def _write(
+def write(
     o: "Any",
     lse: "Any",
     acc: "Any",
@@ -214,7 +214,7 @@ def _split(
     split = tl.program_id(1)
     selector = 0 if SHARED_TABLE else head
 
-    start, stop = _piece(lens + row * lens_row + selector * lens_head, split, splits, capacity, BLOCK_N)
+    start, stop = piece(lens + row * lens_row + selector * lens_head, split, splits, capacity, BLOCK_N)
 
     member = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = member < GROUP_HEADS
@@ -256,7 +256,7 @@ def _split(
             score *= tl.load(k_scale + s_row, mask=valid, other=0.0)[None, :]
         score = tl.where(valid[None, :], score, -float("inf"))
 
-        weight, shrink, highest, total = _fold(score, highest, total)
+        weight, shrink, highest, total = fold(score, highest, total)
         if LATENT:
             values = keys
         else:
@@ -266,7 +266,7 @@ def _split(
                 f_row = (slot * v_scale_slot + head * v_scale_head) * V_SCALE_ALIGN
                 v_factor = tl.load(v_scale + f_row, mask=valid, other=0.0)
                 weight *= v_factor[None, :]
-        acc = tl.dot(_operand(weight, DTYPE, UPCAST), values, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(operand(weight, DTYPE, UPCAST), values, acc * shrink[:, None], input_precision="ieee")
 
     if LATENT:
         v_dim, v_exists = k_dim, k_exists
@@ -278,7 +278,7 @@ def _split(
     out_row = (row * heads + head) * GROUP_HEADS + member
     o_at = o + split.to(tl.int64) * o_split + out_row * V_DIMS
     lse_at = lse + split.to(tl.int64) * lse_split + out_row
-    _write(o_at, lse_at, acc, highest, total, real, written, v_dim, v_exists)
+    write(o_at, lse_at, acc, highest, total, real, written, v_dim, v_exists)
 
 
 # The first that fits a shape is the default, and spills no registers on a GPU of compute capability 9.0.
