@@ -6,6 +6,7 @@ from gpu_tier.algorithms.base import AlgorithmContext, BaseSparseAlgorithm
 from gpu_tier.algorithms.dsa import DSA
 from gpu_tier.algorithms.full import FullAttention
 from gpu_tier.algorithms.oracle import Oracle
+from gpu_tier.algorithms.pqcache import PQCache
 from gpu_tier.algorithms.quest import Quest
 from gpu_tier.algorithms.snapkv import SnapKV
 from gpu_tier.algorithms.streaming_llm import StreamingLLM
@@ -21,6 +22,7 @@ ALGORITHMS: dict[str, type[BaseSparseAlgorithm]] = {
     "dsa": DSA,
     "quest": Quest,
     "snapkv": SnapKV,
+    "pqcache": PQCache,
 }
 
 

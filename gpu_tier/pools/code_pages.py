@@ -182,8 +182,8 @@ class CodePages:
             host[ids[0], : start % size] = tail[: start % size].cpu()
         tokens = torch.arange(start, stop)
         host[ids[tokens // size - first], tokens % size] = codes.cpu()
-        if stop % size:
-            tail.copy_(upload(host[ids[-1]], tail.device))
+        # Of a complete page, too: a step that is broken off and planned anew writes the tail to the host again.
+        tail.copy_(upload(host[ids[-1]], tail.device))
 
     def append(self, layer: int, where: Appending, codes: Tensor) -> None:
         """Write the codes of a decode step, ``uint8 [B, H, m]``; does not wait."""

@@ -1,0 +1,136 @@
+"""What PQCache holds: clustering anew, exact bytes, and that a request leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm_rig import PAGE, ROWS, Rig, ids, mha
+from pqcache_rig import PQRig, codebook_of, codes_of, plain_selection
+
+from gpu_tier.errors import ConfigError, PoolExhaustedError
+from gpu_tier.index import pq
+from gpu_tier.types import Mode
+
+# Clustering anew.
+
+
+def test_all_is_clustered_anew_when_it_is_time() -> None:
+    rig = PQRig(rebuild_every=10)
+    rig.add({0: 60, 1: 47}, spare=30)
+    local = rig.pq.budgets.tokens(60)[0]
+    for step in range(1, 30):
+        before = {layer: codebook_of(rig, layer, 0) for layer in rig.geometry.layers}
+        for layer, selection in rig.step([0, 1]).items():
+            assert ids(selection, 0) == plain_selection(rig, layer, 0, 0, before[layer], n_prompt=60)[1]
+        for layer in rig.geometry.layers:
+            keys = rig.all_keys(layer, 0)
+            if step % 10 == 0:
+                assert torch.equal(
+                    codebook_of(rig, layer, 0), pq.train(keys[4 : 60 + step - local], rig.pq.shape, 3, 0)
+                )
+            else:
+                assert torch.equal(codebook_of(rig, layer, 0), before[layer])
+            assert torch.equal(codes_of(rig, layer, 0, 60 + step), pq.encode(keys, codebook_of(rig, layer, 0)))
+
+
+def test_a_step_that_is_broken_off_while_clustering_is_made_good() -> None:
+    """The first layer is clustered anew, then the step is planned again: the others must not see half an index."""
+    rig = PQRig(rebuild_every=5)
+    rig.add({0: 59}, spare=10)
+    for _ in range(4):
+        rig.step([0])
+    rig.n[0] += 1
+    rig.algorithm.reserve(0, 64)
+    rig.decode(0, rig.batch(Mode.DECODE, [0], [1]))
+    rig.n[0] -= 1
+    for _ in range(2):
+        for layer, selection in rig.step([0]).items():
+            codebook = codebook_of(rig, layer, 0)
+            if rig.n[0] == 65:
+                assert ids(selection, 0) == plain_selection(rig, layer, 0, 0, codebook, n_prompt=59)[1]
+    for layer in rig.geometry.layers:
+        keys = rig.all_keys(layer, 0)
+        assert torch.equal(codebook_of(rig, layer, 0), pq.train(keys[4 : 64 - 8], rig.pq.shape, 3, 0))
+        assert torch.equal(codes_of(rig, layer, 0, 65), pq.encode(keys, codebook_of(rig, layer, 0)))
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("n", [1, PAGE, PAGE + 1, 100])
+@pytest.mark.parametrize("turns", ["extend", "per_turn"])
+def test_the_bytes_of_a_request_are_those_that_are_allocated(n: int, turns: str) -> None:
+    rig = PQRig(turns=turns)
+    rig.add({0: n})
+    pages = rig.pq.codes
+    held = pages.pool.allocator.in_use * (pages.pool.layer(0)[0].numel() + pages.pool.layer(1)[0].numel())
+    fixed = rig.pq.codebooks.nbytes // ROWS + pages.tail[:, 0].numel()
+    assert rig.pq.representation_bytes(n) == held + fixed
+    books = 1 if turns == "extend" else 2
+    assert rig.pq.representation_bytes(n) == books * 3 * 2 * 8 * 8 * 2 + (2 * -(-n // PAGE) + 3) * PAGE * 4
+
+
+def test_a_request_leaves_nothing_to_the_next_one() -> None:
+    used, fresh = PQRig(), PQRig()
+    used.add({0: 200, 1: 300}, spare=20)
+    for _ in range(20):
+        used.step([0, 1])
+    used.source.of.clear()
+    for request in (0, 1, 5):
+        used.algorithm.free(request)
+    assert used.pq.codes.pool.allocator.in_use == 0
+    assert not used.pq.codebooks.any()
+    for rig in (used, fresh):
+        rig.source.random.manual_seed(5)
+        rig.add({0: 66}, spare=5)
+    for _ in range(5):
+        ours, theirs = used.step([0]), fresh.step([0])
+        for layer in fresh.geometry.layers:
+            assert torch.equal(ours[layer].indices, theirs[layer].indices)
+
+
+def test_a_request_that_ends_while_it_is_clustered_leaves_nothing() -> None:
+    rig = PQRig(kmeans_threads=1)
+    Rig.add(rig, {0: 300, 1: 300})
+    rig.algorithm.free(0)
+    rig.add({0: 40}, spare=1)
+    rig.pq.become_sparse(1, 300)
+    for layer in rig.geometry.layers:
+        for request, n in ((0, 40), (1, 300)):
+            wanted = pq.encode(rig.all_keys(layer, request)[:n], codebook_of(rig, layer, request))
+            assert torch.equal(codes_of(rig, layer, request, n), wanted)
+
+
+def test_when_the_pool_is_full_a_request_keeps_what_it_had() -> None:
+    rig = PQRig()
+    rig.add({0: 100}, spare=1)
+    rig.pq.codes.pool.allocator.alloc(rig.pq.codes.pool.allocator.available)
+    with pytest.raises(PoolExhaustedError, match="total_tokens"):
+        rig.algorithm.reserve(0, 200)
+    for layer, selection in rig.step([0]).items():
+        assert ids(selection, 0) == plain_selection(rig, layer, 0, 0, codebook_of(rig, layer, 0), n_prompt=100)[1]
+
+
+def test_sub_vectors_must_fit() -> None:
+    with pytest.raises(ConfigError, match="m=3"):
+        PQRig(m=3)
+
+
+@pytest.mark.parametrize(("dims", "wanted"), [(8, (2, 6)), (9, None)])
+def test_short_requests_have_two_sub_vectors_of_six_bits_by_default(dims: int, wanted: tuple[int, int] | None) -> None:
+    if wanted is None:
+        with pytest.raises(ConfigError, match="m=2"):
+            PQRig(mha(1, dims), m=0, b=0)
+    else:
+        shape = PQRig(mha(1, dims), m=0, b=0).pq.shape
+        assert (shape.m, shape.b) == wanted
+
+
+def test_a_failure_of_clustering_is_heard_of() -> None:
+    rig = PQRig()
+    Rig.add(rig, {0: 60})
+    jobs = rig.pq._requests[0].jobs
+    broken = rig.pq.clusterer.start(torch.zeros(3, 2, 8), 0, 3)
+    jobs[1] = broken
+    with pytest.raises(ConfigError, match="at least 16"):
+        rig.pq.become_sparse(0, 60)
