@@ -100,19 +100,19 @@ class CachePlaces:
         for table in (self._place_of, self._item_of, self._heat):
             table[:, request] = -1
 
-    def update(self, layer: int, rows: Tensor, wanted: Tensor, usable: Tensor) -> CacheLoads:
+    def update(self, layers: Tensor, rows: Tensor, wanted: Tensor, usable: Tensor) -> CacheLoads:
         """Let the wanted items be in the cache, and return those that have to be loaded for that.
 
         Args:
-            layer: position of the layer.
-            rows: ``int64 [B]`` row of each request, unique but for R, which is nobody's.
+            layers: ``int64 [B]`` position of each row's layer.
+            rows: ``int64 [B]`` row of each request, unique in a layer but for R, which is nobody's.
             wanted: ``int64 [B, Hs, k]`` items, unique in a row and head, -1 anywhere; the first ones come first when
                 there are too few places.
             usable: ``int64 [B]`` places of each request.
         """
-        table = self._item_of[layer]
-        item, heat, clock = table[rows], self._heat[layer][rows], self._clock[layer]
-        place = self.lookup(layer, rows, wanted.clamp_min(0)).long().where(wanted >= 0, -1)
+        item, heat, clock = self._item_of[layers, rows], self._heat[layers, rows], self._clock[layers, None, None]
+        index = (layers[:, None, None], rows[:, None, None], self._heads)
+        place = self._place_of[(*index, wanted.clamp_min(0))].long().where(wanted >= 0, -1)
         used = torch.zeros_like(item, dtype=torch.bool).scatter_(-1, place.where(place >= 0, self.places), value=True)
         heat = torch.where(used, self._touched(heat, clock), heat)
         order, room = self._victims(item, heat, used, usable)
@@ -122,12 +122,11 @@ class CachePlaces:
         victim = order.gather(-1, rank.clamp(0, self.places)).where(loads, self.places)
         old = item.gather(-1, victim).long()
         leaves = loads & (old >= 0)
-        self._place_of[layer][rows[:, None, None], self._heads, old.where(leaves, self.items)] = -1
-        target = wanted.where(loads, self.items)
-        self._place_of[layer][rows[:, None, None], self._heads, target] = victim.int().where(loads, -1)
-        table[rows] = item.scatter(-1, victim, wanted.int())
-        self._heat[layer][rows] = heat.scatter(-1, victim, self._fresh(clock).expand_as(victim))
-        self._clock[layer] += 1
+        self._place_of[(*index, old.where(leaves, self.items))] = -1
+        self._place_of[(*index, wanted.where(loads, self.items))] = victim.int().where(loads, -1)
+        self._item_of[layers, rows] = item.scatter(-1, victim, wanted.int())
+        self._heat[layers, rows] = heat.scatter(-1, victim, self._fresh(clock).expand_as(victim))
+        self._clock[layers] += 1
         columns = rank.where(loads, wanted.shape[-1])
         return CacheLoads(_aligned(wanted, columns), _aligned(victim, columns), loads.sum(-1), leaves.sum())
 

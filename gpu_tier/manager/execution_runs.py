@@ -86,7 +86,7 @@ class SteadyPlanner:
         return request in self._places
 
     def plan(self, batch: ForwardBatch, zone: SteadyZone) -> SteadyPlan:
-        """Return the steady runs of the requests of a batch that have places.
+        """Return the steady runs of a batch, none of rows that do not select or have no places.
 
         Raises:
             StateError: more tokens of a request are steady than have places.
@@ -99,7 +99,7 @@ class SteadyPlanner:
     def _packed(self, batch: ForwardBatch, firsts: tuple[int, ...]) -> SteadyPlan:
         runs: dict[int, SteadyRuns] = {}
         for row, (request, first, length) in enumerate(zip(batch.requests, firsts, batch.lengths, strict=True)):
-            if request in self._places:
+            if first > 0 and request in self._places:
                 runs[row] = self._places.runs(request, first, length)
         width = max((len(run.src) for run in runs.values()), default=0)
         begin = np.arange(batch.rows) * self._tokens_per_row

@@ -9,9 +9,9 @@ gives up. Only blocks that are complete, all in the middle and all on the host a
 With ``cache_unit="token"`` the same is done with single tokens of single heads: each head has its own places, and the
 first ``k_cache·block`` selected tokens of each head are wanted. It is there to be compared with.
 
-Everything is decided on the device and nothing waits for it. Admissions run on the stream `upd`, beside the next
-layers; the layer's next step waits for their event. The plan's steady runs are the same in all layers and heads and
-are made once a step, on the host (`gpu_tier.manager.execution_runs`).
+Everything is decided on the device and nothing waits for it; how blocks are admitted is told in
+`gpu_tier.manager.block_admissions`. The plan's steady runs are the same in all layers and heads and are made once a
+step, on the host (`gpu_tier.manager.execution_runs`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.kernels.row_pool import RowPool
-from gpu_tier.manager.cache_places import CacheLoads, CachePlaces
+from gpu_tier.manager.block_admissions import BlockAdmissions, BlockStep
+from gpu_tier.manager.cache_places import CachePlaces
 from gpu_tier.manager.execution_buffer import ExecutionBuffer
 from gpu_tier.manager.execution_runs import ItemRuns, SteadyPlanner, execution_plan
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.retrieval_config import PQCacheConfig
-from gpu_tier.runtime import DeviceRuntime, Event, upload
+from gpu_tier.runtime import DeviceRuntime, upload
 from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, SteadyZone
 
 __all__ = ["BlockCacheCounters", "TokenBlockPolicy"]
@@ -57,29 +58,6 @@ class BlockCacheCounters:
         return self.hits / self.selected if self.selected else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What a step of a layer is about.
-
-    Attributes:
-        requests: ``int64 [B]`` row of each request in `host_loc`; of rows without a plan any row.
-        rows: ``int64 [B]`` row of each request in our tables, the spare one where there is no plan.
-        most_tokens: of a request of the batch.
-        zone: steady tokens.
-        valid: ``bool [B, H, K]`` which entries of the selection are tokens.
-        tokens: ``int64 [B, H, K]`` selected tokens; where they are not valid the first behind the sink.
-        items: ``int64 [B, H, K]`` block of each of them.
-    """
-
-    requests: Tensor
-    rows: Tensor
-    most_tokens: int
-    zone: SteadyZone
-    valid: Tensor
-    tokens: Tensor
-    items: Tensor
-
-
 class TokenBlockPolicy:
     """See `gpu_tier.manager.policy.BlockPolicy`.
 
@@ -91,6 +69,7 @@ class TokenBlockPolicy:
         runtime: of the device.
         max_requests: rows of the per-request tables.
         max_tokens: most tokens of a request.
+        layers_at_once: layers whose admissions are decided together.
         debug_checks: check in every step that what is read is on the host; waits for the device.
 
     Raises:
@@ -99,7 +78,8 @@ class TokenBlockPolicy:
 
     def __init__(
         self, settings: PQCacheConfig, execution: ExecutionBuffer, host_tokens: HostTokens, transfer: KVTransfer,
-        runtime: DeviceRuntime, *, max_requests: int, max_tokens: int, debug_checks: bool = False,
+        runtime: DeviceRuntime, *, max_requests: int, max_tokens: int, layers_at_once: int = 8,
+        debug_checks: bool = False,
     ) -> None:  # fmt: skip
         if host_tokens.unit != 1:
             raise ConfigError("host_tokens", host_tokens.unit, "must count single tokens")
@@ -119,9 +99,11 @@ class TokenBlockPolicy:
             (max_requests + 1, max(1, settings.cache_tokens)), -1, dtype=torch.int32, device=runtime.device
         )
         self._usable = torch.zeros(max_requests + 1, dtype=torch.int64, device=runtime.device)
-        self._counts = torch.zeros(4, dtype=torch.int64, device=runtime.device)
-        self._steps: dict[int, _Step] = {}
-        self._loaded: dict[int, Event] = {}
+        self._admissions = BlockAdmissions(
+            settings, self._cache, self._slots, self._usable, host_tokens, transfer, runtime, layers_at_once
+        )
+        self._counts = torch.zeros(2, dtype=torch.int64, device=runtime.device)
+        self._steps: dict[int, BlockStep] = {}
 
     # Requests.
 
@@ -144,9 +126,7 @@ class TokenBlockPolicy:
         """See `BlockPolicy`. Waits for admissions on their way: they read host pages and write the request's places."""
         if request not in self._steady:
             return
-        for event in self._loaded.values():
-            event.wait()
-        self._loaded.clear()
+        self._admissions.abandon()
         self._steady.release(request)
         self._cache.reset(request)
         self._slots[request] = -1
@@ -166,8 +146,7 @@ class TokenBlockPolicy:
         """
         zone = self._zone(selection)
         layer = self.geometry.layer_index(layer_id)
-        if (loaded := self._loaded.pop(layer, None)) is not None:
-            self._runtime.fence(loaded, "compute")
+        self._admissions.wait_on_device(layer)
         steady = self._steady.plan(batch, zone)
         active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
         step = self._step_of(batch, selection.indices, zone, active)
@@ -182,21 +161,21 @@ class TokenBlockPolicy:
             raise ConfigError("selection", (selection.steady, selection.unit_tokens, heads), allowed)
         return selection.steady
 
-    def _step_of(self, batch: ForwardBatch, indices: Tensor, zone: SteadyZone, active: Tensor) -> _Step:
+    def _step_of(self, batch: ForwardBatch, indices: Tensor, zone: SteadyZone, active: Tensor) -> BlockStep:
         valid = (indices >= 0) & active[:, None, None]
         tokens = indices.long().where(valid, zone.sink)
         middle = tokens - zone.sink
-        return _Step(
+        return BlockStep(
+            batch=batch,
             requests=batch.req_pool_indices.where(active, 0),
             rows=batch.req_pool_indices.where(active, self._max_requests),
-            most_tokens=max(batch.lengths, default=0),
             zone=zone,
             valid=valid,
             tokens=tokens,
             items=middle // self._unit,
         )
 
-    def _item_runs(self, layer: int, step: _Step, lengths: Tensor) -> ItemRuns:
+    def _item_runs(self, layer: int, step: BlockStep, lengths: Tensor) -> ItemRuns:
         """Return where each selected token is, and count hits."""
         src = self._host.host_loc[step.requests[:, None, None], step.tokens]
         cached = torch.zeros_like(step.valid)
@@ -206,7 +185,7 @@ class TokenBlockPolicy:
             offset = (step.tokens - step.zone.sink) % self._unit
             slot = self._slots[step.rows[:, None, None], (place * self._unit + offset).where(cached, 0)]
             src = slot.long().where(cached, src)
-        self._counts[:2] += torch.stack([step.valid.sum(), cached.sum()])
+        self._counts += torch.stack([step.valid.sum(), cached.sum()])
         found = step.valid & (src >= 0)
         if self._debug_checks and not torch.equal(found, step.valid):
             raise StateError(f"{int((step.valid & ~found).sum())} selected tokens are neither cached nor on the host")
@@ -214,56 +193,11 @@ class TokenBlockPolicy:
         return ItemRuns(kind.int(), src, step.valid.int(), lengths)
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
-        """See `BlockPolicy`: the wanted blocks begin their way from the host."""
+        """See `BlockPolicy`: the wanted blocks of this layer, or of some at once, begin their way from the host."""
         layer = self.geometry.layer_index(layer_id)
         step = self._steps.pop(layer, None)
-        if step is None or not self._settings.cache_tokens:
-            return
-        runtime = self._runtime
-        runtime.fence(runtime.record("compute"), "upd")
-        with runtime.stream("upd"):
-            runtime.used(step.requests, step.rows, step.zone.first, step.valid, step.tokens, step.items)
-            wanted = self._wanted_tokens(step) if self._settings.cache_unit == "token" else self._wanted_blocks(step)
-            loads = self._cache.update(layer, step.rows, wanted, self._usable[step.rows])
-            self._counts[2:] += torch.stack([loads.count.sum(), loads.evicted])
-            self._load(layer_id, step, loads)
-        self._loaded[layer] = runtime.record("upd")
-
-    def _wanted_blocks(self, step: _Step) -> Tensor:
-        """Return the blocks with the most selected tokens, ``int64 [B, 1, k]``, -1 behind them."""
-        rows = len(step.rows)
-        blocks = max(1, -(-step.most_tokens // self._unit))
-        numbers = torch.arange(blocks, device=step.rows.device)
-        hits = torch.zeros(rows, blocks + 1, dtype=torch.int64, device=step.rows.device)
-        hits.scatter_add_(1, step.items.where(step.valid, blocks).flatten(1), torch.ones_like(step.items).flatten(1))
-        behind = step.zone.sink + (numbers + 1) * self._unit
-        # Tokens get their host slot in order: a block whose last one has it is on the host.
-        last = (behind - 1).clamp_max(self._host.host_loc.shape[1] - 1)
-        on_host = self._host.host_loc[step.requests[:, None], last] >= 0
-        may = (hits[:, :blocks] > 0) & (behind <= step.zone.first[:, None]) & on_host
-        # Most hits first, of equals the first block: no two keys are equal.
-        key = (hits[:, :blocks] * blocks + (blocks - 1 - numbers)).where(may, -1)
-        best = key.topk(min(self._settings.k_cache, blocks)).values
-        return (blocks - 1 - best % blocks).where(best >= 0, -1)[:, None]
-
-    def _wanted_tokens(self, step: _Step) -> Tensor:
-        most = self._settings.k_cache * self._settings.block
-        items, tokens = step.items[..., :most], step.tokens[..., :most]
-        on_host = self._host.host_loc[step.requests[:, None, None], tokens] >= 0
-        may = step.valid[..., :most] & (tokens < step.zone.first[:, None, None]) & on_host
-        return items.where(may, -1)
-
-    def _load(self, layer_id: int, step: _Step, loads: CacheLoads) -> None:
-        """Copy whole items from the host to their places."""
-        offsets = torch.arange(self._unit, device=step.rows.device)
-        tokens = step.zone.sink + loads.items.clamp_min(0)[..., None] * self._unit + offsets
-        places = loads.places.clamp_min(0)[..., None] * self._unit + offsets
-        index = (slice(None), None, None, None)
-        src = self._host.host_loc[step.requests[index], tokens].flatten(2).flatten(0, 1)
-        dst = self._slots[step.rows[index], places].flatten(2).flatten(0, 1)
-        count = (loads.count.flatten() * self._unit).int()
-        layers = range(layer_id, layer_id + 1)
-        self._transfer.load(src, dst, layers=layers, count=count, per_head=self._settings.cache_unit == "token")
+        if step is not None and self._settings.cache_tokens:
+            self._admissions.add(layer, step)
 
     # What is seen from outside.
 
@@ -280,7 +214,7 @@ class TokenBlockPolicy:
     def counters(self) -> BlockCacheCounters:
         """What happened so far; reading it waits for the device."""
         self._runtime.fence(self._runtime.record("upd"), "compute")
-        return BlockCacheCounters(*self._counts.tolist())
+        return BlockCacheCounters(*self._counts.tolist(), *self._admissions.counts.tolist())
 
     def cached_items(self, layer_id: int, request: int) -> Tensor:
         """Return the block (or token) in each place of a request, -1 for an empty one: ``int32 [1 or H, P]``.

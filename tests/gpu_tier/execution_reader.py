@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gpu_tier.geometry import KVGeometry
-from gpu_tier.kernels.pool_rows import pool_rows
 from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.types import ExecutionPlan
 
@@ -33,12 +32,11 @@ def coded(seed: int, geometry: KVGeometry, tokens: Sequence[int]) -> tuple[Tenso
     return rows(geometry.head_dim, -1), rows(geometry.v_head_dim, 1)
 
 
-def rows_of(pool: RowPool, geometry: KVGeometry, part: int, slots: Tensor, head: int) -> Tensor:
+def rows_of(pool: RowPool, part: int, slots: Tensor, head: int) -> Tensor:
     """Return the first four numbers of f32 rows, ``f32 [n, 4]``."""
-    heads = geometry.num_kv_heads if pool.addressing.parts[part].head else 1
-    rows = pool_rows(pool.data, pool.addressing, part, pool.layer, heads)
-    size = pool.addressing.page_size
-    return rows[slots // size, slots % size, head if heads > 1 else 0].contiguous().view(torch.float32)[:, :4]
+    starts = [pool.addressing.address(part, slot, pool.layer, head) for slot in slots.tolist()]
+    places = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(16)
+    return pool.data[places].view(torch.float32)
 
 
 def assemble(
@@ -59,8 +57,8 @@ def assemble(
             if kind < 0:
                 continue
             slots = int(runs.src[line, run]) + torch.arange(tokens)
-            keys = rows_of(sources[kind], geometry, 0, slots, head)
-            values = rows_of(sources[kind], geometry, 1, slots, head)
+            keys = rows_of(sources[kind], 0, slots, head)
+            values = rows_of(sources[kind], 1, slots, head)
             assert torch.equal(keys, -values)
             first = int(runs.dst[line, run]) - row * tokens_per_row
             for i, value in enumerate(values.tolist()):

@@ -100,7 +100,7 @@ def test_a_history_is_that_of_dictionaries(case: Case) -> None:
             for b, row in enumerate(rows) for h in range(case.heads) if row < REQUESTS
         }  # fmt: skip
         wanted = [[padded(picks.get((b, h), []), case.width, rng) for h in range(case.heads)] for b in range(len(rows))]
-        loads = cache.update(layer, torch.tensor(rows), torch.tensor(wanted), usable[rows])
+        loads = cache.update(torch.tensor([layer] * len(rows)), torch.tensor(rows), torch.tensor(wanted), usable[rows])
         for (b, h), items in picks.items():
             model = models.setdefault((layer, rows[b], h), Model(case.policy, case.places))
             expected = model.step(items, clocks[layer], int(usable[rows[b]]))
@@ -132,7 +132,7 @@ def test_what_is_random_keeps_what_is_wanted_and_repeats_with_its_seed() -> None
         rng, cache = Random(5), cache_of(Case(seed, "random", 6, 30, 4, 1))
         for _ in range(40):
             wanted = rng.sample(range(30), 4)
-            cache.update(0, torch.tensor([1]), torch.tensor([[wanted]]), torch.tensor([6]))
+            cache.update(torch.tensor([0]), torch.tensor([1]), torch.tensor([[wanted]]), torch.tensor([6]))
             held = cache.held(0, 1)[0].tolist()
             assert set(wanted) <= set(held)
             assert len(set(held) - {-1}) == len([item for item in held if item >= 0])
@@ -146,10 +146,10 @@ def test_empty_places_are_taken_before_any_other(policy: str) -> None:
     for seed in range(5):
         cache = cache_of(Case(seed, policy, 4, 9, 2, 1))
         for wanted in ([0, 1], [2, 3]):
-            loads = cache.update(0, row, torch.tensor([[wanted]]), usable)
+            loads = cache.update(torch.tensor([0]), row, torch.tensor([[wanted]]), usable)
             assert loads.evicted == 0
         assert sorted(cache.held(0, 0)[0].tolist()) == [0, 1, 2, 3]
-        assert cache.update(0, row, torch.tensor([[[7, 8]]]), usable).evicted == 2
+        assert cache.update(torch.tensor([0]), row, torch.tensor([[[7, 8]]]), usable).evicted == 2
 
 
 def test_order_of_use() -> None:
@@ -158,7 +158,7 @@ def test_order_of_use() -> None:
     for policy in ("lru", "lfu", "fifo"):
         cache = cache_of(Case(0, policy, 3, 9, 1, 1))
         for wanted in (0, 1, 2, 1, 1, 2, 0, 5):
-            cache.update(0, torch.tensor([0]), torch.tensor([[[wanted]]]), torch.tensor([3]))
+            cache.update(torch.tensor([0]), torch.tensor([0]), torch.tensor([[[wanted]]]), torch.tensor([3]))
         left[policy] = sorted(cache.held(0, 0)[0].tolist())
     # 1 was used longest ago; 0 and 2 less often, 2 longer ago; 0 came first.
     assert left == {"lru": [0, 2, 5], "lfu": [0, 1, 5], "fifo": [1, 2, 5]}

@@ -32,18 +32,23 @@ class Case:
     k_cache: int
     unit: str
     layout: Layout
+    layers_at_once: int
 
 
 cases = st.builds(
     Case, st.integers(0, 1 << 30), st.sampled_from(CACHE_POLICIES), st.sampled_from([0, 4, 12, 120]),
-    st.integers(1, 3), st.sampled_from(["block", "block", "token"]), st.sampled_from(Layout),
+    st.integers(1, 3), st.sampled_from(["block", "block", "token"]), st.sampled_from(Layout), st.integers(1, 3),
 )  # fmt: skip
 
 
 def rig_of(case: Case) -> BlockRig:
     blocks = max(1, case.cache_tokens // 4)
     changes = {"policy": case.policy, "cache_tokens": case.cache_tokens, "k_cache": min(case.k_cache, blocks)}
-    return BlockRig(BlockRig.settings_of(**changes, cache_unit=case.unit, seed=case.seed), case.layout)
+    return BlockRig(
+        BlockRig.settings_of(**changes, cache_unit=case.unit, seed=case.seed),
+        case.layout,
+        layers_at_once=case.layers_at_once,
+    )
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -258,6 +263,49 @@ def test_admissions_run_beside_the_next_layers_and_before_the_next_step_of_their
         assert admission.happened_before(runtime.find("attention", 1, layer_id))
     first, second, _ = GEOMETRY.layers
     assert not admissions[first].happened_before(runtime.find("attention", 0, second))
+
+
+def cached_blocks(rig: BlockRig, request: int) -> list[set[int]]:
+    return [{item for item in rig.cached(layer, request)[0] if item >= 0} for layer in range(3)]
+
+
+def test_layers_are_decided_together_and_the_last_one_waits_for_no_other() -> None:
+    rig = BlockRig(BlockRig.settings_of(), layers_at_once=2)
+    rig.admit(0, 9, 60)
+    batch = rig.batch([0])
+    seen = []
+    for layer in range(3):
+        rig.step(batch, layer, [[[3 + 8 * layer], []]])
+        seen.append(cached_blocks(rig, 0))
+    assert seen == [[set(), set(), set()], [{0}, {2}, set()], [{0}, {2}, {4}]]
+
+
+def test_layers_of_a_pass_that_was_cut_short_are_decided_without_those_of_the_next() -> None:
+    rig = BlockRig(BlockRig.settings_of(), layers_at_once=3)
+    rig.admit(0, 9, 60)
+    rig.admit(1, 4, 40)
+    rig.step(rig.batch([0]), 0, [[[3], []]])
+    batch = rig.batch([1, 0])
+    rig.step(batch, 0, [[[7], []], [[], [11]]])
+    assert cached_blocks(rig, 0) == [{0}, set(), set()]
+    for layer in (1, 2):
+        rig.step(batch, layer, [[[7], []], [[], [11]]])
+    assert cached_blocks(rig, 0) == [{0, 2}, {2}, {2}]
+    assert cached_blocks(rig, 1) == [{1}, {1}, {1}]
+
+
+def test_what_is_not_decided_when_a_request_ends_never_is() -> None:
+    rig = BlockRig(BlockRig.settings_of(), layers_at_once=3)
+    for request in (0, 1):
+        rig.admit(request, request, 60)
+    rig.step(rig.batch([0, 1]), 0, [[[3], []], [[4], []]])
+    rig.release(0)
+    rig.admit(0, 5, 50)
+    batch = rig.batch([1])
+    for layer in range(3):
+        rig.step(batch, layer, [[[11], []]])
+    assert cached_blocks(rig, 0) == [set(), set(), set()]
+    assert cached_blocks(rig, 1) == [{2}, {2}, {2}]
 
 
 def test_single_tokens_are_cached_for_each_head() -> None:

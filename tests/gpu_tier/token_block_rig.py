@@ -59,6 +59,7 @@ class BlockRig:
     max_requests: int = 4
     max_tokens: int = 120
     width: int = 12
+    layers_at_once: int = 1
     geometry: KVGeometry = GEOMETRY
     runtime: DeviceRuntime = field(default_factory=NullRuntime)
     requests: dict[int, Decoding] = field(default_factory=dict)
@@ -76,7 +77,8 @@ class BlockRig:
         self.execution = ExecutionBuffer(self.geometry, self.max_requests, 60, self.runtime)
         self.policy = TokenBlockPolicy(
             self.settings, self.execution, self.host_tokens, self.transfer, self.runtime,
-            max_requests=self.max_requests, max_tokens=self.max_tokens, debug_checks=True,
+            max_requests=self.max_requests, max_tokens=self.max_tokens, layers_at_once=self.layers_at_once,
+            debug_checks=True,
         )  # fmt: skip
 
     # Requests.
@@ -199,7 +201,7 @@ class BlockRig:
             product(range(len(plan.execution.lens)), range(heads)), plan.execution.lens.flatten(), strict=True
         ):
             slots = row * self.execution.tokens_per_row + torch.arange(int(length))
-            lines += [rows_of(self.execution.source(), self.geometry, part, slots, head) for part in (0, 1)]
+            lines += [rows_of(self.execution.source(), part, slots, head) for part in (0, 1)]
         return lines
 
     def steady(self, state: Decoding) -> list[int]:
@@ -236,7 +238,7 @@ class BlockRig:
                     head_layer = torch.tensor([[float(state.seed), float(layer), float(head)]]).expand(unit, -1)
                     expected = torch.cat([head_layer, tokens[:, None].float()], 1)
                     for part, sign in ((0, -1), (1, 1)):
-                        assert torch.equal(rows_of(arena, self.geometry, part, where, head), sign * expected)
+                        assert torch.equal(rows_of(arena, part, where, head), sign * expected)
 
     @staticmethod
     def settings_of(**changes: Any) -> PQCacheConfig:
