@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -17,7 +18,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -124,6 +125,24 @@ template <typename T>
 T atomicOr(T* at, T value) { const T old = *at; *at |= value; return old; }
 template <typename T>
 T atomicCAS(T* at, T expected, T value) { const T old = *at; if (old == expected) *at = value; return old; }
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+constexpr int kInFlight = 4;
+template <typename T>
+T load_once(const T* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();  // a GPU faults
+  return *p;
+}
+template <typename T>
+void store_once(T* p, T value) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
+  *p = value;
+}
 
 inline void warp_copy(const char* src, char* dst, int64_t bytes, int lane) {
   if (lane == 0) std::memcpy(dst, src, bytes);
