@@ -46,12 +46,14 @@ class CodeWindow:
         pages: ``int64 [runs]`` on the host, pages of each run.
         tails: ``int64 [t]`` requests whose last page is looked at, too.
         tail_pages: ``int64 [t]`` ids of these pages.
+        num_pages: pages of all runs.
     """
 
     first_page: Tensor
     pages: Tensor
     tails: Tensor
     tail_pages: Tensor
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class CodePages:
                 tails.append((request, self.page(request, complete * self.page_tokens)))
         first_page, counts = torch.tensor(runs, dtype=torch.int64).view(-1, 2).unbind(1)
         requests, ids = upload(torch.tensor(tails, dtype=torch.int64).view(-1, 2), self._runtime.device).unbind(1)
-        return CodeWindow(first_page, counts, requests, ids)
+        return CodeWindow(first_page, counts, requests, ids, sum(pages for _, pages in runs))
 
     def codes(self, layer: int, window: CodeWindow) -> Tensor:
         """Return ``uint8 [pages + 1, page_tokens, H, m]`` with the window's pages of a layer.
@@ -254,7 +256,7 @@ class CodePages:
         first = window.first_page * self.page_bytes
         nbytes = window.pages * self.page_bytes
         dma_copy(self._memory.data, target.view(-1), first + layer * self._stride, first, nbytes)
-        self.brought_bytes += int(nbytes.sum())
+        self.brought_bytes += window.num_pages * self.page_bytes
         self._runtime.used(window.tails, window.tail_pages)
         if len(window.tails):
             target[window.tail_pages] = self.tail[layer, window.tails]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import retrieval_cases
 import torch
 from clock_runtime import ClockRuntime
 from hypothesis import given, settings
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm": "snapkv",
         "algo": {"w_obs": 4, "cap": 16, "kernel": 3, "mode": "retrievable", "reselect_every": 5},
     },
+    **retrieval_cases.CASES,
 }
 
 
@@ -66,6 +68,9 @@ def test_an_end_in_any_state_leaves_nothing_behind(
         ("full", "staging"): RequestState.DENSE,
         ("full_offload", "dense"): RequestState.SPARSE,
         ("snapkv", "staging"): RequestState.SPARSE,
+        ("retroinfer", "staging"): RequestState.SPARSE,
+        ("retroinfer device", "staging"): RequestState.SPARSE,
+        ("pqcache device", "staging"): RequestState.SPARSE,
     }
     assert found is expects_other.get((name, state), RequestState(state))
     traffic.end(request, reason)

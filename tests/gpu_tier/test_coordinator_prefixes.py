@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import retrieval_cases
 import torch
 from layer_traffic import Shape, Traffic
 from prefix_traffic import diverging, host_rows_are_right, prefix_of, publishing
+from retrieval_cases import BLOCKS
 
 from gpu_tier.errors import ConfigError
 from gpu_tier.rows import KVDtype
@@ -17,6 +19,11 @@ from gpu_tier.trackers import RequestState
 INDEXER = {"index_heads": 4, "index_dim": 16}
 QUEST = {"page": 4, "token_budget": 24}
 SNAPKV = {"w_obs": 4, "cap": 16, "kernel": 3}
+# By default a prompt that continues a prefix keeps the prefix's centroids, which are not those of the whole prompt.
+RETRIEVAL = {
+    name: {**case, "algo": {**case["algo"], "turns": "rebuild"}} if case["algorithm"] == "pqcache" else case
+    for name, case in retrieval_cases.CASES.items()
+}
 CASES: dict[str, dict[str, Any]] = {
     "full": {"algorithm": "full"},
     "full_offload": {"algorithm": "full_offload", "algo": {"chunk_tokens": 24}},
@@ -35,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "snapkv static": {"algorithm": "snapkv", "algo": SNAPKV},
     "snapkv lru": {"algorithm": "snapkv", "algo": {**SNAPKV, "mode": "retrievable", "reselect_every": 5}},
     "snapkv device": {"algorithm": "snapkv", "algo": SNAPKV, "residency": "device"},
+    **RETRIEVAL,
+    **{f"{name}, a window": {**RETRIEVAL[name], "prefill_window_tokens": 12} for name in BLOCKS},
 }  # fmt: skip
 CASES |= {f"{name}, dense": {**CASES[name], "min_sparse_prompt_len": 200} for name in ("quest lru", "dsa lru", "full")}
 SHAPE = Shape(start_layer=3, max_requests=6)  # a later stage; `skip_layers` 4 leaves one of its layers dense

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
+import retrieval_cases
 import torch
 from layer_traffic import Shape, Traffic
 from prefix_traffic import prefix_of, publishing
@@ -24,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "quest device": {"algorithm": "quest", "algo": QUEST, "residency": "device"},
     "dsa": {"algorithm": "dsa", "top_k": 16, "device_buffer_size": 20, "algo": INDEXER},
     "snapkv": {"algorithm": "snapkv", "algo": {"w_obs": 4, "cap": 16, "kernel": 3}},
+    **retrieval_cases.CASES,
+    **{f"{name}, a window": {**case, "prefill_window_tokens": 20} for name, case in retrieval_cases.BLOCKS.items()},
 }
 SHAPE = Shape(layers=2, max_requests=4)
 T = TypeVar("T")
@@ -38,7 +41,9 @@ class Refusals:
         c = traffic.coordinator
         pools = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
         pools += [c.resident.pool.allocator] if c.resident is not None else []
-        pools += [c.algorithm.pool.allocator] if hasattr(c.algorithm, "pool") else []
+        pools += [owner.pool.allocator for owner in (c.algorithm, c.manager.policy) if hasattr(owner, "pool")]
+        if c.manager.blocks is not None and c.manager.blocks.store is not None:
+            pools.append(c.manager.blocks.store.allocator)
         for pool in pools:
             monkeypatch.setattr(pool, "alloc", self._refusing(pool.alloc))
         self._in_use = [lambda pool=pool: pool.available for pool in pools]

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import retrieval_cases
 import torch
 from layer_traffic import Shape, Traffic
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import gpu_tier.runtime
 from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
 from gpu_tier.kernels import registry
+from gpu_tier.kernels.dma_copy import dma_copy
+from gpu_tier.runtime import upload
 
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "unique")
-UPLOADING = (
-    "manager.host_tokens", "manager.lru_state", "manager.sparse_kvcache_manager", "manager.static_set",
-    "manager.stream", "pools.representation", "pools.req_to_token", "pools.transfer", "step",
-)  # fmt: skip
 INDEXER = {"index_heads": 4, "index_dim": 16}
 CASES: dict[str, dict[str, Any]] = {
     "full": {"algorithm": "full"},
@@ -31,7 +30,13 @@ CASES: dict[str, dict[str, Any]] = {
     "quest device": {"algorithm": "quest", "algo": {"page": 4, "token_budget": 24}, "residency": "device"},
     "dsa": {"algorithm": "dsa", "top_k": 16, "device_buffer_size": 20, "algo": INDEXER},
     "snapkv": {"algorithm": "snapkv", "algo": {"w_obs": 4, "cap": 16, "kernel": 3}},
+    **retrieval_cases.CASES,
 }
+# Where the CPU controls, it reads which clusters were selected; and segments are read once, when they are clustered.
+CASES.pop("retroinfer", None)
+if "retroinfer device" in CASES:
+    algo = {**retrieval_cases.WAVE, "update_segment": 32}
+    CASES["retroinfer device"] = {**CASES["retroinfer device"], "algo": {**algo, "mode": "gpu_only"}}
 SHAPE = Shape(layers=3)
 
 
@@ -56,9 +61,10 @@ class _Uploads:
             monkeypatch.setattr(Tensor, name, self._watched(name, getattr(Tensor, name)))
         get = registry.get
         monkeypatch.setattr(registry, "get", lambda *args: self._unwatched(get(*args)))
-        upload = self._unwatched(gpu_tier.runtime.upload)
-        for module in UPLOADING:
-            monkeypatch.setattr(f"gpu_tier.{module}.upload", upload)
+        for module in [module for name, module in sys.modules.items() if name.startswith("gpu_tier.")]:
+            for name, run in (("upload", upload), ("dma_copy", dma_copy)):  # the latter's indices are on the host
+                if getattr(module, name, None) is run:
+                    monkeypatch.setattr(module, name, self._unwatched(run))
 
     def _watched(self, name: str, run: Any) -> Any:
         def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

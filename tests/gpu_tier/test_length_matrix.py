@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import retrieval_cases
 import torch
 from layer_traffic import Shape, Traffic
 
@@ -33,6 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm": "snapkv",
         "algo": {"w_obs": 4, "cap": K, "kernel": 3, "mode": "retrievable", "reselect_every": 3},
     },
+    **retrieval_cases.CASES,
 }
 LENGTHS = sorted({1, PAGE - 1, PAGE, PAGE + 1, K - 1, K, K + 1, C - 1, C, C + 1, 4 * C})
 STEPS = 3
