@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,12 @@ from torch import Tensor
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels.kmeans_assign import kmeans_assign
 from gpu_tier.kernels.kmeans_update import kmeans_update
+from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.runtime import upload
 
 __all__ = ["lloyd", "spherical_kmeans"]
+
+_COPIED = 1 << 26  # numbers: 256 MiB
 
 
 def spherical_kmeans(
@@ -95,13 +98,12 @@ def lloyd(
     kmeans_assign(x, centroids, problems.counts, problems.n_centroids, labels, metric="l2", impl=kernels)
     for _ in range(iterations):
         kmeans_update(x, labels, centroids, sizes, spherical=False, impl=kernels)
-        problems.reseed(labels, centroids, sizes)
+        problems.reseed(labels, centroids, sizes, kernels)
         before = labels.clone()
         kmeans_assign(x, centroids, problems.counts, problems.n_centroids, labels, metric="l2", impl=kernels)
         if not x.is_cuda and torch.equal(labels, before):
             break
-    inertia = [_distances(*one).clamp_min(0).sum(dtype=torch.float64) for one in zip(x, labels, centroids, strict=True)]
-    return centroids, labels, torch.stack(inertia) if inertia else x.new_zeros(0, dtype=torch.float64)
+    return centroids, labels, problems.inertia(labels, centroids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +159,45 @@ class _Problems:
         chosen = upload(chosen, self.x.device)
         return _take(self.x, chosen.clamp_min(0)).masked_fill_((chosen < 0)[..., None], 0)
 
-    def reseed(self, labels: Tensor, centroids: Tensor, sizes: Tensor) -> None:
+    def reseed(self, labels: Tensor, centroids: Tensor, sizes: Tensor, kernels: str) -> None:
         """Move centroids without rows to the rows farthest from their centroids."""
         unused = (sizes == 0) & (torch.arange(self.most, device=sizes.device) < self.n_centroids[:, None])
-        if not self.x.shape[1]:
-            return
-        problems = range(len(sizes)) if sizes.is_cuda else unused.any(1).nonzero().flatten().tolist()
-        for problem in problems:
-            _reseed(self.x[problem], labels[problem], centroids[problem], unused[problem])
+        for piece in self.pieces():
+            if self.x.shape[1] and (self.x.is_cuda or unused[piece].any()):
+                _reseed(self.x[piece], labels[piece], centroids[piece], unused[piece], kernels)
+
+    def inertia(self, labels: Tensor, centroids: Tensor) -> Tensor:
+        """Return the sum of squared distances, ``f64 [S]``."""
+        total = torch.zeros(len(self.x), dtype=torch.float64, device=self.x.device)
+        for piece in self.pieces():
+            apart = _distances(self.x[piece], labels[piece], centroids[piece])
+            torch.sum(apart.clamp_min_(0), 1, dtype=torch.float64, out=total[piece])
+        return total
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield problems that are as many as may have a copy of their rows made."""
+        step = max(1, _COPIED // max(1, self.x[:1].numel()))
+        return (slice(first, first + step) for first in range(0, len(self.x), step))
 
 
-def _reseed(x: Tensor, labels: Tensor, centroids: Tensor, unused: Tensor) -> None:
-    """Move the centroids of one problem that are unused: the first to the farthest row, and so on."""
-    farthest = _distances(x, labels, centroids).sort(descending=True, stable=True).indices
-    rank = unused.cumsum(0).sub_(1).clamp_(0, max(0, len(x) - 1))
-    centroids.copy_(torch.where(unused[:, None], x[farthest[rank]], centroids))
+def _reseed(x: Tensor, labels: Tensor, centroids: Tensor, unused: Tensor, kernels: str) -> None:
+    """Move the centroids of some problems that are unused: the first to the farthest row, and so on."""
+    problems, tokens = labels.shape
+    k = min(unused.shape[1], tokens)  # as many as may be asked for: how many are, a GPU has not said yet
+    apart = _distances(x, labels, centroids)
+    far = torch.empty(problems, 1, k, dtype=torch.int32, device=x.device)
+    lengths = torch.full((problems,), tokens, dtype=torch.int32, device=x.device)
+    topk_select(apart[:, None], lengths, k, far, torch.empty_like(far[..., 0]), impl=kernels)
+    far = far[:, 0].long()
+    farthest = far.gather(1, apart.gather(1, far).sort(dim=1, descending=True, stable=True).indices)
+    rows = farthest.gather(1, (unused.cumsum(1) - 1).clamp_(0, k - 1))
+    centroids.copy_(torch.where(unused[..., None], _take(x, rows), centroids))
 
 
 def _distances(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
-    """Return the squared distance ``[T]`` of each row to its centroid; -1 for rows without one."""
-    apart = (x - centroids[labels.clamp_min(0)]).square_().sum(-1)
-    return torch.where(labels < 0, -1, apart)
+    """Return the squared distance ``[S, T]`` of each row to its centroid; -1 for rows without one."""
+    apart = _take(centroids, labels.clamp_min(0).long()).sub_(x).square_().sum(-1)
+    return apart.masked_fill_(labels < 0, -1)
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
