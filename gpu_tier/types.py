@@ -119,7 +119,7 @@ class SteadyZone:
         sink: first tokens of every request.
         first: ``int32 [B]`` first token of the recent ones, at least `sink` where the request has so many tokens; 0 for
             rows that do not select.
-        firsts: the same of the real rows on the host.
+        firsts: the same of the real rows on the host; of those that do not select it may be any token.
     """
 
     sink: int

@@ -8,6 +8,7 @@ from gpu_tier.algorithms.full import FullAttention
 from gpu_tier.algorithms.oracle import Oracle
 from gpu_tier.algorithms.pqcache import PQCache
 from gpu_tier.algorithms.quest import Quest
+from gpu_tier.algorithms.retroinfer import RetroInfer
 from gpu_tier.algorithms.snapkv import SnapKV
 from gpu_tier.algorithms.streaming_llm import StreamingLLM
 from gpu_tier.errors import ConfigError
@@ -23,6 +24,7 @@ ALGORITHMS: dict[str, type[BaseSparseAlgorithm]] = {
     "quest": Quest,
     "snapkv": SnapKV,
     "pqcache": PQCache,
+    "retroinfer": RetroInfer,
 }
 
 
