@@ -39,7 +39,7 @@ from gpu_tier.algorithms.segment_sidecars import SegmentSidecars
 from gpu_tier.config import RetroInferConfig
 from gpu_tier.index.wave_index import due_updates, most_clusters, prompt_segments, whole_segments
 from gpu_tier.index.wave_meta import MetaIndex
-from gpu_tier.index.wave_segment import SegmentSink
+from gpu_tier.index.wave_segment import WaveSegment
 from gpu_tier.index.wave_zones import Asked, Zones, divide, rank
 from gpu_tier.kernels.centroid_score import centroid_score
 from gpu_tier.kernels.weighted_attn import weighted_attn
@@ -80,23 +80,17 @@ class RetroInfer(BaseSparseAlgorithm):
             context.geometry, self.settings, max_requests=context.max_requests, max_tokens=context.max_tokens,
             total_tokens=context.total_tokens, device=context.runtime.device,
         )  # fmt: skip
-        self.segments = SegmentBuilder(context, self.settings, self.index)
+        self.segments = SegmentBuilder(context, self.settings, self.index, self._tell)
         self.sidecars = SegmentSidecars(context, self.settings, self.index, self.segments)
-        self.sink = None
         self._overflow = torch.zeros((), dtype=torch.int64, device=context.runtime.device)
         self._kept: _Step | None = None
         self._tables = PerPass(self._table)
 
-    @property
-    def sink(self) -> SegmentSink | None:
-        """Who keeps the KV of clusters; None when nobody has to be told of them."""
-        return self._sink
-
-    @sink.setter
-    def sink(self, sink: SegmentSink | None) -> None:
-        self._sink = sink
-        known = [self.sidecars] if self.sidecar_page_bytes() else []
-        self.segments.sinks = tuple(known if sink is None else [*known, sink])
+    def _tell(self, layer_id: int, request: int, segment: WaveSegment) -> None:
+        if self.sidecar_page_bytes():
+            self.sidecars.store(layer_id, request, segment)
+        if self.sink is not None:
+            self.sink.store(layer_id, request, segment)
 
     # What it selects.
 

@@ -7,7 +7,7 @@ the device computed, except whoever keeps the KV of clusters (`sink`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from gpu_tier.config import RetroInferConfig
 from gpu_tier.errors import StateError
 from gpu_tier.index.wave_index import Clusters, build_global, build_segments, prompt_mean
 from gpu_tier.index.wave_meta import MetaIndex
-from gpu_tier.index.wave_segment import SegmentSink, WaveSegment
+from gpu_tier.index.wave_segment import WaveSegment
 
 __all__ = ["Indexed", "SegmentBuilder", "SegmentJob"]
 
@@ -49,18 +49,21 @@ class SegmentBuilder:
         context: of the algorithm.
         settings: of the algorithm.
         index: where clusters are kept.
+        tell: is called with layer, request and segment when one was clustered or taken over.
 
     Attributes:
-        sinks: who hears of each segment when it is clustered or taken over, in this order.
         built: segments clustered so far, each layer counted.
     """
 
-    def __init__(self, context: AlgorithmContext, settings: RetroInferConfig, index: MetaIndex) -> None:
+    def __init__(
+        self, context: AlgorithmContext, settings: RetroInferConfig, index: MetaIndex,
+        tell: Callable[[int, int, WaveSegment], None],
+    ) -> None:  # fmt: skip
         self._context = context
         self._settings = settings
         self._index = index
         self._indexed: dict[int, list[Indexed]] = {}
-        self.sinks: tuple[SegmentSink, ...] = ()
+        self._tell = tell
         self.built = 0
 
     def open(self, request: int) -> None:
@@ -147,5 +150,4 @@ class SegmentBuilder:
         self._index.write(layer, job.request, state.clusters, centroids, value_sums, sizes)
         segment = WaveSegment(job.segment.start, state.clusters, sizes, members)
         state.boundary, state.clusters = job.segment.stop, state.clusters + segment.clusters
-        for sink in self.sinks:
-            sink.store(job.layer_id, job.request, segment)
+        self._tell(job.layer_id, job.request, segment)

@@ -126,6 +126,8 @@ class SegmentRows:
         return StoredSegment(centroids, value_sums, sizes, members)
 
     def _header(self, number: int, data: Tensor) -> Tensor:
-        digest = hashlib.blake2b(data.numpy().data, digest_size=_DIGEST_BYTES, key=number.to_bytes(8, "little")).digest()
+        digest = hashlib.blake2b(
+            data.numpy().data, digest_size=_DIGEST_BYTES, key=number.to_bytes(8, "little")
+        ).digest()
         header = (1).to_bytes(8, "little") + number.to_bytes(8, "little") + digest
         return torch.frombuffer(bytearray(header), dtype=torch.uint8)

@@ -53,12 +53,14 @@ class PlainKeys:
 class Rig:
     """An algorithm over requests whose keys are known in advance; `step` and `prefill` only reveal more of them."""
 
+    source_type: type[PlainKeys] = PlainKeys
+
     def __init__(
         self, geometry: KVGeometry, name: str, group: int = 2, algo: Mapping[str, Any] | None = None,
         device: str = "cpu", **settings: Any,
     ) -> None:  # fmt: skip
         self.geometry, self.group, self.device = geometry, group, device
-        self.source = PlainKeys(geometry, device=device)
+        self.source = self.source_type(geometry, device=device)
         data = {"algorithm": name, "page_size": geometry.page_size, "algo": algo or {}, **settings}
         self.context = AlgorithmContext(
             geometry, SparseConfig.parse(data), group * geometry.num_kv_heads, geometry.head_dim**-0.5,

@@ -1,0 +1,231 @@
+"""The wave index: segments follow their rules, clusters are what plain Python says, and their estimates are bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+from torch import Tensor
+
+from gpu_tier.config import RetroInferConfig
+from gpu_tier.eval.synth import Regime, kv
+from gpu_tier.index.wave_index import (
+    build_global,
+    build_segment,
+    build_segments,
+    clusters_of,
+    due_updates,
+    most_clusters,
+    prompt_mean,
+    prompt_segments,
+    whole_segments,
+)
+
+
+def config(**changes: Any) -> RetroInferConfig:
+    return RetroInferConfig(**{"segment": 64, "update_segment": 32, "local": 8, "tokens_per_centroid": 8, **changes})
+
+
+def rows(tokens: int, heads: int = 2, dims: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, heads, dims, generator=draw), torch.randn(tokens, heads, dims + 3, generator=draw)
+
+
+SETTINGS = st.builds(
+    lambda sink, local, unit, segments, updates: RetroInferConfig(
+        sink=sink, local=local, tokens_per_centroid=unit, segment=unit * segments, update_segment=unit * updates
+    ),
+    st.integers(0, 5), st.integers(1, 20), st.integers(1, 16), st.integers(1, 8), st.integers(1, 8),
+)  # fmt: skip
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(chosen=SETTINGS, n_prompt=st.integers(1, 400), decoded=st.integers(0, 120), data=st.data())
+def test_segments_of_any_history(chosen: RetroInferConfig, n_prompt: int, decoded: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, n_prompt), max_size=6)))
+    found: list[range] = []
+    boundary = chosen.sink
+
+    def take(segments: list[range]) -> None:
+        nonlocal boundary
+        for segment in segments:
+            assert segment.start == boundary
+            boundary = segment.stop
+            found.append(segment)
+
+    for seen in [*cuts, n_prompt]:
+        take(whole_segments(boundary, seen, chosen))
+    take(prompt_segments(boundary, n_prompt, chosen))
+    # As if the prompt had come at once.
+    assert found == prompt_segments(chosen.sink, n_prompt, chosen)
+    assert boundary == (n_prompt - chosen.local if n_prompt >= chosen.unindexed else chosen.sink)
+    assert all(len(s) == chosen.segment and (s.start - chosen.sink) % chosen.segment == 0 for s in found[:-1])
+    for n in range(n_prompt + 1, n_prompt + decoded + 1):
+        segments = due_updates(boundary, n, chosen)
+        assert len(segments) <= 1
+        assert all(len(segment) == chosen.update_segment for segment in segments)
+        take(segments)
+        assert n - boundary < chosen.local + chosen.update_segment
+        assert boundary == chosen.sink or n - boundary >= chosen.local
+        assert sum(clusters_of(len(s), chosen) for s in found) <= most_clusters(n, chosen)
+
+
+def test_several_updates_are_due_at_once_after_a_break() -> None:
+    assert due_updates(4, 4 + 3 * 32 + 8 + 5, config()) == [range(4, 36), range(36, 68), range(68, 100)]
+    assert due_updates(4, 4 + 32 + 7, config()) == []
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7, 8, 11, 12, 13, 20, 64, 100])
+def test_a_cluster_for_every_so_many_tokens_and_at_least_one(tokens: int) -> None:
+    k, v = rows(tokens)
+    centroids, sums, sizes, members = build_segment(k, v, config())
+    m = max(1, round(tokens / 8))
+    assert centroids.shape == (2, m, 16)
+    assert sums.shape == (2, m, 19)
+    assert sizes.shape == (2, m)
+    assert members.shape == (2, tokens)
+
+
+@pytest.mark.parametrize("center", ["segment", "none"])
+@pytest.mark.parametrize("tokens", [5, 37, 64])
+def test_clusters_are_means_sums_and_members(tokens: int, center: str) -> None:
+    k, v = rows(tokens)
+    centroids, sums, sizes, members = build_segment(k, v, config(center=center))
+    assert sizes.dtype == members.dtype == torch.int32
+    for head in range(2):
+        assert sorted(members[head].tolist()) == list(range(tokens))
+        for c, part in enumerate(members[head].split(sizes[head].tolist())):
+            tokens_of = part.tolist()
+            assert tokens_of == sorted(tokens_of)
+            if tokens_of:
+                torch.testing.assert_close(centroids[head, c], k[part, head].mean(0))
+                torch.testing.assert_close(sums[head, c], v[part, head].sum(0))
+            else:
+                assert not centroids[head, c].any()
+                assert not sums[head, c].any()
+
+
+def plain_labels(keys: Tensor, clusters: int, iterations: int) -> list[int]:
+    """Spherical k-means of centred keys ``f64 [t, d]`` in plain steps."""
+    count = len(keys)
+    units = [keys[i * count // clusters] for i in range(clusters)]
+    units = [u / u.norm() for u in units]
+    labels: list[int] = []
+    for _ in range(iterations):
+        scores = keys @ torch.stack(units).T
+        labels = [max(range(clusters), key=lambda c: (float(line[c]), -c)) for line in scores]
+        for c in range(clusters):
+            own = [keys[i] for i in range(count) if labels[i] == c]
+            if own:
+                mean = torch.stack(own).mean(0)
+                units[c] = mean / mean.norm()
+    return labels
+
+
+@pytest.mark.parametrize(("tokens", "iterations"), [(9, 1), (40, 3), (61, 10)])
+def test_labels_are_those_of_spherical_k_means_of_centred_keys(tokens: int, iterations: int) -> None:
+    k, v = rows(tokens, seed=tokens)
+    _, _, sizes, members = build_segment(k + 3, v, config(iterations=iterations))
+    for head in range(2):
+        keys = k[:, head].double()
+        expected = plain_labels(keys - keys.mean(0), clusters_of(tokens, config()), iterations)
+        for c, part in enumerate(members[head].split(sizes[head].tolist())):
+            assert part.tolist() == [i for i in range(tokens) if expected[i] == c]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=st.integers(0, 10**6), offset=st.integers(-64, 64), tokens=st.sampled_from([16, 32, 64]))
+def test_adding_a_constant_to_all_keys_changes_no_label(seed: int, offset: int, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    # Numbers whose sums and means are exact, so that centring takes the constant away to the last bit.
+    k = torch.randint(-8, 9, (tokens, 2, 8), generator=draw).float()
+    v = torch.randn(tokens, 2, 8, generator=draw)
+    plain, moved = build_segment(k, v, config()), build_segment(k + offset, v, config())
+    assert torch.equal(plain[3], moved[3])
+    assert torch.equal(plain[2], moved[2])
+    assert torch.equal(plain[1], moved[1])
+
+
+def test_without_centring_a_constant_matters() -> None:
+    k, v = rows(64)
+    plain, moved = (build_segment(x, v, config(center="none")) for x in (k, k + 20))
+    assert not torch.equal(plain[3], moved[3])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_estimate_is_never_more_than_what_it_estimates(seed: int) -> None:
+    sample = kv(4096, 128, 16, 2, Regime.MID, seed)
+    centroids, _, sizes, members = build_segment(sample.k[:, None], sample.v[:, None], RetroInferConfig())
+    q = sample.q.flatten(0, 1).double()
+    estimated = sizes[0] * (q @ centroids[0].double().T * sample.scale).exp()
+    exact = (q @ sample.k[members[0].long()].double().T * sample.scale).exp()
+    label = torch.arange(len(sizes[0])).repeat_interleave(sizes[0])
+    sums = torch.zeros(len(q), len(sizes[0]), dtype=torch.float64).index_add_(1, label, exact)
+    assert estimated.numel() == 32 * 256
+    assert int((estimated > sums).sum()) == 0
+
+
+def test_many_segments_at_once_are_the_same_bits_as_one_by_one() -> None:
+    k, v = rows(5 * 96, heads=3)
+    k, v = k.view(5, 96, 3, 16), v.view(5, 96, 3, 19)
+    together = build_segments(k, v, config())
+    for i in range(5):
+        alone = build_segment(k[i], v[i], config())
+        for x, y in zip(
+            (together.centroids, together.value_sums, together.sizes, together.members), alone, strict=True
+        ):
+            assert torch.equal(x[i], y)
+
+
+def test_a_prompt_can_be_centred_as_a_whole() -> None:
+    k, v = rows(128)
+    k[64:] += 5
+    mean = prompt_mean(k)
+    torch.testing.assert_close(mean, k.mean(0))
+    of_prompt = build_segments(k[None, :64], v[None, :64], config(center="prompt"), mean)
+    uncentred = build_segment((k - mean)[:64], v[:64], config(center="none"))
+    assert torch.equal(of_prompt.members[0], uncentred[3])
+    assert not torch.equal(of_prompt.members[0], build_segment(k[:64], v[:64], config())[3])
+
+
+@pytest.mark.parametrize("center", ["segment", "prompt", "none"])
+def test_tokens_may_belong_to_clusters_of_other_segments(center: str) -> None:
+    k, v = rows(150)
+    chosen = config(center=center, final_assign="global")
+    segments = [range(4, 68), range(68, 132), range(132, 154)]
+    built = build_global(k, v, segments, chosen)
+    m = sum(clusters_of(len(s), chosen) for s in segments)
+    assert built.centroids.shape == (1, 2, m, 16)
+    label = torch.arange(m)
+    for head in range(2):
+        assert sorted(built.members[0, head].tolist()) == list(range(150))
+        of_token = torch.empty(150, dtype=torch.int64)
+        of_token[built.members[0, head].long()] = label.repeat_interleave(built.sizes[0, head])
+        # Clusters 0 to 7 began in the first segment: others' tokens are among their members.
+        assert bool((of_token[64:] < 8).any())
+        assert bool((of_token[:64] >= 8).any())
+        for c in range(m):
+            if built.sizes[0, head, c]:
+                torch.testing.assert_close(built.centroids[0, head, c], k[of_token == c, head].mean(0))
+
+
+def test_one_global_segment_is_the_segment_itself() -> None:
+    k, v = rows(64)
+    built = build_global(k, v, [range(4, 68)], config(final_assign="global", iterations=40))
+    alone = build_segment(k, v, config(iterations=40))  # converged: one more labelling changes nothing
+    assert torch.equal(built.members[0], alone[3])
+
+
+def test_all_keys_the_same_make_one_cluster_and_no_nan() -> None:
+    k, v = torch.ones(40, 2, 16), rows(40)[1]
+    centroids, sums, sizes, members = build_segment(k, v, config())
+    assert torch.isfinite(centroids).all()
+    assert sizes.tolist() == [[40, 0, 0, 0, 0]] * 2
+    assert members.tolist() == [list(range(40))] * 2
+    torch.testing.assert_close(sums[:, 0], v.sum(0))
+    assert math.isclose(float(centroids[0, 0, 0]), 1)
