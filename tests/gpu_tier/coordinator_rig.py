@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from retrieval_cases import PQ
+
 from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
@@ -27,6 +29,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160, "skip_layers": 1}},
     "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
+    "pqcache": {"algo": {**PQ, "token_budget": 160, "cache_tokens": 64, "block": 16}},
 }
 
 

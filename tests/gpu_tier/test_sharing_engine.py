@@ -47,7 +47,9 @@ def test_another_engine_decodes_the_same_tokens_without_prefill(
     assert second.is_empty()
 
 
-@pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("latent", "dsa"), ("llama", "snapkv")])
+@pytest.mark.parametrize(
+    ("model", "algorithm"), [("llama", "quest"), ("latent", "dsa"), ("llama", "snapkv"), ("llama", "pqcache")]
+)
 def test_residencies_that_need_no_host_copy(storage: MemoryStorage, model: str, algorithm: str) -> None:
     options = OTHER_RESIDENCIES[algorithm]
     expected = continued(model, algorithm, TOKENS, 6, **options)

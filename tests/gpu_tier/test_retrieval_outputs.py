@@ -1,0 +1,97 @@
+"""RetroInfer and PQCache through the whole coordinator: outputs depend on what is selected, and on nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer_traffic import Shape, Traffic
+from retrieval_cases import BLOCKS, PQ, WAVE
+
+from gpu_tier.rows import KVDtype
+
+SHAPE = Shape(device_pages=200)
+LENGTHS, STEPS = (60, 17, 33, 110), 14
+
+
+def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, Traffic]:
+    traffic = Traffic(shape, config)
+    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
+    traffic.prompt(requests, 13)
+    out = torch.stack([traffic.decode(requests, pad_to=len(requests) + 1) for _ in range(STEPS)])
+    assert traffic.checked > 0
+    return out, traffic
+
+
+def changed(name: str, **algo: Any) -> dict[str, Any]:
+    return {**BLOCKS[name], "algo": {**BLOCKS[name]["algo"], **algo}}
+
+
+CACHES: dict[str, list[dict[str, Any]]] = {
+    "pqcache": [
+        {"cache_tokens": 0}, {}, {"cache_tokens": 256, "k_cache": 64}, {"policy": "random"}, {"policy": "lfu"},
+        {"cache_unit": "token"},
+    ],
+    "retroinfer": [
+        {"cache_ratio": 0.0}, {"cache_ratio": 0.05}, {}, {"cache_ratio": 1.0}, {"policy": "random"},
+        {"async_update": False},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.F32, KVDtype.BF16])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_outputs_are_the_same_bits_whatever_is_cached(name: str, dtype: KVDtype) -> None:
+    shape = Shape(device_pages=200, dtype=dtype)
+    without, *others = (decode(shape, changed(name, **algo))[0] for algo in CACHES[name])
+    for number, out in enumerate(others):
+        assert torch.equal(out, without), CACHES[name][number + 1]
+
+
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "pqcache": {"token_budget": 256},
+    "retroinfer": {"retrieval": 1.0, "estimation": 0.0},
+}
+
+
+@pytest.mark.parametrize("start_layer", [0, 7])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_retrieves_everything_is_full_attention(name: str, start_layer: int) -> None:
+    out, traffic = decode(Shape(device_pages=200, start_layer=start_layer), changed(name, **EVERYTHING[name]))
+    for row, (request, n) in enumerate(zip(traffic.sequences, LENGTHS, strict=True)):
+        for step in range(STEPS):
+            exact = traffic.exact(request, n + step)
+            torch.testing.assert_close(out[step, :, row], exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_row_alone_and_in_a_batch_attends_to_the_same(name: str) -> None:
+    together, _ = decode(SHAPE, BLOCKS[name])
+    for row, n in enumerate(LENGTHS):
+        traffic = Traffic(SHAPE, BLOCKS[name])
+        request = traffic.begin(n, seed=row + 1)
+        traffic.prompt([request])
+        alone = torch.stack([traffic.decode([request])[:, 0] for _ in range(STEPS)])
+        torch.testing.assert_close(together[:, :, row], alone, rtol=1e-5, atol=1e-5)
+
+
+WAVE_DEVICE = {"algorithm": "retroinfer", "algo": {**WAVE, "mode": "gpu_only"}}
+PQ_OTHERS = [{"residency": "device"}, {"residency": "lru", "device_buffer_size": 64}]
+
+
+@pytest.mark.skipif("retroinfer" not in BLOCKS, reason="not there yet")
+@pytest.mark.parametrize("estimation", [0.0, 0.3, 1.0])
+def test_clusters_on_the_device_and_in_blocks_give_the_same_bits(estimation: float) -> None:
+    # Rows that are dense are attended to in one call with the others on the device: their bits may differ.
+    lengths = tuple(n for n in LENGTHS if n > 18)
+    on_device = {**WAVE_DEVICE, "algo": {**WAVE_DEVICE["algo"], "estimation": estimation}}
+    in_blocks, _ = decode(SHAPE, changed("retroinfer", estimation=estimation), lengths)
+    assert torch.equal(decode(SHAPE, on_device, lengths)[0], in_blocks)
+
+
+@pytest.mark.parametrize("other", PQ_OTHERS)
+def test_tokens_in_other_residencies_are_the_same_set(other: dict[str, Any]) -> None:
+    in_blocks, _ = decode(SHAPE, BLOCKS["pqcache"])
+    out, _ = decode(SHAPE, {"algorithm": "pqcache", "algo": PQ, **other})
+    torch.testing.assert_close(out, in_blocks, rtol=1e-4, atol=1e-4)
