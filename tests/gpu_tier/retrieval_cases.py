@@ -15,16 +15,14 @@ PQ: dict[str, Any] = {
     "kmeans_threads": 1,
 }  # fmt: skip
 
-READY = ("pqcache",)
 BLOCKS: dict[str, dict[str, Any]] = {
-    "retroinfer": {"algorithm": "retroinfer", "algo": WAVE},
     "pqcache": {"algorithm": "pqcache", "algo": PQ},
 }
+"""Those whose residency is `blocks`."""
+
 CASES: dict[str, dict[str, Any]] = {
     **BLOCKS,
     "retroinfer device": {"algorithm": "retroinfer", "algo": {**WAVE, "mode": "gpu_only"}},
     "pqcache lru": {"algorithm": "pqcache", "algo": PQ, "residency": "lru", "device_buffer_size": 48},
     "pqcache device": {"algorithm": "pqcache", "algo": PQ, "residency": "device"},
 }
-CASES = {name: case for name, case in CASES.items() if case["algorithm"] in READY}
-BLOCKS = {name: case for name, case in BLOCKS.items() if case["algorithm"] in READY}
