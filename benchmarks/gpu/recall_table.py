@@ -3,37 +3,56 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from report import Row
 
-from gpu_tier.config import SparseConfig
-from gpu_tier.engine.recall_data import QuestionPosition, RecallBatch, recall_batch
+from gpu_tier.config import PQCacheConfig, SparseConfig
+from gpu_tier.engine.recall_data import QuestionPosition, recall_batch
 from gpu_tier.engine.recall_model import RecallModel, load_recall_model
-from gpu_tier.eval.methods import method
+from gpu_tier.eval.methods import BASELINES, method, retrieving
 from gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 
-__all__ = ["RECALL_SIZES", "Budget", "RecallSize", "recall_rows"]
+__all__ = ["RECALL_SIZES", "RETRIEVAL_SIZES", "Budget", "RecallSize", "recall_rows"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A method and what it may use: a share of the context's tokens, or of its KV bytes with its representation."""
+    """A method and what it may use of the context.
+
+    Attributes:
+        name: of the method.
+        share: of what `of` says.
+        of: "tokens", steady ones included; "bytes" of the KV, those of the representation included; or "retrieved": of
+            clusters or tokens, beside which all steady tokens are attended to.
+    """
 
     name: str
     share: float
     of: str = "tokens"
 
     def __str__(self) -> str:
-        return f"{self.name} {self.share:.1%}" + (" of bytes" if self.of == "bytes" else "")
+        return f"{self.name} {self.share:.1%}" + ("" if self.of == "tokens" else f" {_OF[self.of]}")
 
     def config(self, model: RecallModel, n_tokens: int) -> SparseConfig:
         """Return its settings for a context of so many tokens."""
-        if self.of == "tokens":
-            return method(self.name, round(self.share * n_tokens), n_tokens)
-        tokens = tokens_for_bytes(model, method(self.name, n_tokens, n_tokens), self.share, n_tokens)
-        return method(self.name, tokens, n_tokens)
+        if self.of == "retrieved":
+            return _small_cache(retrieving(self.name, self.share, n_tokens))
+        tokens = round(self.share * n_tokens)
+        if self.of == "bytes":
+            tokens = tokens_for_bytes(model, method(self.name, n_tokens, n_tokens), self.share, n_tokens)
+        return _small_cache(method(self.name, tokens, n_tokens))
+
+
+_OF = {"bytes": "of bytes", "retrieved": "retrieved"}
+
+
+def _small_cache(config: SparseConfig) -> SparseConfig:
+    """Return the settings with a block cache that does not hold these short contexts whole."""
+    if not isinstance(config.algo, PQCacheConfig):
+        return config
+    return config.replaced(algo=replace(config.algo, cache_tokens=512, k_cache=4))
 
 
 @dataclass(frozen=True)
@@ -70,9 +89,36 @@ RECALL_SIZES = {
     "quick": (RecallSize(128, 2, 4, "none", (Budget("oracle", 0.1), Budget("quest", 0.3, "bytes")), 0.0),),
 }
 
-# How far below full attention the oracle may be, and what attention without retrieval must not reach.
-_LARGEST_LOSS = 0.05
+_RETRIEVED = (
+    Budget("wave", 0.018, "retrieved"), Budget("wave, no estimation", 0.018, "retrieved"),
+    Budget("pq m4b8", 0.018, "retrieved"), Budget("pq m4b8", 0.1, "retrieved"),
+    Budget("pq m2b6", 0.018, "retrieved"), Budget("pq m2b6", 0.2, "retrieved"),
+)  # fmt: skip
+_RETRIEVERS = ("oracle", "wave", "pq m4b8", "pq m2b6")
+_RETRIEVERS_EQUAL = (
+    *(Budget(name, 0.1) for name in _RETRIEVERS),
+    *(Budget(name, 0.25, "bytes") for name in _RETRIEVERS),
+)
+_RETRIEVERS_ALL = (Budget("oracle", 0.018), *_RETRIEVED, *_RETRIEVERS_EQUAL)
+
+RETRIEVAL_SIZES = {
+    "full": (
+        RecallSize(512, 12, 50, "none", _RETRIEVERS_ALL, 0.88),
+        RecallSize(1024, 12, 50, "none", _RETRIEVERS_ALL, 0.72),
+        RecallSize(512, 75, 8, "first", _RETRIEVERS_ALL, 0.88),
+        RecallSize(512, 75, 8, "last", _RETRIEVERS_ALL, 0.88),
+    ),
+    "quick": (RecallSize(288, 1, 4, "none", (_RETRIEVED[0], _RETRIEVED[3]), 0.0),),
+}
+
+# How far below full attention these may be, and what attention without retrieval must not reach.
+_MOST_LOST = {
+    Budget("oracle", 0.018): 0.05, Budget("oracle", 0.1): 0.05, Budget("oracle", 0.25, "bytes"): 0.05,
+    Budget("wave", 0.018, "retrieved"): 0.05, Budget("pq m4b8", 0.018, "retrieved"): 0.05,
+    Budget("pq m4b8", 0.1, "retrieved"): 0.05, Budget("pq m2b6", 0.2, "retrieved"): 0.03,
+}  # fmt: skip
 _MOST_STREAMING = 0.15
+_LEAST_GAIN = 1.5
 
 
 def recall_rows(sizes: tuple[RecallSize, ...], is_quick: bool) -> list[Row]:
@@ -87,15 +133,16 @@ def recall_rows(sizes: tuple[RecallSize, ...], is_quick: bool) -> list[Row]:
         rows.append(
             Row(f"{size.case}, full", "accuracy", full.accuracy, "share", target=f">= {size.least_full}", ok=ok)
         )
+        errors: dict[Budget, float] = {}
         for budget in size.methods:
-            rows += _method_rows(model, size, batch, full, budget, is_quick)
+            run = recall(model, budget.config(model, batch.context.shape[1]), batch)
+            errors[budget] = run.relative_error(full)
+            rows += _method_rows(size, run, full, budget, is_quick)
+        rows += _gain_rows(size, errors, is_quick)
     return rows
 
 
-def _method_rows(
-    model: RecallModel, size: RecallSize, batch: RecallBatch, full: RecallRun, budget: Budget, is_quick: bool
-) -> list[Row]:
-    run = recall(model, budget.config(model, batch.context.shape[1]), batch)
+def _method_rows(size: RecallSize, run: RecallRun, full: RecallRun, budget: Budget, is_quick: bool) -> list[Row]:
     target, ok = _bar(budget, run, full)
     case = f"{size.case}, {budget}"
     print(f"{case}: {run.accuracy:.3f} of {full.accuracy:.3f}", file=sys.stderr)
@@ -105,13 +152,32 @@ def _method_rows(
         Row(case, "attention rel_err", run.relative_error(full), ""),
     ]
     if run.hit_rate is not None:
-        rows.append(Row(case, "hit rate, buffer 2x, cold start included", run.hit_rate, "share"))
+        rows.append(Row(case, f"hit rate, {_BUFFER.get(budget.name, 'block cache')}", run.hit_rate, "share"))
+    return rows
+
+
+_BUFFER = dict.fromkeys(BASELINES, "buffer 2x, cold start included")
+
+
+def _gain_rows(size: RecallSize, errors: dict[Budget, float], is_quick: bool) -> list[Row]:
+    """Return how much estimation lowers the error of attention, where it was measured with and without."""
+    rows = []
+    for budget, error in errors.items():
+        without = errors.get(Budget("wave, no estimation", budget.share, budget.of))
+        if budget.name == "wave" and without is not None:
+            gain = without / error
+            rows.append(
+                Row(
+                    f"{size.case}, estimation", "attention rel_err, without over with", error, "", without, gain,
+                    f">= {_LEAST_GAIN}x", None if is_quick else gain >= _LEAST_GAIN,
+                )
+            )  # fmt: skip
     return rows
 
 
 def _bar(budget: Budget, run: RecallRun, full: RecallRun) -> tuple[str, bool | None]:
-    if budget.name == "oracle":
-        return f"full - {_LARGEST_LOSS}", run.accuracy >= full.accuracy - _LARGEST_LOSS
+    if budget in _MOST_LOST:
+        return f"full - {_MOST_LOST[budget]}", run.accuracy >= full.accuracy - _MOST_LOST[budget]
     if budget == Budget("streaming_llm", 0.1):
         return f"<= {_MOST_STREAMING}", run.accuracy <= _MOST_STREAMING
     return "", None

@@ -64,11 +64,13 @@ class _Members:
     """The tokens of each cluster."""
 
     def __init__(self) -> None:
+        self.segments: list[WaveSegment] = []
         self.tokens: list[Tensor] = []
 
     def store(self, layer_id: int, request: int, segment: WaveSegment) -> None:
         """See `SegmentSink`."""
         assert segment.first_cluster == len(self.tokens), "segments come in order, each once"
+        self.segments.append(segment)
         members = segment.start + segment.members[0].long()
         self.tokens += members.split(segment.sizes[0].tolist())
 
@@ -80,13 +82,17 @@ class _Members:
 class Driven:
     """An algorithm after the prefill of a sample's context.
 
+    Attributes:
+        sample: the context and the queries of the steps.
+        algorithm: that chooses.
+
     Args:
         config: its settings.
         sample: the context and the queries of the steps.
     """
 
     def __init__(self, config: SparseConfig, sample: KVSample) -> None:
-        self._sample, self._members = sample, _Members()
+        self.sample, self._members = sample, _Members()
         self.algorithm = make_algorithm(config, sample)
         if self.algorithm.unit is Unit.CLUSTER:
             self.algorithm.sink = self._members
@@ -98,18 +104,23 @@ class Driven:
         return torch.tensor([len(tokens) for tokens in self._members.tokens])
 
     @property
+    def segments(self) -> list[WaveSegment]:
+        """What was clustered, in order."""
+        return self._members.segments
+
+    @property
     def step(self) -> ForwardBatch:
         """The decode step that all queries are of: the context does not grow."""
-        return _batch(Mode.DECODE, len(self._sample.k), 1)
+        return _batch(Mode.DECODE, len(self.sample.k), 1)
 
     def selections(self) -> list[Selection]:
         """Return the selection of each step of the sample."""
         everyone = torch.ones(1, dtype=torch.bool)
-        return [self.algorithm.retrieve_topk(q[None], 0, self.step, everyone) for q in self._sample.q]
+        return [self.algorithm.retrieve_topk(q[None], 0, self.step, everyone) for q in self.sample.q]
 
     def choices(self) -> Choices:
         """Return what the algorithm attends to in each step of the sample."""
-        n, step = len(self._sample.k), self.step
+        n, step = len(self.sample.k), self.step
         found = self.selections()
         steady = _steady(found[0], n)
         return Choices(
@@ -118,7 +129,7 @@ class Driven:
             steady=steady,
             estimates=tuple(
                 self.algorithm.estimate(q[None], 0, step, selection)
-                for q, selection in zip(self._sample.q, found, strict=True)
+                for q, selection in zip(self.sample.q, found, strict=True)
             ),
             ids=tuple(_ids(selection) for selection in found),
         )

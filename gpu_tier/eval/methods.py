@@ -21,8 +21,20 @@ from gpu_tier.config import (
     SparseConfig,
     StreamingLLMConfig,
 )
+from gpu_tier.errors import ConfigError
 
-__all__ = ["BASELINES", "METHODS", "OBSERVED", "PAGE", "RETRIEVAL", "Method", "method", "pq_top", "wave_share"]
+__all__ = [
+    "BASELINES",
+    "METHODS",
+    "OBSERVED",
+    "PAGE",
+    "RETRIEVAL",
+    "Method",
+    "method",
+    "pq_top",
+    "retrieving",
+    "wave_share",
+]
 
 OBSERVED = 32
 """Queries of the context's end that methods may watch."""
@@ -116,3 +128,19 @@ def method(name: str, tokens: int, n_tokens: int) -> SparseConfig:
     chosen = METHODS[name]
     settings = chosen.settings(tokens, n_tokens)
     return SparseConfig(algorithm=chosen.algorithm, top_k=tokens, page_size=PAGE, algo=settings)
+
+
+def retrieving(name: str, share: float, n_tokens: int) -> SparseConfig:
+    """Return the settings under which a method retrieves a share of clusters or tokens beside its steady tokens.
+
+    Raises:
+        ConfigError: the method has no steady tokens.
+    """
+    algorithm = METHODS[name].algorithm
+    if algorithm == "retroinfer":
+        settings = METHODS[name].settings(n_tokens, n_tokens)
+        assert isinstance(settings, RetroInferConfig)
+        return SparseConfig(algorithm, page_size=PAGE, algo=replace(settings, retrieval=share))
+    if algorithm != "pqcache":
+        raise ConfigError("name", name, "must be a method with a steady zone")
+    return method(name, round(share * n_tokens) + _PQ.init + _PQ_LOCAL, n_tokens)

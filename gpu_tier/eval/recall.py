@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.assembly import build
-from gpu_tier.config import SparseConfig
+from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.layer_driver import LayerDriver
 from gpu_tier.engine.model import ModelState
@@ -21,6 +21,8 @@ from gpu_tier.engine.recall_data import RecallBatch
 from gpu_tier.engine.recall_model import RecallModel
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.manager.token_blocks import TokenBlockPolicy
+from gpu_tier.manager.wave_buffer import WaveBuffer
 from gpu_tier.rows import KVDtype
 
 __all__ = ["RecallRun", "recall", "tokens_for_bytes"]
@@ -35,7 +37,8 @@ class RecallRun:
     Attributes:
         correct: ``bool [B, Q]``.
         attention: ``f32 [B, Q, L, Hq, dv]`` attention outputs at the questions' last tokens.
-        hit_rate: selected items that were on the device, of those selected; None where nothing is loaded.
+        hit_rate: selected items that were on the device, of those selected; None where nothing is loaded. Steady tokens
+            of residency `blocks` do not count.
     """
 
     correct: Tensor
@@ -157,17 +160,28 @@ def _coordinator(model: RecallModel, config: SparseConfig, tokens: Tensor) -> Sp
         config.page_size,
     )
     pages = -(-length // config.page_size) + 2
+    buffer = 2 * config.device_buffer_size + _cached(config, length)
     return build(
         config,
         geometry,
         num_q_heads=model.num_q_heads,
         sm_scale=model.sm_scale,
-        device_pages=rows * (2 * pages + 2 * config.device_buffer_size // config.page_size),
+        device_pages=rows * (2 * pages + -(-buffer // config.page_size)),
         max_requests=rows,
         max_tokens=length,
     )
 
 
+def _cached(config: SparseConfig, n_tokens: int) -> int:
+    """Return the tokens of the block cache of a request, at most."""
+    match config.algo:
+        case RetroInferConfig(cache_ratio=ratio):
+            return int(ratio * n_tokens)
+        case PQCacheConfig(cache_tokens=tokens):
+            return tokens
+    return 0
+
+
 def _hit_rate(coordinator: SparseCoordinator) -> float | None:
     policy = coordinator.manager.policy
-    return policy.counters.hit_rate if isinstance(policy, LruDiffPolicy) else None
+    return policy.counters.hit_rate if isinstance(policy, LruDiffPolicy | TokenBlockPolicy | WaveBuffer) else None
