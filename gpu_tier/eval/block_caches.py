@@ -43,14 +43,17 @@ class BlockHits:
     Attributes:
         clusters: share of the selected clusters that were cached; of tokens for PQCache.
         tokens: share of the selected tokens that were.
-        host_share: bytes from the host of a step, over the KV's of the whole context, the mean.
+        host_share: bytes of misses from the host of a step, over the KV's of the whole context, the mean.
         admitted: items that came into the cache in a step, the mean: clusters, or blocks.
+        admitted_share: bytes that came from the host for that, like `host_share`; RetroInfer copies what it admits out
+            of the execution buffer.
     """
 
     clusters: float
     tokens: float
     host_share: float
     admitted: float
+    admitted_share: float
 
 
 def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroInferConfig) -> BlockHits:
@@ -84,6 +87,7 @@ def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroIn
         tokens=(warm.token_hits - cold.token_hits) / (warm.tokens - cold.tokens),
         host_share=(warm.host_bytes - cold.host_bytes) / steps / (n * _NUMBER.token_bytes),
         admitted=(warm.admissions - cold.admissions) / steps,
+        admitted_share=0.0,
     )
 
 
@@ -111,10 +115,14 @@ def pq_hits(driven: Driven, selections: Sequence[Selection], settings: PQCacheCo
         _step(policy, driven.step, selection)
     warm, steps = policy.counters, len(selections) - 1
     selected, hits = warm.selected - cold.selected, warm.hits - cold.hits
+    admitted = (warm.admissions - cold.admissions) / steps
     return BlockHits(
-        clusters=hits / selected, tokens=hits / selected, host_share=(selected - hits) / steps / n,
-        admitted=(warm.admissions - cold.admissions) / steps,
-    )  # fmt: skip
+        clusters=hits / selected,
+        tokens=hits / selected,
+        host_share=(selected - hits) / steps / n,
+        admitted=admitted,
+        admitted_share=admitted * (settings.block if settings.cache_unit == "block" else 1) / n,
+    )
 
 
 class _Rows:
