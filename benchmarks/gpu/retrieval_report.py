@@ -95,7 +95,7 @@ def _of_shapes() -> dict[str, str]:
     most = plan(_LLAMA, device, SparseConfig("full"), Workload(128 * 1024, 0), limits).batch
     room = limits.gpu_bytes - limits.reserve_bytes - _LLAMA.weight_bytes
     codes = [
-        pq_code_bytes(_LLAMA.geometry, PQCacheConfig(m=m, b=b), 1) / (_LLAMA.geometry.token_layer_bytes / 2)
+        pq_code_bytes(_LLAMA.geometry, PQCacheConfig(m=m, b=b), 1, 1) / (_LLAMA.geometry.token_layer_bytes / 2)
         for m, b in ((2, 6), (4, 8))
     ]
     ratio = device.hbm_bytes_per_second / device.link_bytes_per_second

@@ -21,8 +21,8 @@ from gpu_tier.config import (
 from gpu_tier.eval.model_shapes import ModelShape
 from gpu_tier.eval.retrieval_bytes import (
     pq_budget,
-    pq_centroid_bytes,
     pq_code_bytes,
+    pq_index_bytes,
     wave_cache_tokens,
     wave_index_bytes,
     wave_room,
@@ -143,7 +143,7 @@ def _codes(shape: ModelShape, config: SparseConfig, n_tokens: int) -> int:
     """Return the bytes of PQ codes in host memory."""
     if not isinstance(config.algo, PQCacheConfig):
         return 0
-    return pq_code_bytes(shape.geometry, config.algo, n_tokens) * shape.geometry.num_layers
+    return pq_code_bytes(shape.geometry, config.algo, n_tokens, n_tokens) * shape.geometry.num_layers
 
 
 def _resident_tables(geometry: KVGeometry, config: SparseConfig, n_tokens: int) -> int:
@@ -177,8 +177,7 @@ def representation_bytes(shape: ModelShape, config: SparseConfig, n_tokens: int)
         case RetroInferConfig() as wave:
             return wave_index_bytes(geometry, wave, n_tokens)
         case PQCacheConfig() as pq:
-            # Codes of two layers: one is scored while the next one's arrive.
-            return pq_centroid_bytes(geometry, pq, n_tokens) + 2 * pq_code_bytes(geometry, pq, n_tokens)
+            return pq_index_bytes(geometry, pq, n_tokens)
     return 0
 
 

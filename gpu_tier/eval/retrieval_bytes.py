@@ -10,8 +10,8 @@ from gpu_tier.config import PQCacheConfig, RetroInferConfig
 from gpu_tier.geometry import KVGeometry
 
 __all__ = [
-    "pq_budget", "pq_centroid_bytes", "pq_code_bytes", "wave_block_tokens", "wave_cache_tokens", "wave_clusters",
-    "wave_index_bytes", "wave_retrieved", "wave_room", "wave_store_tokens",
+    "pq_budget", "pq_centroid_bytes", "pq_code_bytes", "pq_index_bytes", "wave_block_tokens", "wave_cache_tokens",
+    "wave_clusters", "wave_index_bytes", "wave_retrieved", "wave_room", "wave_store_tokens",
 ]  # fmt: skip
 
 _CLUSTERS_OF_A_PAGE = 64
@@ -40,10 +40,16 @@ def wave_room(settings: RetroInferConfig, n_tokens: int) -> int:
 
 
 def wave_index_bytes(geometry: KVGeometry, settings: RetroInferConfig, n_tokens: int) -> int:
-    """Return the bytes of the meta index: pages of 64 clusters with centroid, value sum and log of the size."""
+    """Return the bytes of the meta index: pages of 64 clusters with centroid, value sum and log of the size.
+
+    They are set aside for the most clusters that so many tokens can have.
+    """
+    if n_tokens < settings.unindexed:
+        return 0
+    most = -(-(n_tokens - settings.sink - settings.local) // settings.tokens_per_centroid)
     numbers = geometry.head_dim + geometry.v_head_dim
     page = geometry.num_kv_heads * _CLUSTERS_OF_A_PAGE * (_ELEMENT_BYTES * numbers + _LOG_SIZE_BYTES)
-    return -(-wave_clusters(settings, n_tokens) // _CLUSTERS_OF_A_PAGE) * page * geometry.num_layers
+    return -(-most // _CLUSTERS_OF_A_PAGE) * page * geometry.num_layers
 
 
 def wave_block_tokens(geometry: KVGeometry, settings: RetroInferConfig) -> int:
@@ -73,9 +79,27 @@ def pq_budget(settings: PQCacheConfig, n_tokens: int) -> tuple[int, int]:
     return steady, min(top, n_tokens - steady)
 
 
-def pq_code_bytes(geometry: KVGeometry, settings: PQCacheConfig, n_tokens: int) -> int:
-    """Return the bytes of the codes of one layer: a byte for each sub-vector, token and head."""
-    return n_tokens * geometry.num_kv_heads * settings.quantisation(n_tokens)[0]
+def pq_index_bytes(geometry: KVGeometry, settings: PQCacheConfig, n_tokens: int) -> int:
+    """Return the bytes on the device that tokens are scored by.
+
+    These are the centroids of all layers, the codes of two layers (one is scored while the next one's arrive), in
+    pages, and of every layer the page that codes are being added to.
+    """
+    page = pq_code_bytes(geometry, settings, geometry.page_size, n_tokens)
+    pages = 2 * -(-n_tokens // geometry.page_size) + geometry.num_layers
+    return pq_centroid_bytes(geometry, settings, n_tokens) + pages * page
+
+
+def pq_code_bytes(geometry: KVGeometry, settings: PQCacheConfig, coded: int, n_tokens: int) -> int:
+    """Return the bytes of the codes of so many tokens of one layer: a byte for each sub-vector, token and head.
+
+    Args:
+        geometry: of the KV.
+        settings: of the algorithm.
+        coded: tokens that have codes.
+        n_tokens: most tokens of a request, which decide how fine codes are.
+    """
+    return coded * geometry.num_kv_heads * settings.quantisation(n_tokens)[0]
 
 
 def pq_centroid_bytes(geometry: KVGeometry, settings: PQCacheConfig, n_tokens: int) -> int:

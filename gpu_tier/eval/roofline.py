@@ -176,7 +176,7 @@ def _pq_scoring(shape: ModelShape, settings: PQCacheConfig, n_tokens: int) -> Tr
     """Return the traffic of tables and scores; codes come from the host for every layer, into one of two buffers."""
     geometry = shape.geometry
     m, bits = settings.quantisation(n_tokens)
-    codes = pq_code_bytes(geometry, settings, n_tokens) * geometry.num_layers
+    codes = pq_code_bytes(geometry, settings, n_tokens, n_tokens) * geometry.num_layers
     centroids = 2 * (geometry.head_dim << bits) * geometry.num_kv_heads * geometry.num_layers
     products = (geometry.head_dim << bits) + n_tokens * m / 2  # a score is a sum of m entries of the tables
     return Traffic(2 * codes + centroids, codes, 2 * products * shape.num_q_heads * geometry.num_layers)

@@ -183,7 +183,7 @@ def test_the_codes_and_centroids_of_pq_at_128k() -> None:
     kv = n_tokens * LLAMA.geometry.token_bytes
     assert (of[2, 6].host - kv) / MB == pytest.approx(67, abs=0.5)
     assert (of[4, 8].host - kv) / MB == pytest.approx(134, abs=0.5)
-    two_layers = 2 * n_tokens * 8 * 4
+    two_layers = 2 * n_tokens * 8 * 4 + 32 * 64 * 8 * 4  # and a page of every layer
     assert (of[4, 8].representations - two_layers) / MB == pytest.approx(16.8, abs=0.05)
     # Of the keys' bytes: one part in 64 of bf16 keys for four bytes a head.
     coded = traffic(LLAMA, SparseConfig("pqcache", algo=PQCacheConfig(m=4, b=8)), n_tokens, 1.0).link_bytes
@@ -251,15 +251,15 @@ def test_what_cannot_be_is_refused_by_name(call: object, field: str) -> None:
         call()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("algorithm", ["dsa", "quest"])
+@pytest.mark.parametrize("algorithm", ["dsa", "quest", "retroinfer", "pqcache"])
 def test_the_representations_are_what_the_algorithm_allocates(algorithm: str) -> None:
     geometry = replace(LLAMA.geometry, num_layers=3, num_kv_heads=2, head_dim=8, v_head_dim=8)
     shape = replace(LLAMA, geometry=geometry, num_q_heads=4)
     config = SparseConfig(algorithm)
     made = registry.make(
-        AlgorithmContext(geometry, config, 4, 0.35, 2, 1024, 1024, NullRuntime(), keys=None)  # type: ignore[arg-type]
+        AlgorithmContext(geometry, config, 4, 0.35, 2, 4096, 4096, NullRuntime(), keys=None)  # type: ignore[arg-type]
     )
-    for n_tokens in (64, 640, 1024):
+    for n_tokens in (64, 640, 1152, 4096):
         assert representation_bytes(shape, config, n_tokens) == made.representation_bytes(n_tokens)
 
 
