@@ -136,6 +136,8 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
 	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
 	$(BIN)/python benchmarks/gpu/quality.py --quick --json build/gpu_quality.json
+	$(BIN)/python benchmarks/gpu/retrieval_quality.py --quick --json build/gpu_retrieval_quality.json
+	$(BIN)/python benchmarks/gpu/ablations.py --quick --json build/gpu_ablations.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -190,6 +192,8 @@ acceptance-connectors: setup redis fuse engines
 # Quality of the sparse tier's selections, without a GPU: half an hour on one core.
 acceptance-quality: setup
 	$(BIN)/python benchmarks/gpu/quality.py --json benchmarks/results/gpu_quality.json --report docs/gpu_tier_quality
+	$(BIN)/python benchmarks/gpu/retrieval_quality.py --json benchmarks/results/gpu_retrieval_quality.json --report docs/gpu_tier_quality/retrieval
+	$(BIN)/python benchmarks/gpu/ablations.py --json benchmarks/results/gpu_ablations.json --report docs/gpu_tier_quality/ablations
 
 # The sparse tier on a GPU (docs/gpu_tier_benchmarks.md): half an hour on one H100 or H200. Nothing is installed: GPU_PYTHON
 # has torch and triton already.
