@@ -135,7 +135,9 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json
 	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
 	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
+	$(BIN)/python benchmarks/gpu/k8_index_build.py --cpu-smoke --json build/gpu_k8.json
 	$(BIN)/python benchmarks/gpu/quality.py --quick --json build/gpu_quality.json
+	$(BIN)/python benchmarks/gpu/index_build.py --quick --json build/gpu_index_build.json
 	$(BIN)/python benchmarks/gpu/retrieval_quality.py --quick --json build/gpu_retrieval_quality.json
 	$(BIN)/python benchmarks/gpu/ablations.py --quick --json build/gpu_ablations.json
 
@@ -192,6 +194,7 @@ acceptance-connectors: setup redis fuse engines
 # Quality of the sparse tier's selections, without a GPU: half an hour on one core.
 acceptance-quality: setup
 	$(BIN)/python benchmarks/gpu/quality.py --json benchmarks/results/gpu_quality.json --report docs/gpu_tier_quality
+	$(BIN)/python benchmarks/gpu/index_build.py --full-ablation --json benchmarks/results/gpu_index_build.json
 	$(BIN)/python benchmarks/gpu/retrieval_quality.py --json benchmarks/results/gpu_retrieval_quality.json --report docs/gpu_tier_quality/retrieval
 	$(BIN)/python benchmarks/gpu/ablations.py --json benchmarks/results/gpu_ablations.json --report docs/gpu_tier_quality/ablations
 
@@ -199,7 +202,7 @@ acceptance-quality: setup
 # has torch and triton already.
 GPU_PYTHON ?= python3
 acceptance-gpu:
-	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k6:k6_dsa_decode; do \
+	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k6:k6_dsa_decode k8:k8_index_build; do \
 	  $(GPU_PYTHON) benchmarks/gpu/$${name#*:}.py --json benchmarks/results/gpu_$${name%:*}.json || failed=1; \
 	done; exit $$failed  # a target that one of them misses does not hide the others
 

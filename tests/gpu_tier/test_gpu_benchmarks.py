@@ -18,7 +18,7 @@ import torch
 from gpu_tier.runtime import NullRuntime
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-NAMES = ["k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k6_dsa_decode", "check_device"]
+NAMES = ["k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k6_dsa_decode", "k8_index_build", "check_device"]
 CHECKS = ("bytes are equal", "buffer equals host", "largest relative difference")
 
 
@@ -148,6 +148,28 @@ def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -
     (row,) = this.rows
     assert (row.ratio == 3.0) is stated
     assert row.metric.startswith("speed-up over dense" if stated else "no speed-up over dense stated")
+
+
+@pytest.mark.parametrize(("layer_seconds", "stated"), [(1.30, True), (1.40, False)])
+def test_what_an_index_costs_is_no_share_of_a_slow_layer(layer_seconds: float, stated: bool) -> None:
+    bench, clock, run = script("k8_index_build"), script("device_clock"), script("device_run")
+    this = run.DeviceRun(clock.DeviceClock(torch.device("cpu"), 2, 1), is_smoke=False, is_quick=True)
+    bench.add_index(this, "case", clock.Samples((0.13,)), clock.Samples((layer_seconds,)), best=1.0, target=0.05)
+    bound, share = this.rows[-2:]
+    assert bound.value == pytest.approx(0.13)
+    assert bound.ok is None
+    if stated:
+        assert (share.value, share.ok) == (pytest.approx(0.1), False)
+    else:
+        assert share.metric.startswith("no share of the layer stated")
+        assert share.ok is None
+
+
+def test_operations_of_a_layer_are_those_of_llama() -> None:
+    size = script("k8_index_build").FULL
+    # 218 million weights of a layer's products; half of the square of attention.
+    assert size.operations(1) == pytest.approx(2 * 218.1e6, rel=1e-3)
+    assert size.operations(2**17) - 2**17 * (size.operations(1) - 2 * 4096) == 2 * 2**34 * 4096
 
 
 def test_ways_are_compared_at_one_budget() -> None:
