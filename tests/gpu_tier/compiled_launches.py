@@ -1,4 +1,4 @@
-"""Launches attention and score kernels with real arguments, and compiles each launch for sm_90 in place of running it.
+"""Launches attention, score and gather kernels, and compiles each launch for sm_90 in place of running it.
 
 Run as a program, in a process where Triton does not interpret. Prints one JSON object per launch: `case`, `kernel`,
 `copies` (bytes of the asynchronous copies to shared memory), `loads` (bytes of the widest plain load), `tensor_cores`.
@@ -16,28 +16,32 @@ from attention_cases import Shape, random_kv, random_query
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
 from gpu_tier.index.meta_pages import MetaViews, empty_meta_page
 from gpu_tier.kernels.centroid_score import centroid_score
 from gpu_tier.kernels.centroid_score import triton_impl as centroid_triton
 from gpu_tier.kernels.decode_attn_paged import decode_attn_paged
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
+from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.indexer_score import indexer_score
 from gpu_tier.kernels.indexer_score import triton_impl as indexer_triton
 from gpu_tier.kernels.pq_score import pq_score
 from gpu_tier.kernels.pq_score import triton_impl as pq_triton
 from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.quest_score import triton_impl as quest_triton
+from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.kernels.split_decode import attend as split_call
 from gpu_tier.kernels.split_decode import triton_impl as split_triton
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.kernels.weighted_attn import triton_impl as weighted_triton
 from gpu_tier.kernels.weighted_attn import weighted_attn
 from gpu_tier.rows import KVDtype, Rows
-from gpu_tier.types import LayerKV
+from gpu_tier.types import CopyRuns, LayerKV
 
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
     torch.float8_e4m3fn: "*fp8e4nv", torch.uint8: "*u8", torch.int16: "*i16",
+    torch.int64: "*i64",
 }  # fmt: skip
 _TARGET = GPUTarget("cuda", 90, 32)
 _ALIGNED = [["tt.divisibility", 16]]
@@ -69,7 +73,7 @@ class _Recorder:
 
     def report(self, kernel: str, ptx: str) -> None:
         copies = re.findall(r"cp\.async\.c[ga]\.shared\.global [^;]*?, (0x[0-9a-f]+),", ptx)
-        loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
+        loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.b(\d+)", ptx)
         found = {
             "case": self.case,
             "kernel": kernel,
@@ -128,6 +132,16 @@ def _clusters(recorder: _Recorder) -> None:
         weighted_attn(q, *index, table, ids, _ints(4, heads), 0.1, *out, impl="triton")
 
 
+def _gather(recorder: _Recorder) -> None:
+    recorder.case = "gather"
+    geometry = KVGeometry(KVKind.MHA, 2, 8, 128, 128, KVDtype.BF16, 64)
+    addressing = Addressing.of(geometry, Layout.LAYER_FIRST, 2)
+    pool = RowPool(torch.zeros(addressing.total_bytes, dtype=torch.uint8), addressing, 1)
+    table = _ints(16, 32)
+    runs = CopyRuns(table, table.long(), table, table, _ints(16))
+    gather_copy((pool,) * 3, pool, runs, num_heads=8, moved=torch.zeros(3, dtype=torch.int64), impl="triton")
+
+
 def _scores(recorder: _Recorder) -> None:
     for heads in (32, 8):
         recorder.case = f"quest {heads}"
@@ -151,6 +165,7 @@ def main() -> None:
     _attention(recorder)
     _scores(recorder)
     _clusters(recorder)
+    _gather(recorder)
 
 
 if __name__ == "__main__":

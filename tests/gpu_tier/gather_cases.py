@@ -43,7 +43,7 @@ class Gather:
                     int(table[line, u])
                     for table in (self.runs.kind, self.runs.src, self.runs.dst, self.runs.tokens)
                 )  # fmt: skip
-                if kind < 0:
+                if not 0 <= kind < len(self.sources):
                     continue
                 for i in range(tokens):
                     moved[kind] += self._row(out, self.sources[kind], src + i, dst + i, line % self.num_heads)
@@ -82,8 +82,8 @@ def random_gather(seed: int, *, most_tokens: int = 9, most_runs: int = 5, most_r
     for line in range(lines):
         starts = draw.sample(range(width), width)
         for u in range(width):
-            number, tokens = draw.randint(-1, len(sources) - 1), draw.choice([0, 1, draw.randint(0, most_tokens)])
-            room = _slots(sources[number]) - tokens
+            number, tokens = draw.randint(-1, len(sources)), draw.choice([0, 1, draw.randint(0, most_tokens)])
+            room = _slots(sources[number % len(sources)]) - tokens
             dst = (line // heads * width + starts[u]) * most_tokens
             rows.append((number, draw.randint(0, room), dst, tokens))
     table = torch.tensor(rows).view(lines, width, 4).unbind(-1)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the attention and score kernels for sm_90: it accepts them, and reads in wide pieces."""
+"""What the compiler makes of kernels for sm_90: it accepts them, and they read in wide pieces."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ def test_clusters_are_read_in_wide_pieces(launches: Launches, case: str) -> None
     score, estimate = launches[f"clusters {case}", "_score"], launches[f"clusters {case}", "_estimate"]
     assert score["loads"] == max(estimate["copies"]) == 16
     assert bool(score["tensor_cores"]) == bool(estimate["tensor_cores"]) == case.endswith("bfloat16")
+
+
+def test_runs_are_copied_in_wide_pieces(launches: Launches) -> None:
+    assert launches["gather", "_gather"]["loads"] == 16
 
 
 def test_scores_of_codes_that_fill_words_of_two_and_four_bytes_compile(launches: Launches) -> None:

@@ -36,8 +36,8 @@ def gather_copy(
 
     Run u < ``runs.count[n]`` of line n copies, of each part, the rows of head ``n % num_heads`` and of the tokens
     ``runs.src[n, u] + i`` of ``sources[runs.kind[n, u]]`` to the tokens ``runs.dst[n, u] + i`` of the target,
-    i < ``runs.tokens[n, u]``. A run may go on from page to page. One of a negative kind is skipped. Targets must be
-    unique, and no target may be a source of the same call.
+    i < ``runs.tokens[n, u]``. A run may go on from page to page. One that is of none of the sources is skipped.
+    Targets must be unique, and no target may be a source of the same call.
 
     Args:
         sources: one to three pools, on the device or readable by it; `Source` names them by their places.

@@ -22,7 +22,7 @@ triton: Any = import_module("triton")  # optional, and without types
 tl: Any = import_module("triton.language")
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
-_TILE = 1024
+_TILE = 1024  # words that a program copies at once
 _MOST_LINES = 256  # of a group
 _MOST_PROGRAMS = 2048
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,22 +33,21 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @_jit
 def _copy_run(
     source: "Any", PAGE_SIZE: tl.constexpr, page: "Any", token: "Any", first: "Any", target: "Any",
-    TO_PAGE_SIZE: tl.constexpr, to_page: "Any", to_token: "Any", to_first: "Any", total: "Any", WORDS: tl.constexpr,
-    TILE: tl.constexpr,
+    TO_PAGE_SIZE: tl.constexpr, to_page: "Any", to_token: "Any", to_first: "Any", tokens: "Any", WORDS: tl.constexpr,
+    PADDED: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy `total` words: the rows from slot `first` of a source that begins at its head's first row."""
-    start = total * 0
-    while start < total:
-        number = start + tl.arange(0, TILE)
-        inside = number < total
-        ahead = number // WORDS
-        word = number % WORDS
+    """Copy the rows from slot `first` of a source on, which begins at its head's first row."""
+    word = tl.arange(0, PADDED)
+    start = tokens * 0
+    while start < tokens:
+        ahead = start + tl.arange(0, TILE)
         here = first + ahead
         there = to_first + ahead
-        read = here // PAGE_SIZE * page + here % PAGE_SIZE * token + word
-        written = there // TO_PAGE_SIZE * to_page + there % TO_PAGE_SIZE * to_token + word
-        value = tl.load(source + read, mask=inside, eviction_policy="evict_first")
-        tl.store(target + written, value, mask=inside)
+        read = here // PAGE_SIZE * page + here % PAGE_SIZE * token
+        written = there // TO_PAGE_SIZE * to_page + there % TO_PAGE_SIZE * to_token
+        exists = (ahead < tokens)[:, None] & (word < WORDS)[None, :]
+        value = tl.load(source + read[:, None] + word[None, :], mask=exists, eviction_policy="evict_first")
+        tl.store(target + written[:, None] + word[None, :], value, mask=exists)
         start += TILE
 
 
@@ -60,15 +59,15 @@ def _gather(
     to_page: "Any", to_token: "Any", to_head: "Any",
     kind: "Any", src: "Any", dst: "Any", tokens: "Any", count: "Any", moved: "Any",
     lines: "Any", width: "Any", heads: "Any", programs: "Any",
-    WORDS: tl.constexpr, WORD_BYTES: tl.constexpr, SOURCES: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
-    COUNTS: tl.constexpr, PAGE_SIZE0: tl.constexpr, PAGE_SIZE1: tl.constexpr, PAGE_SIZE2: tl.constexpr,
-    TO_PAGE_SIZE: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, WORD_BYTES: tl.constexpr, SOURCES: tl.constexpr, LINES: tl.constexpr,
+    TILE: tl.constexpr, COUNTS: tl.constexpr, PAGE_SIZE0: tl.constexpr, PAGE_SIZE1: tl.constexpr,
+    PAGE_SIZE2: tl.constexpr, TO_PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     task = program  # of this program, counted from the first run of the group
     group = program * 0
     number = tl.arange(0, 4)  # of a source
-    copied = tl.zeros([4], tl.int64)  # words
+    copied = tl.zeros([4], tl.int64)  # tokens
     while group < lines:
         line_of = group + tl.arange(0, LINES)
         live = tl.load(count + line_of, mask=line_of < lines, other=0)
@@ -83,23 +82,23 @@ def _gather(
             which = tl.where(which < SOURCES, which, -1)
             first = tl.load(src + place).to(tl.int64)
             to_first = tl.load(dst + place).to(tl.int64)
-            total = tl.maximum(tl.load(tokens + place), 0) * WORDS
+            total = tl.maximum(tl.load(tokens + place), 0)
             to = target + head * to_head
             if which == 0:
                 _copy_run(source0 + head * head0, PAGE_SIZE0, page0, token0, first, to, TO_PAGE_SIZE, to_page,
-                          to_token, to_first, total, WORDS, TILE)  # fmt: skip
+                          to_token, to_first, total, WORDS, PADDED, TILE)  # fmt: skip
             if which == 1:
                 _copy_run(source1 + head * head1, PAGE_SIZE1, page1, token1, first, to, TO_PAGE_SIZE, to_page,
-                          to_token, to_first, total, WORDS, TILE)  # fmt: skip
+                          to_token, to_first, total, WORDS, PADDED, TILE)  # fmt: skip
             if which == 2:
                 _copy_run(source2 + head * head2, PAGE_SIZE2, page2, token2, first, to, TO_PAGE_SIZE, to_page,
-                          to_token, to_first, total, WORDS, TILE)  # fmt: skip
+                          to_token, to_first, total, WORDS, PADDED, TILE)  # fmt: skip
             copied += tl.where(number == which, total, 0)
             task += programs
         task -= runs
         group += LINES
     if COUNTS:
-        tl.atomic_add(moved + number, copied * WORD_BYTES, mask=number < SOURCES)
+        tl.atomic_add(moved + number, copied * (WORDS * WORD_BYTES), mask=number < SOURCES)
 
 
 # A size of one would be made a constant, and constants have no `.to`.
@@ -116,13 +115,14 @@ def run(sources: tuple[RowPool, ...], target: RowPool, runs: CopyRuns, *, num_he
     for part in range(len(target.addressing.parts)):
         size = word_bytes(pools, part, 8)
         words = target.addressing.parts[part].row_bytes // size
-        most = min(_TILE, next_power_of_2(words * 64))
+        padded = next_power_of_2(words)
         _kernel[(programs,)](
             *(_first_row(pool, part, size) for pool in pools),
             *(number for pool in pools for number in _strides(pool, part, size)),
             *tables, runs.count if moved is None else moved, lines, width, num_heads, programs,
-            WORDS=words, WORD_BYTES=size, SOURCES=len(sources), LINES=min(_MOST_LINES, next_power_of_2(lines)),
-            TILE=max(32, most), COUNTS=moved is not None, **_page_sizes(pools),
+            WORDS=words, PADDED=padded, WORD_BYTES=size, SOURCES=len(sources),
+            LINES=min(_MOST_LINES, next_power_of_2(lines)), TILE=max(1, _TILE // padded), COUNTS=moved is not None,
+            **_page_sizes(pools),
         )  # fmt: skip
 
 
