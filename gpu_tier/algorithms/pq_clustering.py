@@ -47,14 +47,17 @@ class Clusterer:
         runtime: of the device.
         layer_seconds: returns a function that computes a layer over so many tokens and returns the seconds; asked for
             when iterations are adaptive and there is no profile yet.
-        kernels: implementation of the kernels, see `registry.get`.
+        kernels: implementation of the kernels on the device, see `registry.get`.
     """
 
     def __init__(
         self, shape: pq.PQShape, settings: PQCacheConfig, runtime: DeviceRuntime,
         layer_seconds: Callable[[], Callable[[int], float]], kernels: str = "auto",
     ) -> None:  # fmt: skip
-        self._shape, self._settings, self._runtime, self._kernels = shape, settings, runtime, kernels
+        self._shape, self._settings, self._runtime = shape, settings, runtime
+        # On a CPU the reference is the fast one, and Triton's interpreter works in one thread only.
+        self._on_device = kernels if runtime.is_cuda else "reference"
+        self._kernels = "reference" if self.on_cpu else self._on_device
         self._layer_seconds = layer_seconds
         self.threads = min(settings.kmeans_threads, os.cpu_count() or 1)
         self._executor: ThreadPoolExecutor | None = None
@@ -98,6 +101,10 @@ class Clusterer:
         """Cluster a layer and wait for it, see `start`."""
         keys = keys.cpu() if self.on_cpu else keys
         return self._cluster(keys, first, stop, self.iterations(stop - first))
+
+    def encode(self, keys: Tensor, codebook: Tensor) -> Tensor:
+        """Return the codes of keys, where they are."""
+        return pq.encode(keys, codebook, kernels=self._on_device)
 
     def _cluster(self, keys: Tensor, first: int, stop: int, count: int) -> LayerIndex:
         codebook = pq.train(keys[first:stop], self._shape, count, self._settings.seed, kernels=self._kernels)

@@ -117,7 +117,7 @@ def ask(
     most = max((min(row.k, middle) for row, middle in zip(rows, middles, strict=True)), default=0)
     alike = all(min(row.k, middle) == min(most, middle) for row, middle in zip(rows, middles, strict=True))
     numbers = _upload([[row.tokens, row.first, row.k, row.slot, row.border, row.second_slot] for row in rows], batch)
-    tokens, first, k, slot, border, second = torch.where(sparse_mask, numbers, 0).unbind(0)
+    tokens, first, k, _, border, _ = torch.where(sparse_mask, numbers, 0).unbind(0)
     width = max((row.first for row in rows), default=0)
     pages = max(1, codes.pool.pages_of(width))
     return Asked(
@@ -131,7 +131,7 @@ def ask(
         width=width,
         table=codes.pool.table[batch.req_pool_indices, :pages],
         window=codes.window(_looked_at(batch, rows, requests, init)),
-        spans=_spans((slot, second), (torch.full_like(first, init, device=device), first), border, rows),
+        spans=_spans((numbers[3], numbers[5]), (torch.full_like(first, init, device=device), first), border, rows),
     )
 
 

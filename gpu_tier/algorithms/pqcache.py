@@ -35,6 +35,7 @@ from gpu_tier.index.layer_time import dense_layer_seconds
 from gpu_tier.kernels.pq_score import pq_score
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.pools.code_pages import CodePages
+from gpu_tier.pools.representation import RepresentationPool
 from gpu_tier.runtime import upload
 from gpu_tier.types import ForwardBatch, Selection, SteadyRing, SteadyZone, TokenRanges, Unit
 
@@ -78,8 +79,14 @@ class PQCache(BaseSparseAlgorithm):
         )  # fmt: skip
         self.form = self._form()
         self._requests: dict[int, PQRequest] = {}
+        self._last: tuple[ForwardBatch, int, Tensor] | None = None
         self._asked = PerPass(self._ask)
         self._newest = PerPass(lambda batch, _: newest(batch, self._requests, self.codes, self.budgets))
+
+    @property
+    def pool(self) -> RepresentationPool:
+        """Who holds which pages of codes."""
+        return self.codes.pool
 
     def _form(self) -> PQSidecars:
         """Return the form of sidecars; P is the pages of the fewest tokens that ever get an index."""
@@ -230,11 +237,10 @@ class PQCache(BaseSparseAlgorithm):
 
     def _encode_rest(self, held: PQRequest, n_tokens: int) -> None:
         """Give the tokens that have none codes of the last codebook."""
-        start = held.encoded
+        start, book = held.encoded, self.codebooks[:, held.books[-1].slot]
         for layer in range(held.layers) if start < n_tokens else ():
             keys = self._keys(layer, held.request, start, n_tokens)
-            codes = pq.encode(keys, self.codebooks[layer, held.books[-1].slot], kernels=self.context.config.kernels)
-            self.codes.write(layer, held.request, start, codes)
+            self.codes.write(layer, held.request, start, self.clusterer.encode(keys, book[layer]))
         held.encoded = max(start, n_tokens)
         held.clustered = [count or n_tokens for count in held.clustered]
 
@@ -252,7 +258,7 @@ class PQCache(BaseSparseAlgorithm):
         if step.where is not None:
             row = self.context.geometry.parts[0]
             stored = row.decode(row.encode(k))
-            self.codes.append(layer, step.where, pq.encode_rows(stored, self.codebooks[layer, step.slots]))
+            self.codes.append(layer, step.where, pq.encode_rows(stored, self._books(batch, layer, step.slots)))
         for held, n_tokens, due in step.due:
             if held.clustered[layer] < due:
                 self._cluster_anew(held, layer, n_tokens)
@@ -268,12 +274,21 @@ class PQCache(BaseSparseAlgorithm):
         if min(held.clustered) == n_tokens:
             held.books, held.encoded = [books[0]], n_tokens
 
+    def _books(self, batch: ForwardBatch, layer: int, slots: Tensor, *, fresh: bool = False) -> Tensor:
+        """Return the codebooks of each row, ``f32 [B, H, m, 2^b, d/m]``; those that the layer was scored with last.
+
+        They are large: the codebooks that a layer's tokens get their codes of are those that it was just scored with.
+        """
+        if fresh or self._last is None or self._last[0] is not batch or self._last[1] != layer:
+            self._last = batch, layer, self.codebooks[layer, slots].float()
+        return self._last[2]
+
     def retrieve_topk(
         self, queries: Tensor, layer_id: int, batch: ForwardBatch, sparse_mask: Tensor, **extra: Tensor
     ) -> Selection:
         """See `BaseSparseAlgorithm`."""
         asked = self._asked.of(batch, sparse_mask)
-        indices, lengths = self._best(queries, self.context.geometry.layer_index(layer_id), asked)
+        indices, lengths = self._best(queries, self.context.geometry.layer_index(layer_id), batch, asked)
         always = TokenRanges(self.settings.init, asked.most_local)
         if not self._is_in_blocks:
             return Selection(self.unit, 1, *merged(indices, lengths, asked, self.settings.init, self.max_items), always)
@@ -285,26 +300,25 @@ class PQCache(BaseSparseAlgorithm):
         assert sparse_mask is not None
         return ask(batch, sparse_mask, self._requests, self.codes, self.budgets)
 
-    def _best(self, queries: Tensor, layer: int, asked: Asked) -> tuple[Tensor, Tensor]:
+    def _best(self, queries: Tensor, layer: int, batch: ForwardBatch, asked: Asked) -> tuple[Tensor, Tensor]:
         """Return the best tokens of the middle, ``int32 [B, H, K]`` ascending, and how many, ``int32 [B, H]``."""
         heads, init, width = self.shape.heads, self.settings.init, max(1, asked.most)
         indices = torch.full((len(queries), heads, width), -1, dtype=torch.int32, device=queries.device)
         lengths = torch.zeros(len(queries), heads, dtype=torch.int32, device=queries.device)
         if not asked.most:
             return indices, lengths
-        scores = self._scores(queries, layer, asked)[..., init:]
+        scores = self._scores(queries, layer, batch, asked)[..., init:]
         topk_select(scores, asked.middle, asked.most, indices, lengths, impl=self.context.config.kernels)
         if asked.k is not None:
             indices, lengths = keep_best(indices, lengths, scores, asked.k)
         return torch.where(indices < 0, -1, indices + init), lengths
 
-    def _scores(self, queries: Tensor, layer: int, asked: Asked) -> Tensor:
+    def _scores(self, queries: Tensor, layer: int, batch: ForwardBatch, asked: Asked) -> Tensor:
         """Return ``f32 [B, H, N]``: the sum of the softmax over the middle of each query head of a group."""
         codes = self.codes.codes(layer, asked.window)
         out = torch.empty(len(queries), self.context.num_q_heads, asked.width, device=queries.device)
         for number, span in enumerate(asked.spans):
-            books = self.codebooks[layer, span.slots]
-            table = pq.tables(queries, books, self.context.sm_scale)
+            table = pq.tables(queries, self._books(batch, layer, span.slots, fresh=True), self.context.sm_scale)
             scores = torch.empty_like(out) if number else out
             pq_score(table, codes, asked.table, span.first, span.stop, scores, impl=self.context.config.kernels)
             if number:

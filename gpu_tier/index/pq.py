@@ -141,13 +141,15 @@ def encode_rows(keys: Tensor, codebooks: Tensor) -> Tensor:
 
     Args:
         keys: ``[B, H, d]``.
-        codebooks: ``f16 [B, H, m, 2^b, d/m]``.
+        codebooks: ``f32 [B, H, m, 2^b, d/m]``, numbers that f16 can hold.
 
     Returns:
         ``uint8 [B, H, m]``.
     """
-    x: Tensor = keys.float().unflatten(-1, (codebooks.shape[2], 1, -1))
-    return (x - codebooks.float()).square().sum(-1).min(-1).indices.to(torch.uint8)
+    x: Tensor = keys.float().unflatten(-1, (codebooks.shape[2], -1))
+    half_norms = torch.linalg.vector_norm(codebooks, dim=-1).square() / 2
+    apart: Tensor = half_norms - torch.einsum("bhme,bhmke->bhmk", x, codebooks)
+    return apart.min(-1).indices.to(torch.uint8)
 
 
 def reconstruct(codes: Tensor, codebook: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ def tables(queries: Tensor, codebooks: Tensor, sm_scale: float) -> Tensor:
 
     Args:
         queries: ``[B, Hq, d]``.
-        codebooks: ``f16 [B, H, m, 2^b, d/m]``.
+        codebooks: ``f32 [B, H, m, 2^b, d/m]``, numbers that f16 can hold.
         sm_scale: what products are multiplied by.
 
     Returns:
@@ -178,5 +180,5 @@ def tables(queries: Tensor, codebooks: Tensor, sm_scale: float) -> Tensor:
     """
     rows, heads, m = codebooks.shape[:3]
     q = queries.float().view(rows, heads, -1, m, codebooks.shape[-1])
-    products: Tensor = torch.einsum("bhgme,bhmke->bhgmk", q, codebooks.float())
+    products: Tensor = torch.einsum("bhgme,bhmke->bhgmk", q, codebooks)
     return (products * sm_scale).flatten(1, 2)

@@ -197,6 +197,7 @@ class CodePages:
 
     def adopt(self, request: int, first_page: int, data: Tensor) -> None:
         """Take over the codes of whole pages in all layers, ``uint8 [pages, layers · page bytes]`` in host memory."""
+        self._runtime.record("compute").wait()  # a former holder's last pages may be on their way to the host
         ids = self._pages(request, first_page, first_page + len(data))
         by_layer = data.view(len(data), self.num_layers, *self._page_shape).transpose(0, 1)
         for layer, codes in enumerate(by_layer):

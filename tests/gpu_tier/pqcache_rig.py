@@ -24,11 +24,12 @@ class PQRig(Rig):
 
     def __init__(
         self, geometry: KVGeometry | None = None, members: int = 2, *, residency: str = "blocks",
-        min_sparse_prompt_len: int = 32, device: str = "cpu", top_k: int = 64, **algo: Any,
+        min_sparse_prompt_len: int = 32, device: str = "cpu", top_k: int = 64, kernels: str = "reference",
+        **algo: Any,
     ) -> None:  # fmt: skip
         super().__init__(
             geometry or mha(), "pqcache", members, {**SMALL, **algo}, device, residency=residency, top_k=top_k,
-            min_sparse_prompt_len=min_sparse_prompt_len,
+            min_sparse_prompt_len=min_sparse_prompt_len, kernels=kernels,
         )  # fmt: skip
         assert isinstance(self.algorithm, PQCache)
         self.pq: PQCache = self.algorithm
@@ -63,7 +64,7 @@ def codebook_of(rig: PQRig, layer: int, request: int, number: int = 0) -> Tensor
 
 def plain_scores(rig: PQRig, layer: int, request: int, codes: Tensor, codebook: Tensor) -> Tensor:
     """The group rule over keys with these codes, ``[H, n]``; keys of equal codes have equal scores."""
-    table = pq.tables(rig.query(layer, request).flatten(0, 1)[None], codebook[None], rig.context.sm_scale)[0]
+    table = pq.tables(rig.query(layer, request).flatten(0, 1)[None], codebook[None].float(), rig.context.sm_scale)[0]
     table = table.unflatten(0, (len(codebook), -1))
     heads, parts = torch.arange(len(codebook))[:, None], torch.arange(codebook.shape[1])
     entries = table.permute(0, 2, 3, 1)[heads, parts, codes.long()]

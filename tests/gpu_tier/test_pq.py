@@ -44,7 +44,7 @@ def test_codes_are_those_of_the_nearest_centroids(
     codebook = pq.train(keys, shape, 4, seed)
     assert codebook.shape == shape.codebook_shape
     wanted = plain_codes(keys, codebook)
-    by_row = pq.encode_rows(keys, codebook.expand(len(keys), *codebook.shape))
+    by_row = pq.encode_rows(keys, codebook.float().expand(len(keys), *codebook.shape))
     for found in (pq.encode(keys, codebook), by_row):
         assert found.dtype is torch.uint8
         # Two centroids may be equally near up to the last bit of f32: then either is right.
@@ -71,7 +71,7 @@ def test_tables_and_codes_give_the_products_with_reconstructed_keys(
     n, pages = len(keys), -(-len(keys) // page)
     stored = torch.zeros(pages * page, heads, m, dtype=torch.uint8)
     stored[:n] = codes
-    table, out = pq.tables(query, codebook[None], scale), torch.empty(1, heads * group, pages * page)
+    table, out = pq.tables(query, codebook[None].float(), scale), torch.empty(1, heads * group, pages * page)
     pages_of = torch.arange(pages, dtype=torch.int32)[None]
     first, stop = torch.tensor([2], dtype=torch.int32), torch.tensor([n], dtype=torch.int32)
     pq_score(table, stored.view(pages, page, heads, m), pages_of, first, stop, out)
@@ -102,7 +102,7 @@ def test_keys_beyond_f16_make_no_infinity() -> None:
     keys = keys_of(64, 1, 4, scale=1e6)
     codebook = pq.train(keys, pq.PQShape(1, 4, 2, 3), 5, 0)
     assert codebook.isfinite().all()
-    assert pq.tables(keys[:1], codebook[None], 1.0).isfinite().all()
+    assert pq.tables(keys[:1], codebook[None].float(), 1.0).isfinite().all()
 
 
 def test_training_depends_on_keys_iterations_and_seed_alone() -> None:
