@@ -188,7 +188,7 @@ def _token_blocks(
 ) -> TokenBlockPolicy:
     return TokenBlockPolicy(
         settings, execution, parts.host_tokens, parts.transfer, context.runtime, max_requests=context.max_requests,
-        max_tokens=context.max_tokens, debug_checks=context.config.debug_checks,
+        max_tokens=context.max_tokens, kernels=context.config.kernels, debug_checks=context.config.debug_checks,
     )  # fmt: skip
 
 

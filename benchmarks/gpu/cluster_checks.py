@@ -9,6 +9,7 @@ from torch import Tensor
 from gpu_tier.index.meta_pages import PAGE_CLUSTERS, MetaViews, empty_meta_page
 from gpu_tier.kernels.centroid_score import centroid_score
 from gpu_tier.kernels.pq_score import pq_score
+from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs
 from gpu_tier.kernels.weighted_attn import weighted_attn
 from gpu_tier.runtime import DeviceRuntime
 
@@ -16,14 +17,15 @@ __all__ = ["cluster_checks"]
 
 
 def cluster_checks(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
-    """Return the checks: GQA with bf16 and f32 queries, MLA, and codes of 6 and 8 bits."""
+    """Return the checks: GQA with bf16 and f32 queries, MLA, codes of 6 and 8 bits, caches of blocks and tokens."""
     dims, latent = sizes.dims, 4 * sizes.dims
     shapes = [
         (2, 8, dims, dims, torch.bfloat16), (2, 8, dims, dims, torch.float32),
         (1, sizes.latent_heads, latent + 64, latent, torch.bfloat16),
     ]  # fmt: skip
     found = [check for shape in shapes for check in _clusters(runtime, sizes, *shape)]
-    return [*found, *(_codes(runtime, sizes, parts, bits) for parts, bits in ((2, 6), (4, 8)))]
+    codes = [_codes(runtime, sizes, parts, bits) for parts, bits in ((2, 6), (4, 8))]
+    return [*found, *codes, *(_token_runs(runtime, sizes, unit) for unit in (128, 1))]
 
 
 def _clusters(
@@ -78,3 +80,34 @@ def _codes(runtime: DeviceRuntime, sizes: Sizes, parts: int, bits: int) -> Check
         return (out.cpu(),)
 
     return Check("pq_score", f"{parts} codes of {bits} bits", run, 1e-6)
+
+
+def _token_runs(runtime: DeviceRuntime, sizes: Sizes, unit: int) -> Check:
+    """Return the check of plans of single tokens, some of them cached, in blocks of so many tokens."""
+    device, rows, heads, sink = runtime.device, sizes.batch, 2, 32
+    places, blocks = 4096 // unit, -(-sizes.tokens // unit)
+
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.int32).to(device)
+
+    per_head = heads if unit == 1 else 1
+    where = TokenPlaces(
+        ints(-places, places, rows, per_head, blocks).clamp_min(-1), ints(0, 1 << 20, rows, 4096),
+        ints(0, 1 << 20, rows, sizes.tokens).long(), sink, unit,
+    )  # fmt: skip
+    chosen = torch.stack([torch.randperm(sizes.tokens - sink) for _ in range(rows * heads)])[:, : sizes.selected] + sink
+    indices = chosen.sort(-1).values.view(rows, heads, -1).int().to(device)
+    lengths = ragged(sizes, indices.shape[2])[:, None].repeat(1, heads).to(device)
+    lines = [ints(0, 1000, rows, 20) for _ in range(3)]
+    steady = SteadyPlan(torch.zeros_like(lines[0]), lines[0].long(), *lines[1:], ints(0, 99, rows), ints(0, 99, rows))
+    requests, active = torch.randperm(rows).to(device), (torch.arange(rows) != 1).to(device)
+
+    def run(impl: str) -> Outputs:
+        counters = torch.zeros(3, dtype=torch.int64, device=device)
+        out = TokenPlan.empty(rows, heads, 20 + indices.shape[2], counters)
+        token_runs(indices, lengths, requests, active, steady, where, out, impl=impl)
+        used = torch.arange(out.runs.kind.shape[1], device=device) < out.runs.count[:, None]
+        tables = (out.runs.kind, out.runs.src, out.runs.dst, out.runs.tokens)
+        return (*(table.where(used, 0).cpu() for table in tables), out.runs.count.cpu(), out.lens.cpu(), counters.cpu())
+
+    return Check("token_runs", f"{unit} tokens in a block", run)

@@ -19,7 +19,33 @@ from gpu_tier.retrieval_config import PQCacheConfig
 from gpu_tier.runtime import DeviceRuntime, Event
 from gpu_tier.types import ForwardBatch, SteadyZone
 
-__all__ = ["BlockAdmissions", "BlockStep"]
+__all__ = ["BatchRows", "BlockAdmissions", "BlockStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Which rows of a batch select, and where they stand in the tables.
+
+    Attributes:
+        batch: the batch.
+        sparse_mask: ``bool [B]`` rows that are sparse, padding or not.
+        active: ``bool [B]`` rows that select.
+        requests: ``int64 [B]`` row of each request, 0 for those that do not.
+        rows: ``int64 [B]`` the same in tables with a spare row, which is theirs.
+    """
+
+    batch: ForwardBatch
+    sparse_mask: Tensor
+    active: Tensor
+    requests: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, sparse_mask: Tensor, spare: int) -> BatchRows:
+        """Return the rows of a batch; `spare` is the number of the spare row."""
+        active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
+        own = batch.req_pool_indices
+        return cls(batch, sparse_mask, active, own.where(active, 0), own.where(active, spare))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +54,15 @@ class BlockStep:
 
     Attributes:
         batch: the step.
-        requests: ``int64 [B]`` row of each request in `host_loc`; of rows without a plan any row.
-        rows: ``int64 [B]`` row of each request in the cache's tables, the spare one where there is no plan.
+        rows: which rows select.
         zone: steady tokens.
-        valid: ``bool [B, H, K]`` which entries of the selection are tokens.
-        tokens: ``int64 [B, H, K]`` selected tokens; where they are not valid the first behind the sink.
-        items: ``int64 [B, H, K]`` block of each of them.
+        indices: ``int32 [B, H, K]`` selected tokens, -1 behind them.
     """
 
     batch: ForwardBatch
-    requests: Tensor
-    rows: Tensor
+    rows: BatchRows
     zone: SteadyZone
-    valid: Tensor
-    tokens: Tensor
-    items: Tensor
+    indices: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +128,7 @@ class BlockAdmissions:
         runtime = self._runtime
         runtime.fence(runtime.record("compute"), "upd")
         with runtime.stream("upd"):
-            runtime.used(step.requests, step.rows, step.zone.first, step.valid, step.tokens, step.items)
+            runtime.used(step.rows.requests, step.rows.rows, step.zone.first, step.indices)
             demand = _Demand(layer, step, self._wants(step))
             if self._waiting and not demand.goes_with(self._waiting[0]):
                 self._decide()
@@ -119,24 +139,25 @@ class BlockAdmissions:
 
     def _wants(self, step: BlockStep) -> Tensor:
         if self._by_token:
-            return step.items.where(step.valid, -1)[..., : self._settings.k_cache * self._settings.block]
+            tokens = step.indices[..., : self._settings.k_cache * self._settings.block].long()
+            return (tokens - step.zone.sink).where(tokens >= 0, -1)
         blocks = max(1, -(-max(step.batch.lengths, default=0) // self._unit))
-        hits = torch.zeros(len(step.rows), blocks + 1, dtype=torch.int64, device=step.rows.device)
-        return hits.scatter_add_(
-            1, step.items.where(step.valid, blocks).flatten(1), torch.ones_like(step.items).flatten(1)
-        )
+        items = (step.indices.flatten(1).long() - step.zone.sink) // self._unit
+        items = items.where(items >= 0, blocks)
+        hits = torch.zeros(len(items), blocks + 1, dtype=torch.int64, device=items.device)
+        return hits.scatter_add_(1, items, torch.ones_like(items))
 
     def _decide(self) -> None:
         """Bring the wanted blocks of the layers that wait on their way."""
         demands, self._waiting = self._waiting, []
         layers = torch.stack([self._layer_numbers[demand.layer] for demand in demands])
         step, count = demands[0].step, len(demands)
-        requests, rows = step.requests.repeat(count), step.rows.repeat(count)
+        requests, rows = step.rows.requests.repeat(count), step.rows.rows.repeat(count)
         first = torch.cat([demand.step.zone.first for demand in demands])
         wants = torch.cat([demand.wants for demand in demands])
         choose = self._wanted_tokens if self._by_token else self._wanted_blocks
         wanted = choose(requests, step.zone.sink, first, wants)
-        loads = self._cache.update(layers.repeat_interleave(len(step.rows)), rows, wanted, self._usable[rows])
+        loads = self._cache.update(layers.repeat_interleave(step.batch.rows), rows, wanted, self._usable[rows])
         self.counts += torch.stack([loads.count.sum(), loads.evicted])
         self._load([demand.layer for demand in demands], requests, rows, step.zone.sink, loads)
 

@@ -78,18 +78,9 @@ class CachePlaces:
         """Bytes of the tables."""
         return sum(table.nbytes for table in (self._place_of, self._item_of, self._heat))
 
-    def lookup(self, layer: int, rows: Tensor, items: Tensor) -> Tensor:
-        """Return where items are.
-
-        Args:
-            layer: position of the layer.
-            rows: ``int64 [B]`` row of each request; R is nobody's.
-            items: ``int64 [B, H, K]`` items, not negative; H is Hs or, of a cache of all heads, any number.
-
-        Returns:
-            ``int32 [B, H, K]`` places, -1 of items that are not cached.
-        """
-        return self._place_of[layer][rows[:, None, None], self._heads, items]
+    def place_of(self, layer: int) -> Tensor:
+        """Return the place of each item of a layer, ``int32 [R + 1, Hs, N + 1]``, -1 where it is not cached."""
+        return self._place_of[layer]
 
     def held(self, layer: int, request: int) -> Tensor:
         """Return the item of each place of a request, ``int32 [Hs, P]``, -1 for an empty one."""

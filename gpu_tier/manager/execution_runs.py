@@ -13,32 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpu_tier.kernels.token_runs import SteadyPlan
 from gpu_tier.manager.steady_runs import SteadyPlaces, SteadyRuns
 from gpu_tier.runtime import DeviceRuntime, upload
 from gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, Source, SteadyRing, SteadyZone
 
-__all__ = ["ItemRuns", "SteadyPlan", "SteadyPlanner", "execution_plan"]
-
-
-@dataclass(frozen=True, slots=True)
-class SteadyPlan:
-    """The steady runs of a batch on the device.
-
-    Attributes:
-        kind: ``int32 [B, 1, U]`` `Source.STEADY`, -1 behind a row's runs.
-        src: ``int64 [B, 1, U]`` slot in the arena of each run's first token.
-        dst: ``int32 [B, 1, U]`` slot of it in the execution buffer.
-        tokens: ``int32 [B, 1, U]`` tokens of the run.
-        end: ``int32 [B]`` slot in the execution buffer behind the row's steady tokens.
-        total: ``int32 [B]`` steady tokens of the row.
-    """
-
-    kind: Tensor
-    src: Tensor
-    dst: Tensor
-    tokens: Tensor
-    end: Tensor
-    total: Tensor
+__all__ = ["ItemRuns", "SteadyPlanner", "execution_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +83,16 @@ class SteadyPlanner:
                 runs[row] = self._places.runs(request, first, length)
         width = max((len(run.src) for run in runs.values()), default=0)
         begin = np.arange(batch.rows) * self._tokens_per_row
-        kind_dst_tokens = np.zeros((3, batch.rows, 1, width), np.int32)
+        kind_dst_tokens = np.zeros((3, batch.rows, width), np.int32)
         kind_dst_tokens[0] = -1
-        src = np.zeros((batch.rows, 1, width), np.int64)
+        src = np.zeros((batch.rows, width), np.int64)
         total = np.zeros(batch.rows, np.int64)
         for row, run in runs.items():
             used = slice(len(run.src))
-            kind_dst_tokens[0, row, 0, used] = int(Source.STEADY)
-            kind_dst_tokens[1, row, 0, used] = begin[row] + run.first
-            kind_dst_tokens[2, row, 0, used] = run.tokens
-            src[row, 0, used] = run.src
+            kind_dst_tokens[0, row, used] = int(Source.STEADY)
+            kind_dst_tokens[1, row, used] = begin[row] + run.first
+            kind_dst_tokens[2, row, used] = run.tokens
+            src[row, used] = run.src
             total[row] = run.total
         kind, dst, tokens = self._upload(kind_dst_tokens)
         end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
@@ -135,7 +115,7 @@ def execution_plan(steady: SteadyPlan, items: ItemRuns, active: Tensor) -> Execu
     dst = steady.end[:, None, None] + behind - items.tokens
 
     def lines(of_steady: Tensor, of_items: Tensor) -> Tensor:
-        return torch.cat([of_steady.expand(-1, heads, -1), of_items], -1).view(rows * heads, -1)
+        return torch.cat([of_steady[:, None].expand(-1, heads, -1), of_items], -1).view(rows * heads, -1)
 
     total = behind[..., -1] if width else torch.zeros(rows, heads, dtype=torch.int64, device=active.device)
     lens = (steady.total[:, None] + total).where(active[:, None], 0).int()

@@ -23,15 +23,16 @@ from torch import Tensor
 
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.kernels.row_pool import RowPool
-from gpu_tier.manager.block_admissions import BlockAdmissions, BlockStep
+from gpu_tier.kernels.token_runs import TokenPlaces, TokenPlan, token_runs
+from gpu_tier.manager.block_admissions import BatchRows, BlockAdmissions, BlockStep
 from gpu_tier.manager.cache_places import CachePlaces
 from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.execution_runs import ItemRuns, SteadyPlanner, execution_plan
+from gpu_tier.manager.execution_runs import SteadyPlanner
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.pools.transfer import KVTransfer
 from gpu_tier.retrieval_config import PQCacheConfig
 from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, SteadyZone
+from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, SteadyZone
 
 __all__ = ["BlockCacheCounters", "TokenBlockPolicy"]
 
@@ -70,6 +71,7 @@ class TokenBlockPolicy:
         max_requests: rows of the per-request tables.
         max_tokens: most tokens of a request.
         layers_at_once: layers whose admissions are decided together.
+        kernels: which implementation of the kernels.
         debug_checks: check in every step that what is read is on the host; waits for the device.
 
     Raises:
@@ -79,13 +81,13 @@ class TokenBlockPolicy:
     def __init__(
         self, settings: PQCacheConfig, execution: ExecutionBuffer, host_tokens: HostTokens, transfer: KVTransfer,
         runtime: DeviceRuntime, *, max_requests: int, max_tokens: int, layers_at_once: int = 8,
-        debug_checks: bool = False,
+        kernels: str = "auto", debug_checks: bool = False,
     ) -> None:  # fmt: skip
         if host_tokens.unit != 1:
             raise ConfigError("host_tokens", host_tokens.unit, "must count single tokens")
         self.geometry = transfer.geometry
         self._settings, self._execution, self._host, self._transfer = settings, execution, host_tokens, transfer
-        self._runtime, self._debug_checks = runtime, debug_checks
+        self._runtime, self._kernels, self._debug_checks = runtime, kernels, debug_checks
         by_token = settings.cache_unit == "token"
         self._unit = 1 if by_token else settings.block
         self._max_requests = max_requests
@@ -102,7 +104,8 @@ class TokenBlockPolicy:
         self._admissions = BlockAdmissions(
             settings, self._cache, self._slots, self._usable, host_tokens, transfer, runtime, layers_at_once
         )
-        self._counts = torch.zeros(2, dtype=torch.int64, device=runtime.device)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=runtime.device)
+        self._rows: BatchRows | None = None
         self._steps: dict[int, BlockStep] = {}
 
     # Requests.
@@ -148,11 +151,29 @@ class TokenBlockPolicy:
         layer = self.geometry.layer_index(layer_id)
         self._admissions.wait_on_device(layer)
         steady = self._steady.plan(batch, zone)
-        active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
-        step = self._step_of(batch, selection.indices, zone, active)
-        plan = execution_plan(steady, self._item_runs(layer, step, selection.lengths), active)
-        self._steps[layer] = step
-        return ResidencyPlan(self._execution.table_of(batch.rows), execution=plan)
+        rows = self._rows_of(batch, sparse_mask)
+        heads, width = selection.indices.shape[1:]
+        plan = TokenPlan.empty(batch.rows, heads, steady.kind.shape[1] + width, self._counts)
+        places = TokenPlaces(self._cache.place_of(layer), self._slots, self._host.host_loc, zone.sink, self._unit)
+        token_runs(
+            selection.indices, selection.lengths, rows.requests, rows.active, steady, places, plan, impl=self._kernels
+        )
+        if self._debug_checks:
+            self._check_found()
+        self._steps[layer] = BlockStep(batch, rows, zone, selection.indices)
+        return ResidencyPlan(self._execution.table_of(batch.rows), execution=ExecutionPlan(plan.runs, plan.lens))
+
+    def _rows_of(self, batch: ForwardBatch, sparse_mask: Tensor) -> BatchRows:
+        """Return which rows of a batch select, the same in all layers of a step."""
+        if self._rows is None or self._rows.batch is not batch or self._rows.sparse_mask is not sparse_mask:
+            self._rows = BatchRows.of(batch, sparse_mask, self._max_requests)
+        return self._rows
+
+    def _check_found(self) -> None:
+        lost = int(self._counts[2])
+        self._counts[2] = 0
+        if lost:
+            raise StateError(f"{lost} selected tokens are neither cached nor on the host")
 
     def _zone(self, selection: Selection) -> SteadyZone:
         heads = selection.indices.shape[1]
@@ -160,37 +181,6 @@ class TokenBlockPolicy:
             allowed = f"single tokens of {self.geometry.num_kv_heads} heads beside a steady zone"
             raise ConfigError("selection", (selection.steady, selection.unit_tokens, heads), allowed)
         return selection.steady
-
-    def _step_of(self, batch: ForwardBatch, indices: Tensor, zone: SteadyZone, active: Tensor) -> BlockStep:
-        valid = (indices >= 0) & active[:, None, None]
-        tokens = indices.long().where(valid, zone.sink)
-        middle = tokens - zone.sink
-        return BlockStep(
-            batch=batch,
-            requests=batch.req_pool_indices.where(active, 0),
-            rows=batch.req_pool_indices.where(active, self._max_requests),
-            zone=zone,
-            valid=valid,
-            tokens=tokens,
-            items=middle // self._unit,
-        )
-
-    def _item_runs(self, layer: int, step: BlockStep, lengths: Tensor) -> ItemRuns:
-        """Return where each selected token is, and count hits."""
-        src = self._host.host_loc[step.requests[:, None, None], step.tokens]
-        cached = torch.zeros_like(step.valid)
-        if self._settings.cache_tokens:
-            place = self._cache.lookup(layer, step.rows, step.items)
-            cached = (place >= 0) & step.valid
-            offset = (step.tokens - step.zone.sink) % self._unit
-            slot = self._slots[step.rows[:, None, None], (place * self._unit + offset).where(cached, 0)]
-            src = slot.long().where(cached, src)
-        self._counts += torch.stack([step.valid.sum(), cached.sum()])
-        found = step.valid & (src >= 0)
-        if self._debug_checks and not torch.equal(found, step.valid):
-            raise StateError(f"{int((step.valid & ~found).sum())} selected tokens are neither cached nor on the host")
-        kind = torch.where(cached, int(Source.CACHE), int(Source.HOST)).where(found, -1)
-        return ItemRuns(kind.int(), src, step.valid.int(), lengths)
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
         """See `BlockPolicy`: the wanted blocks of this layer, or of some at once, begin their way from the host."""
@@ -214,7 +204,7 @@ class TokenBlockPolicy:
     def counters(self) -> BlockCacheCounters:
         """What happened so far; reading it waits for the device."""
         self._runtime.fence(self._runtime.record("upd"), "compute")
-        return BlockCacheCounters(*self._counts.tolist(), *self._admissions.counts.tolist())
+        return BlockCacheCounters(*self._counts[:2].tolist(), *self._admissions.counts.tolist())
 
     def cached_items(self, layer_id: int, request: int) -> Tensor:
         """Return the block (or token) in each place of a request, -1 for an empty one: ``int32 [1 or H, P]``.

@@ -27,6 +27,7 @@ from gpu_tier.kernels.pq_score import pq_score
 from gpu_tier.kernels.quest_score import quest_score
 from gpu_tier.kernels.row_pool import RowPool
 from gpu_tier.kernels.segment_sum import segment_sum
+from gpu_tier.kernels.token_runs import SteadyPlan, TokenPlaces, TokenPlan, token_runs
 from gpu_tier.kernels.topk_select import topk_select
 from gpu_tier.kernels.weighted_attn import weighted_attn
 from gpu_tier.rows import KVDtype, RowFormat, Rows
@@ -146,6 +147,17 @@ def _segment_sum() -> None:
         segment_sum(x, torch.zeros(2, 256, dtype=INT), torch.zeros(2, 64, 128), impl="triton")
 
 
+def _token_runs() -> None:
+    lines, numbers = torch.zeros(2, 8, dtype=INT), torch.zeros(2, dtype=INT)
+    steady = SteadyPlan(lines, lines.long(), lines, lines, numbers, numbers)
+    for heads in (1, 2):
+        places = TokenPlaces(torch.zeros(3, heads, 9, dtype=INT), lines, lines.long(), 32, 128)
+        out = TokenPlan.empty(2, 2, 72, torch.zeros(3, dtype=LONG))
+        indices = torch.zeros(2, 2, 64, dtype=INT)
+        lengths, active = torch.zeros(2, 2, dtype=INT), torch.zeros(2, dtype=torch.bool)
+        token_runs(indices, lengths, numbers.long(), active, steady, places, out, impl="triton")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "io_transfer": _io_transfer,
     "gather_copy": _gather_copy,
@@ -160,6 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
     "centroid_score": _centroid_score,
     "weighted_attn": _weighted_attn,
     "pq_score": _pq_score,
+    "token_runs": _token_runs,
 }
 
 

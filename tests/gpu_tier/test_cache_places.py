@@ -120,8 +120,7 @@ def test_a_history_is_that_of_dictionaries(case: Case) -> None:
 def check_tables(cache: CachePlaces, case: Case, layer: int, request: int, head: int, model: Model) -> None:
     held = cache.held(layer, request)[head].tolist()
     assert {place: item for place, item in enumerate(held) if item >= 0} == model.held
-    items = torch.arange(case.items).expand(1, case.heads, -1)
-    places = cache.lookup(layer, torch.tensor([request]), items)[0, head].tolist()
+    places = cache.place_of(layer)[request, head, : case.items].tolist()
     at = {item: place for place, item in model.held.items()}
     assert places == [at.get(item, -1) for item in range(case.items)]
 

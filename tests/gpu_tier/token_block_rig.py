@@ -60,6 +60,7 @@ class BlockRig:
     max_tokens: int = 120
     width: int = 12
     layers_at_once: int = 1
+    kernels: str = "auto"
     geometry: KVGeometry = GEOMETRY
     runtime: DeviceRuntime = field(default_factory=NullRuntime)
     requests: dict[int, Decoding] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class BlockRig:
         self.policy = TokenBlockPolicy(
             self.settings, self.execution, self.host_tokens, self.transfer, self.runtime,
             max_requests=self.max_requests, max_tokens=self.max_tokens, layers_at_once=self.layers_at_once,
-            debug_checks=True,
+            kernels=self.kernels, debug_checks=True,
         )  # fmt: skip
 
     # Requests.
