@@ -41,7 +41,8 @@ def checks(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
     """Return the checks of all kernels."""
     return [
         *_attention(runtime, sizes), _merge(runtime, sizes), *_top_k(runtime, sizes), _quest(runtime, sizes),
-        _indexer(runtime, sizes), *_lru(runtime, sizes), *_transfers(runtime), _dma(runtime), _gather(runtime),
+        _indexer(runtime, sizes), *_lru(runtime, sizes), *_transfers(runtime), _dma(runtime),
+        *(_gather(runtime, dtype) for dtype in (KVDtype.BF16, KVDtype.FP8)),
         *clustering(runtime, sizes),
         *cluster_checks(runtime, sizes),
     ]  # fmt: skip
@@ -293,9 +294,9 @@ def _dma(runtime: DeviceRuntime) -> Check:
     return Check("dma_copy", "pages in any order, both directions", run)
 
 
-def _gather(runtime: DeviceRuntime) -> Check:
-    rows, width, most, device = 3, 40, 24, runtime.device
-    geometry = KVGeometry(KVKind.MHA, 2, 4, 128, 128, KVDtype.BF16, page_size=16)
+def _gather(runtime: DeviceRuntime, dtype: KVDtype) -> Check:
+    rows, width, most, device = 10, 24, 40, runtime.device
+    geometry = KVGeometry(KVKind.MHA, 2, 4, 128, 128, dtype, page_size=16)
     pages = rows * width * most // 16 + 1
     sources = _gather_sources(runtime, geometry)
     kind = torch.randint(-1, 3, (rows * 4, width), dtype=torch.int32)
@@ -314,7 +315,7 @@ def _gather(runtime: DeviceRuntime) -> Check:
         gather_copy(sources, target, runs, num_heads=4, moved=moved, impl=impl)
         return pool.data.cpu(), moved.cpu()
 
-    return Check("gather_copy", "runs of 0 to 24 tokens from 3 sources", run)
+    return Check("gather_copy", f"{dtype}, runs of 0 to {most} tokens from 3 sources", run)
 
 
 def _gather_sources(runtime: DeviceRuntime, geometry: KVGeometry) -> tuple[RowPool, ...]:

@@ -26,7 +26,7 @@ def centroid_score(
         centroids: ``bf16 [pages, H, E, d]``.
         log_size: ``f32 [pages, H, E]``, -inf for clusters without tokens.
         page_table: ``int32 [B, P]`` pages of each row.
-        n_clusters: ``int32 [B]`` clusters of each row.
+        n_clusters: ``int32 [B]`` clusters of each row; 0 for rows that do not select.
         sm_scale: what the dot products are multiplied by.
         out: ``f32 [B, Hq, M]`` with M ≤ P·E becomes q·C·sm_scale, -inf behind `n_clusters`, for empty clusters and on
             negative pages.

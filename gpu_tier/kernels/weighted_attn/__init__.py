@@ -32,7 +32,7 @@ def weighted_attn(
         log_size: ``f32 [pages, H, E]``, at least 0, or -inf for clusters without tokens, which are skipped.
         page_table: ``int32 [B, P]`` pages of each row; clusters on negative ones are skipped.
         ids: ``int32 [B, H, N]`` clusters; negative ones are skipped.
-        lengths: ``int32 [B, H]`` leading ids that count.
+        lengths: ``int32 [B, H]`` leading ids that count; 0 for rows that do not select.
         sm_scale: what the dot products are multiplied by.
         out_o: ``f32 [B, Hq, dv]`` becomes the output, 0 where nothing counts.
         out_lse: ``f32 [B, Hq]`` becomes ℓ, -inf where nothing counts.
