@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -127,6 +128,14 @@ def _decode_attn_token() -> None:
     decode_attn_token(q, LayerKV(rows, rows, 128), table, table[..., 0].clone(), 0.1, *outputs, impl="triton")
 
 
+def _with_tilings(name: str, launch: Callable[[], None]) -> None:
+    """Launch with the first two tilings of a kernel."""
+    kernel = import_module(f"gpu_tier.kernels.{name}.triton_impl").kernel
+    for tiling in kernel.tilings[:2]:
+        kernel.forced = tiling
+        launch()
+
+
 def _kmeans_assign() -> None:
     labels, most = torch.zeros(2, 256, dtype=INT), torch.zeros(2, dtype=INT)
     for dims, metric in ((128, "ip"), (32, "l2")):
@@ -166,9 +175,9 @@ CASES: dict[str, Callable[[], None]] = {
     "quest_score": _quest_score,
     "indexer_score": _indexer_score,
     "decode_attn_token": _decode_attn_token,
-    "kmeans_assign": _kmeans_assign,
-    "kmeans_update": _kmeans_update,
-    "segment_sum": _segment_sum,
+    "kmeans_assign": partial(_with_tilings, "kmeans_assign", _kmeans_assign),
+    "kmeans_update": partial(_with_tilings, "kmeans_update", _kmeans_update),
+    "segment_sum": partial(_with_tilings, "segment_sum", _segment_sum),
     "centroid_score": _centroid_score,
     "weighted_attn": _weighted_attn,
     "pq_score": _pq_score,
