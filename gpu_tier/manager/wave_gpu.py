@@ -1,0 +1,305 @@
+"""The wave buffer without the CPU: blocks of clusters are looked up and given up by the LRU diff, on the device.
+
+What `gpu_tier.manager.wave_buffer` does, with three differences. Selected clusters are expanded to their blocks on the
+device, and the unit of the cache is the block, not the cluster; what is used last is kept (`lru_diff` with one item per
+block). Everything that is selected is in the cache after the step, so the cache holds at least the widest selection.
+Nothing waits for the device, in no step; only a segment's sizes are read when it is stored.
+
+A step and layer: `resolve` finds the blocks' places; those that were cached are read there, and the others on the host.
+`commit`, after attention, copies the latter out of the execution buffer into their places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.geometry import KVGeometry
+from gpu_tier.index.wave_segment import WaveSegment
+from gpu_tier.kernels.gather_copy import gather_copy
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.manager.cluster_blocks import ClusterBlocks, SelectedBlocks
+from gpu_tier.manager.execution_buffer import ExecutionBuffer
+from gpu_tier.manager.execution_runs import ItemRuns, SteadyPlanner, execution_plan
+from gpu_tier.manager.lru_state import LruDiffPolicy
+from gpu_tier.manager.wave_fill import RawRows, WaveFill
+from gpu_tier.manager.wave_store import WaveStore
+from gpu_tier.pools.device_pool import DeviceKVPool
+from gpu_tier.retrieval_config import RetroInferConfig
+from gpu_tier.runtime import DeviceRuntime, upload
+from gpu_tier.types import CopyRuns, ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, Unit
+
+__all__ = ["WaveGpuBuffer", "WaveGpuCounters"]
+
+
+@dataclass(frozen=True, slots=True)
+class WaveGpuCounters:
+    """What happened so far, over all layers, rows and heads.
+
+    Attributes:
+        blocks: blocks of selected clusters.
+        block_hits: those that were cached.
+        tokens: their tokens.
+        token_hits: those that were cached.
+        admissions: blocks taken into the cache.
+        evictions: blocks given up.
+    """
+
+    blocks: int
+    block_hits: int
+    tokens: int
+    token_hits: int
+    admissions: int
+    evictions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached tokens per selected token; 1 when nothing was selected."""
+        return self.token_hits / self.tokens if self.tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """What `commit` copies, and of which requests the cache is wrong until then."""
+
+    runs: CopyRuns
+    requests: tuple[int, ...]
+
+
+class WaveGpuBuffer:
+    """See `gpu_tier.manager.policy.BlockPolicy` and `gpu_tier.index.wave_segment.SegmentSink`.
+
+    Args:
+        geometry: of the model's KV.
+        settings: of RetroInfer.
+        store: where the clusters' KV is; owned by the buffer from now on.
+        arena: the pool of the requests' buffers.
+        execution: what plans are put together in.
+        rows: reader of the KV that `store` takes over.
+        runtime: of the device.
+        max_requests: rows of the per-request tables.
+        max_tokens: most tokens of a request.
+        total_tokens: most tokens of all requests together.
+        max_clusters: most clusters that a head selects in a step.
+        kernels: which implementation of the kernels.
+        debug_checks: check every step; waits for the device.
+
+    Raises:
+        ConfigError: the cache would have more blocks than the LRU diff can number.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, settings: RetroInferConfig, store: WaveStore, arena: DeviceKVPool,
+        execution: ExecutionBuffer, rows: RawRows, runtime: DeviceRuntime, *, max_requests: int, max_tokens: int,
+        total_tokens: int, max_clusters: int, kernels: str = "auto", debug_checks: bool = False,
+    ) -> None:  # fmt: skip
+        self.geometry = geometry
+        self._settings, self._store, self._arena, self._execution = settings, store, arena, execution
+        self._runtime, self._kernels, self._debug_checks = runtime, kernels, debug_checks
+        self._block = store.block_tokens
+        # Tokens whose slots follow each other wherever a block lies in the arena.
+        self._piece = gcd(self._block, geometry.page_size)
+        self._fill = WaveFill(store, rows, runtime, kernels)
+        self._tables = ClusterBlocks(
+            geometry, block_tokens=self._block, tokens_per_centroid=settings.tokens_per_centroid,
+            max_requests=max_requests, max_tokens=max_tokens, total_tokens=total_tokens, runtime=runtime,
+        )  # fmt: skip
+        self._steady = SteadyPlanner(execution.tokens_per_row, runtime)
+        self._capacity = max(int(settings.cache_ratio * max_tokens) // self._block, self._widest(max_clusters), 1)
+        self._lru = self._diff(max_requests)
+        self._slots = torch.zeros(max_requests, self._capacity * self._block, dtype=torch.int32, device=runtime.device)
+        self._counts = torch.zeros(6, dtype=torch.int64, device=runtime.device)
+        self._admissions: dict[int, _Admission] = {}
+
+    def _widest(self, clusters: int) -> int:
+        """Return the most blocks of so many clusters that fit into a row of the execution buffer."""
+        tokens = self._execution.tokens_per_row - self._settings.sink - self._settings.local
+        blocks = (max(0, tokens) + clusters * (self._block - 1)) // self._block
+        return min(blocks, self._tables.most_blocks)
+
+    def _diff(self, max_requests: int) -> LruDiffPolicy:
+        # One item more than there are blocks: the diff takes the last one for the newest, which has rules of its own.
+        # It names the host slots of blocks by their numbers, since these differ by layer and head.
+        self._items = self._tables.most_blocks + 1
+        host_loc = torch.arange(self._items, device=self._runtime.device).repeat(max_requests, 1)
+        return LruDiffPolicy(
+            self.geometry, capacity=self._capacity, unit_tokens=1, selecting_heads=self.geometry.num_kv_heads,
+            max_requests=max_requests, max_items=self._items, host_loc=host_loc, runtime=self._runtime,
+            promote_newest=False, kernels=self._kernels, debug_checks=self._debug_checks,
+        )  # fmt: skip
+
+    # Lifetime of a request.
+
+    def hold(self, request: int, n_tokens: int) -> None:
+        """See `BlockPolicy`."""
+        self._tables.reserve(request, n_tokens)
+        self._store.hold(request, n_tokens)
+
+    def cache_slots(self, n_tokens: int) -> int:
+        """See `BlockPolicy`: the same for all requests, and room to begin at a multiple of what lies together."""
+        return self._capacity * self._block + self._piece - 1
+
+    def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
+        """See `BlockPolicy`."""
+        self._steady.admit(request, ring, buffer_slots)
+        cache = buffer_slots[ring.capacity :].int()
+        first = -int(cache[0]) % self._piece
+        self._slots[request] = upload(cache[first:][: self._slots.shape[1]], self._runtime.device)
+        self._empty(request)
+
+    def _empty(self, request: int) -> None:
+        """Let nothing of a request be cached."""
+        places = torch.arange(self._capacity + 2, dtype=torch.int32)  # the last two are the newest's, which is never
+        self._lru.release(request)
+        self._lru.admit(request, places[:-2], places[-2:], 0)
+
+    def release(self, request: int) -> None:
+        """See `BlockPolicy`."""
+        self._lru.release(request)
+        self._steady.release(request)
+        self._tables.release(request)
+        self._store.release(request)
+
+    def store(self, layer_id: int, request: int, segment: WaveSegment) -> None:
+        """See `SegmentSink`. Waits for the sizes of the clusters: once per segment.
+
+        Raises:
+            PoolExhaustedError: the store is full; nothing changed.
+            StateError: the segment is not the next one.
+        """
+        layer = self.geometry.layer_index(layer_id)
+        known = self._tables.clusters(layer, request)
+        if segment.first_cluster != known:
+            text = f"{known} clusters of layer {layer_id} are known"
+            raise StateError(f"a segment of request {request} begins at cluster {segment.first_cluster}, {text}")
+        sizes = segment.sizes.cpu().numpy().astype(np.int32)
+        needed = int((-(-sizes // self._block)).sum())
+        blocks = self._store.take(layer_id, request, needed, segment.tokens)
+        self._fill.fill(layer_id, request, segment, blocks)
+        self._tables.append(layer, request, sizes, blocks)
+
+    # A step of one layer.
+
+    def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
+        """See `BlockPolicy`: nothing to prepare."""
+
+    def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
+        """See `BlockPolicy`.
+
+        Raises:
+            ConfigError: the selection is not of clusters beside a steady zone.
+            StateError: more tokens are steady than have places, or, with `debug_checks`, the step broke a rule.
+        """
+        if selection.steady is None or selection.unit is not Unit.CLUSTER:
+            raise ConfigError("selection", (selection.unit, selection.steady), "clusters beside a steady zone")
+        layer = self.geometry.layer_index(layer_id)
+        self._abandon(layer)
+        active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
+        requests = batch.req_pool_indices.where(active, 0)
+        width = min(self._capacity, self._widest(selection.indices.shape[-1]))
+        blocks = self._tables.expand(layer, requests, selection.indices.where(active[:, None, None], -1), width)
+        place, loaded = self._places(layer_id, batch, blocks, sparse_mask)
+        items, slots = self._item_runs(requests, blocks, place, loaded)
+        plan = execution_plan(self._steady.plan(batch, selection.steady), items, active)
+        if self._debug_checks and int(plan.lens.amax()) > self._execution.tokens_per_row:
+            raise StateError(f"{int(plan.lens.amax())} tokens are attended to, more than the execution buffer has")
+        self._admissions[layer] = _Admission(_admitted(plan.runs, items, slots), batch.requests)
+        return ResidencyPlan(self._execution.table_of(batch.rows), execution=plan)
+
+    def _abandon(self, layer: int) -> None:
+        """Empty the caches that a step changed which ended before its `commit`: their bytes were never copied."""
+        admission = self._admissions.pop(layer, None)
+        for request in admission.requests if admission else ():
+            if request in self._steady:
+                self._empty(request)
+
+    def _places(
+        self, layer_id: int, batch: ForwardBatch, blocks: SelectedBlocks, sparse_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the place of each block after the step, ``int64 [B, H, W]``, and whether it has to be loaded."""
+        lengths = torch.full_like(batch.seq_lens, self._items)
+        of_blocks = replace(batch, seq_lens=lengths, lengths=(self._items,) * batch.num_real)
+        selection = Selection(Unit.TOKEN, 1, blocks.ids, blocks.lengths)
+        plan = self._lru.resolve(layer_id, of_blocks, selection, sparse_mask)
+        assert plan.misses is not None
+        assert plan.evicted_items is not None
+        targets = plan.misses.dst_dev.long()
+        loaded = torch.zeros(*targets.shape[:2], self._capacity + 1, dtype=torch.bool, device=targets.device)
+        loaded.scatter_(-1, targets.where(targets >= 0, self._capacity), value=True)
+        place = plan.device_slot.long()
+        loads = loaded.gather(-1, place.clamp_min(0)) & (place >= 0)
+        hit_tokens = blocks.tokens.where((place >= 0) & ~loads, 0)
+        selected, admitted = (place >= 0).sum(), plan.misses.count.sum()
+        evicted = (plan.evicted_items >= 0).sum()
+        tokens = blocks.tokens.sum()
+        self._counts += torch.stack([selected, selected - admitted, tokens, hit_tokens.sum(), admitted, evicted])
+        return place.clamp_min(0), loads
+
+    def _item_runs(
+        self, requests: Tensor, blocks: SelectedBlocks, place: Tensor, loaded: Tensor
+    ) -> tuple[ItemRuns, Tensor]:
+        """Return the runs of the pieces of blocks, and the slot of the place of each, ``int32 [B, H, U]``."""
+        offset = torch.arange(0, self._block, self._piece, device=place.device)
+        tokens = (blocks.tokens[..., None] - offset).clamp(0, self._piece)
+        slots = self._slots[requests[:, None, None, None], place[..., None] * self._block + offset]
+        host = blocks.host[..., None] * self._block + offset
+        src = torch.where(loaded[..., None], host, slots.long())
+        kind = torch.where(loaded, int(Source.HOST), int(Source.CACHE))[..., None].where(tokens > 0, -1)
+        lengths = blocks.lengths * len(offset)
+        return ItemRuns(kind.flatten(2).int(), src.flatten(2), tokens.flatten(2).int(), lengths), slots.flatten(2)
+
+    def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
+        """See `BlockPolicy`."""
+        layer = self.geometry.layer_index(layer_id)
+        admission = self._admissions.pop(layer, None)
+        if admission is not None:
+            target = RowPool(self._arena.data, self._arena.addressing, layer)
+            heads = self.geometry.num_kv_heads
+            gather_copy((self._execution.source(),), target, admission.runs, num_heads=heads, impl=self._kernels)
+
+    # What others ask.
+
+    def host_source(self, layer_id: int) -> RowPool:
+        """See `BlockPolicy`."""
+        return self._store.source()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `BlockPolicy`."""
+        return self._store.nbytes
+
+    @property
+    def counters(self) -> WaveGpuCounters:
+        """What happened so far; reading it waits for the device."""
+        return WaveGpuCounters(*self._counts.tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables on the device; the cache lies in the requests' buffers."""
+        return self._tables.nbytes + self._lru.nbytes + self._slots.nbytes
+
+    def cached_blocks(self, layer_id: int, request: int) -> Tensor:
+        """Return the number of the block in each place, ``int32 [H, C]``, -1 for an empty one; for tests."""
+        return self._lru.layer_state(layer_id).slot_item[request]
+
+    def close(self) -> None:
+        """Give the host memory back; the device must be done with it."""
+        self._store.close()
+
+
+def _admitted(runs: CopyRuns, items: ItemRuns, slots: Tensor) -> CopyRuns:
+    """Return the copies of what was read on the host from the execution buffer to its places."""
+    lines, width = runs.kind.shape[0], items.kind.shape[2]
+    kind = torch.where(items.kind == int(Source.HOST), 0, -1).int()
+    return CopyRuns(
+        kind=kind.view(lines, width),
+        src=runs.dst[:, runs.dst.shape[1] - width :].long(),
+        dst=slots.int().view(lines, width),
+        tokens=items.tokens.view(lines, width),
+        count=items.lengths.flatten().int(),
+    )
