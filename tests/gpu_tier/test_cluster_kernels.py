@@ -77,16 +77,14 @@ def test_every_tiling_scores_the_same() -> None:
     kernel = import_module("gpu_tier.kernels.centroid_score.triton_impl").kernel
     shape = Shape(2, 4, 64, 64)
     clusters, q = random_clusters(shape, COUNTS, 4), query(shape, len(COUNTS))
-    want = direct_scores(q, clusters, 1.0)
+    want, here, device = direct_scores(q, clusters, 1.0), clusters.to(where("triton")), where("triton")
     for tiling in kernel.tilings:
         kernel.forced = tiling
-        out = torch.full(want.shape, torch.nan)
-        views = clusters.views
-        centroid_score(
-            q, views.centroids, views.log_size, clusters.page_table, clusters.n_clusters, 1.0, out, impl="triton"
-        )
+        out = torch.full(want.shape, torch.nan, device=device)
+        pages = here.views.centroids, here.views.log_size, here.page_table
+        centroid_score(q.to(device), *pages, here.n_clusters, 1.0, out, impl="triton")
         kernel.forced = None
-        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(out.double().cpu(), want, rtol=1e-5, atol=1e-4)
 
 
 # weighted_attn -------------------------------------------------------------------------------------------------------

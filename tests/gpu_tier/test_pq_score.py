@@ -79,10 +79,10 @@ def test_every_tiling_scores_the_same() -> None:
     want = direct(table, codes, rest[0], 200)
     for tiling in kernel.tilings:
         kernel.forced = tiling
-        out = torch.full(want.shape, torch.nan)
-        pq_score(table, codes, *rest, out, impl="triton")
+        out = torch.full(want.shape, torch.nan, device=where("triton"))
+        pq_score(*(tensor.to(where("triton")) for tensor in (table, codes, *rest)), out, impl="triton")
         kernel.forced = None
-        torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(out.double().cpu(), want, rtol=1e-6, atol=1e-5)
 
 
 def test_arguments_are_checked() -> None:
