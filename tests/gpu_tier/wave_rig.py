@@ -13,9 +13,19 @@ from torch import Tensor
 from gpu_tier.algorithms.retroinfer import RetroInfer
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.index.wave_segment import WaveSegment
-from gpu_tier.types import ForwardBatch, Partial, Selection
+from gpu_tier.types import ForwardBatch, Mode, Partial, Selection
 
-__all__ = ["SMALL", "Members", "PlainRows", "WaveRig"]
+__all__ = [
+    "SMALL",
+    "Members",
+    "PlainRows",
+    "WaveRig",
+    "check_step",
+    "plain_zones",
+    "rebuild",
+    "same_state",
+    "selections_of",
+]
 
 SMALL: dict[str, Any] = {
     "sink": 3, "local": 6, "segment": 32, "tokens_per_centroid": 4, "update_segment": 16, "retrieval": 0.2,
@@ -165,3 +175,75 @@ class WaveRig(Rig):
 
 def _padded(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x, torch.full((rows - len(x), *x.shape[1:]), 3.0, dtype=x.dtype)])
+
+
+def same_state(one: WaveRig, request: int, other: WaveRig, its: int) -> None:
+    """Two requests have the same bits in all layers."""
+    for (a, b, *x), (c, d, *y) in zip(one.state(request).values(), other.state(its).values(), strict=True):
+        assert (a, b) == (c, d)
+        assert all(torch.equal(p[: len(q)], q[: len(p)]) for p, q in zip(x, y, strict=True))
+
+
+def plain_zones(rig: WaveRig, layer: int, request: int, head: int) -> tuple[list[int], list[int]]:
+    """Clusters to retrieve and to estimate, by the centroids that are stored."""
+    position = rig.geometry.layer_index(layer)
+    m = rig.retro.segments.of(layer, request).clusters
+    pages = rig.retro.index.pool.held(request)
+    views = rig.retro.index.views(position)
+    centroids = views.centroids[pages, head].flatten(0, 1)[:m].float()
+    sizes = [len(tokens) for tokens in rig.members.of[layer, request][head]] if m else []
+    scores = rig.query(layer, request)[head] @ centroids.T * rig.context.sm_scale
+    scores[:, [c for c in range(m) if not sizes[c]]] = -torch.inf
+    rule = rig.retro.settings.rank
+    ranks = (scores.softmax(-1).sum(0) if rule == "sum_softmax" else scores.amax(0)).tolist() if m else []
+    order = sorted((c for c in range(m) if sizes[c]), key=lambda c: (-ranks[c], c))
+    share = rig.retro.settings
+    r = max(1, round(share.retrieval * m))
+    e = m - r if share.estimation == 1 else round(share.estimation * m)
+    room, used, retrieved = share.exec_factor * r * share.tokens_per_centroid, 0, []
+    for c in order[:r]:
+        used += sizes[c] if sizes[c] <= room else 0
+        if sizes[c] <= room and used <= room:
+            retrieved.append(c)
+    return sorted(retrieved), sorted(set(order[: r + e]) - set(retrieved))
+
+
+def check_step(rig: WaveRig, requests: list[int], selections: dict[int, Selection]) -> None:
+    for layer, selection in selections.items():
+        assert selection.steady is not None
+        for row, request in enumerate(requests):
+            for head in range(rig.geometry.num_kv_heads):
+                retrieved, estimated = plain_zones(rig, layer, request, head)
+                assert rig.chosen(selection, row, head) == retrieved
+                assert selection.estimate is None or rig.chosen(selection.estimate, row, head) == estimated
+                tokens = rig.exact_tokens(layer, request, row, head, selection)
+                assert len(set(tokens)) == len(tokens) <= rig.retro.max_execution_tokens
+
+
+def selections_of(rig: WaveRig, requests: list[int], padding: int = 0) -> dict[int, Selection]:
+    """Selections of a step in which nothing becomes due."""
+    for request in requests:
+        rig.n[request] += 1
+        rig.algorithm.reserve(request, rig.n[request])
+    batch = rig.batch(Mode.DECODE, requests, [1] * len(requests), padding)
+    found = {}
+    for layer in rig.geometry.layers:
+        q = torch.stack([rig.query(layer, request).flatten(0, 1) for request in requests])
+        q = torch.cat([q, q.new_full((padding, *q.shape[1:]), 3.0)])
+        found[layer] = rig.algorithm.retrieve_topk(q, layer, batch, torch.ones(batch.rows, dtype=torch.bool))
+        found[layer].validate(batch)
+        assert not found[layer].lengths[len(requests) :].any()
+        steady = found[layer].steady
+        assert steady is not None
+        assert steady.first.tolist() == [*steady.firsts, *[0] * padding]
+    return found
+
+
+def rebuild(rig: WaveRig, lengths: dict[int, int]) -> None:
+    """Index requests anew, after their KV was changed."""
+    for request, n in lengths.items():
+        rig.end(request)
+        rig.n[request] = 0
+        rig.algorithm.reserve(request, n)
+        rig.prefill({request: n})
+        rig.algorithm.finish_prompt(request, n)

@@ -1,0 +1,187 @@
+"""RetroInfer over the life of requests: what decoding clusters, and what a request leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm_rig import ROWS, TOKENS
+from wave_rig import SMALL, WaveRig, check_step, same_state, selections_of
+
+from gpu_tier.algorithms.base import BaseSparseAlgorithm
+from gpu_tier.config import RetroInferConfig
+from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from gpu_tier.index.wave_index import clusters_of, most_clusters
+from gpu_tier.types import Mode
+
+CONFIG = RetroInferConfig(**SMALL)
+UNINDEXED = CONFIG.unindexed
+
+
+@pytest.mark.parametrize("n", [1, UNINDEXED - 1, UNINDEXED, 61])
+def test_decoding_clusters_the_oldest_tokens_and_keeps_the_last(n: int) -> None:
+    rig = WaveRig()
+    rig.add({0: n, 1: 100}, spare=70)
+    for _ in range(64):
+        before = {layer: rig.retro.segments.of(layer, 0).boundary for layer in rig.geometry.layers}
+        selections = rig.step([0, 1], padding=1)
+        for layer, selection in selections.items():
+            assert selection.steady is not None
+            assert selection.steady.firsts[0] == before[layer]
+            after = rig.retro.segments.of(layer, 0).boundary
+            recent = rig.n[0] - before[layer]
+            assert recent <= CONFIG.local + CONFIG.update_segment
+            due = recent == CONFIG.local + CONFIG.update_segment
+            assert after - before[layer] == (CONFIG.update_segment if due else 0)
+    for layer in rig.geometry.layers:
+        updates = [s for s in rig.members.segments[layer, 0] if s.start >= max(CONFIG.sink, n - CONFIG.local)]
+        assert len(updates) >= 3
+        assert all(s.tokens == CONFIG.update_segment for s in updates)
+        assert all(s.clusters == CONFIG.update_segment // CONFIG.tokens_per_centroid for s in updates)
+        for clusters in rig.members.of[layer, 0]:
+            indexed = rig.retro.segments.of(layer, 0).boundary
+            assert sorted(t for tokens in clusters for t in tokens) == list(range(CONFIG.sink, indexed))
+    check_step(rig, [0, 1], selections_of(rig, [0, 1]))
+
+
+def test_a_step_with_updates_of_several_requests_is_as_alone() -> None:
+    n = UNINDEXED + 5
+    rig, alone = WaveRig(), WaveRig()
+    rig.add({0: n, 1: n, 2: n + 1}, spare=40)
+    for request in (0, 1, 2):
+        alone.rows.of.update({(layer, request): rig.rows.of[layer, request] for layer in rig.geometry.layers})
+        alone.rows.values.update({(layer, request): rig.rows.values[layer, request] for layer in rig.geometry.layers})
+        alone.queries_seen.update({(la, request): rig.queries_seen[la, request] for la in rig.geometry.layers})
+        alone.n[request] = 0
+        alone.algorithm.reserve(request, rig.n[request])
+        alone.prefill({request: rig.n[request]})
+        alone.algorithm.finish_prompt(request, alone.n[request])
+    for _ in range(38):
+        rig.step([2, 0, 1])
+        for request in (0, 1, 2):
+            alone.step([request])
+    for request in (0, 1, 2):
+        same_state(rig, request, alone, request)
+
+
+def test_rows_that_do_not_select_select_nothing_and_are_still_indexed() -> None:
+    rig = WaveRig()
+    rig.add({0: UNINDEXED, 1: 100}, spare=30)
+    rig.algorithm.reserve(0, UNINDEXED + 30), rig.algorithm.reserve(1, 130)
+    for _ in range(24):
+        rig.n[0] += 1
+        rig.n[1] += 1
+        batch = rig.batch(Mode.DECODE, [0, 1], [1, 1], padding=1)
+        for layer in rig.geometry.layers:
+            selection = rig.decode(layer, batch, torch.tensor([False, True, True]))
+            assert selection.lengths.tolist()[0] == selection.lengths.tolist()[2] == [0, 0]
+            assert bool((selection.lengths[1] > 0).all())
+            assert selection.steady is not None
+            assert selection.steady.first.tolist() == [0, selection.steady.firsts[1], 0]
+            assert selection.estimate is not None
+            assert not selection.estimate.lengths[[0, 2]].any()
+            partial = rig.algorithm.estimate(torch.ones(3, 4, 8), layer, batch, selection)
+            assert partial is not None
+            assert bool((partial.lse[[0, 2]] == -torch.inf).all())
+            assert not partial.o[[0, 2]].any()
+    assert rig.retro.segments.of(rig.geometry.start_layer, 0).boundary == UNINDEXED - 6 + 16
+
+
+def test_a_late_start_finds_everything_built() -> None:
+    rig = WaveRig()
+    rig.add({0: 5}, spare=60)
+    for _ in range(55):
+        rig.step([0])
+    built = rig.retro.segments.built
+    rig.algorithm.become_sparse(0, rig.n[0])
+    assert rig.retro.segments.built == built > 0
+
+
+def test_what_no_step_clustered_is_built_when_a_request_becomes_sparse() -> None:
+    rig, stepped = WaveRig(), WaveRig()
+    for each in (rig, stepped):
+        each.add({0: 5}, spare=60)
+    for _ in range(55):
+        stepped.step([0])
+    rig.n[0] = 60
+    rig.algorithm.reserve(0, 60)
+    rig.algorithm.become_sparse(0, 60)
+    same_state(rig, 0, stepped, 0)
+
+
+def test_memory_is_what_it_says() -> None:
+    rig = WaveRig()
+    index = rig.retro.index
+    page_bytes = 2 * 64 * (2 * 8 + 2 * 8 + 4)
+    for n in (1, UNINDEXED - 1, UNINDEXED, 3 + 6 + 256, 3 + 6 + 257, TOKENS):
+        pages = -(-most_clusters(n, CONFIG) // 64)
+        assert rig.algorithm.representation_bytes(n) == 3 * pages * page_bytes
+        rig.algorithm.reserve(0, n)
+        assert len(index.pool.held(0)) == pages
+        rig.algorithm.free(0)
+    assert index.pool.nbytes == 3 * (index.pool.num_pages + 1) * page_bytes + index.pool.table.numel() * 4
+
+
+def test_every_row_can_have_the_longest_request() -> None:
+    rig = WaveRig()
+    for request in range(ROWS):
+        rig.algorithm.reserve(request, TOKENS)
+    assert rig.retro.index.pool.allocator.available == 0
+    with pytest.raises(ConfigError, match="max_tokens"):
+        rig.algorithm.reserve(0, TOKENS + 300)
+
+
+def test_a_row_that_is_used_again_has_nothing_of_the_last_one() -> None:
+    rig, fresh = WaveRig(), WaveRig()
+    rig.add({0: 300, 1: 200}, spare=30)
+    for _ in range(30):
+        rig.step([0, 1])
+    free = rig.retro.index.pool.allocator
+    for request in (0, 1):
+        rig.end(request)
+    assert free.available == rig.retro.index.pool.num_pages
+    rig.algorithm.free(0)  # again, and of nobody
+    rig.algorithm.free(3)
+    fresh.add({0: 90}, spare=5)
+    for layer in rig.geometry.layers:
+        rig.rows.of[layer, 0], rig.rows.values[layer, 0] = fresh.rows.of[layer, 0], fresh.rows.values[layer, 0]
+        rig.queries_seen[layer, 0] = fresh.queries_seen[layer, 0]
+    rig.n[0] = 0
+    rig.algorithm.reserve(0, 90)
+    rig.prefill({0: 90})
+    rig.algorithm.finish_prompt(0, 90)
+    same_state(rig, 0, fresh, 0)
+    for log_size in (state[4] for state in rig.state(0).values()):
+        assert int((log_size > -torch.inf).sum()) <= 2 * clusters_of(90, CONFIG)
+    ours, theirs = selections_of(rig, [0]), selections_of(fresh, [0])
+    for layer in rig.geometry.layers:
+        assert torch.equal(ours[layer].indices, theirs[layer].indices)
+
+
+def test_a_pool_that_is_full_says_so_and_nothing_is_lost() -> None:
+    rig = WaveRig()
+    pool = rig.retro.index.pool
+    for request in range(ROWS - 1):
+        rig.algorithm.reserve(request, TOKENS)
+    taken = pool.allocator.alloc(pool.allocator.available)
+    with pytest.raises(PoolExhaustedError, match="total_tokens"):
+        rig.algorithm.reserve(5, 100)
+    assert pool.held(5) == []
+    pool.allocator.free(taken)
+    rig.algorithm.reserve(5, 100)
+
+
+def test_a_request_that_was_not_announced_is_refused() -> None:
+    rig = WaveRig()
+    with pytest.raises(StateError, match="reserve"):
+        rig.retro.segments.of(0, 4)
+
+
+def test_limits_that_a_residency_relies_on() -> None:
+    rig = WaveRig()
+    algorithm: BaseSparseAlgorithm = rig.algorithm
+    assert algorithm.per_head
+    assert algorithm.unit_tokens == 0
+    assert (algorithm.steady_ring(99).sink, algorithm.steady_ring(99).ring) == (3, 6 + 16)
+    m = most_clusters(TOKENS, CONFIG)
+    assert algorithm.max_items == round(0.2 * m)
+    assert algorithm.max_execution_tokens == min(TOKENS, UNINDEXED + 4 * round(0.2 * m) * 4)
