@@ -11,7 +11,7 @@ A row of a page is a header and a slice:
 |---|---|
 | 8 | 1, or 0 where nothing is stored: the segment was not clustered when the page was written |
 | 8 | number i of the segment |
-| 16 | BLAKE2b of all slices of the segment and i |
+| 16 | BLAKE2b of all slices of the segment |
 | rest | the slice, zeros behind its end |
 
 A segment's bytes are, for all layers together, the centroids ``bf16 [L, H, m, d]``, the value sums

@@ -185,3 +185,34 @@ def test_limits_that_a_residency_relies_on() -> None:
     m = most_clusters(TOKENS, CONFIG)
     assert algorithm.max_items == round(0.2 * m)
     assert algorithm.max_execution_tokens == min(TOKENS, UNINDEXED + 4 * round(0.2 * m) * 4)
+
+
+def test_a_prompt_of_which_no_chunk_was_seen_is_built_when_it_is_finished() -> None:
+    rig, chunked = WaveRig(), WaveRig()
+    for each in (rig, chunked):
+        each.add({0: 1}, spare=120)
+        each.end(0)
+        each.algorithm.reserve(0, 121)
+    rig.n[0] = chunked.n[0] = 0
+    chunked.prefill({0: 121})
+    for each in (rig, chunked):
+        each.algorithm.finish_prompt(0, 121)
+    rig.n[0] = 121
+    same_state(rig, 0, chunked, 0)
+
+
+def test_a_step_sees_what_was_clustered_since_the_last_look_at_it() -> None:
+    rig = WaveRig()
+    rig.add({0: 5}, spare=60)
+    rig.n[0] = 60
+    rig.algorithm.reserve(0, 60)
+    batch, everyone = rig.batch(Mode.DECODE, [0], [1]), torch.ones(1, dtype=torch.bool)
+    q = rig.query(0, 0).flatten(0, 1)[None]
+    before = rig.algorithm.retrieve_topk(q, 0, batch, everyone)
+    assert not before.lengths.any()
+    assert before.estimate is None
+    rig.algorithm.become_sparse(0, 60)
+    after = rig.algorithm.retrieve_topk(q, 0, batch, everyone)
+    assert bool((after.lengths > 0).all())
+    assert after.steady is not None
+    assert after.steady.firsts == (51,)
