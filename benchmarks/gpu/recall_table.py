@@ -105,8 +105,8 @@ RETRIEVAL_SIZES = {
     "full": (
         RecallSize(512, 12, 50, "none", _RETRIEVERS_ALL, 0.88),
         RecallSize(1024, 12, 50, "none", _RETRIEVERS_ALL, 0.72),
-        RecallSize(512, 75, 8, "first", _RETRIEVERS_ALL, 0.88),
-        RecallSize(512, 75, 8, "last", _RETRIEVERS_ALL, 0.88),
+        RecallSize(512, 38, 16, "first", _RETRIEVERS_ALL, 0.88),
+        RecallSize(512, 38, 16, "last", _RETRIEVERS_ALL, 0.88),
     ),
     "quick": (RecallSize(288, 1, 4, "none", (_RETRIEVED[0], _RETRIEVED[3]), 0.0),),
 }

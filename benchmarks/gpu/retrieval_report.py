@@ -114,7 +114,7 @@ def _of_s1(value: Value) -> dict[str, str]:
     traffic_share = value.get((caches[1], host))
     pq = [f"PQ cache of {tokens} tokens, k_cache=32, S1 mid, 10 % retrieved" for tokens in (4096, 8192)]
     return {
-        "retro_hit_rate": _several(value, "cluster hit rate, after the first step", *caches),
+        "retro_hit_rate": _several(value, "cluster hit rate, after the first step, mean", *caches),
         "retro_traffic": "" if traffic_share is None else f"{traffic_share:.2%}",
         "retro_overlap": _several(
             value, "share of the top 100 that three steps have", *(f"S1 {regime}" for regime in regimes)

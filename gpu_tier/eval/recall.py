@@ -36,7 +36,7 @@ class RecallRun:
 
     Attributes:
         correct: ``bool [B, Q]``.
-        attention: ``f32 [B, Q, L, Hq, dv]`` attention outputs at the questions' last tokens.
+        attention: ``f32 [B, 3·Q, L, Hq, dv]`` attention outputs at the questions' tokens.
         hit_rate: selected items that were on the device, of those selected; None where nothing is loaded. Steady tokens
             of residency `blocks` do not count.
     """
@@ -51,7 +51,7 @@ class RecallRun:
         return float(self.correct.float().mean())
 
     def relative_error(self, full: RecallRun) -> float:
-        """Return the mean of ``|o - o_full| / |o_full|`` over layers, heads and questions.
+        """Return the mean of ``|o - o_full| / |o_full|`` over layers, heads and the tokens of questions.
 
         What a layer gets wrong the next one starts from, so errors of both layers are in the second's.
         """
@@ -130,12 +130,14 @@ def recall(model: RecallModel, config: SparseConfig, batch: RecallBatch) -> Reca
     correct: list[Tensor] = []
     attention: list[Tensor] = []
     asked = set(ends.tolist())
+    of_questions = {end - i for end in asked for i in range(batch.questions.shape[2])}
     for position in range(prompt, tokens.shape[1]):
         recording.seen = []
         logits = decode.step(tokens[:, position])
+        if position in of_questions:
+            attention.append(torch.stack(recording.seen, 1))
         if position in asked:
             correct.append(logits.argmax(-1) == batch.answers[:, len(correct)])
-            attention.append(torch.stack(recording.seen, 1))
     rate = _hit_rate(coordinator)
     decode.end()
     return RecallRun(torch.stack(correct, 1), torch.stack(attention, 1), rate)
