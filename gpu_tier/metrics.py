@@ -16,6 +16,7 @@ from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.manager.prefixes import PrefixCounters
 from gpu_tier.manager.token_blocks import TokenBlockPolicy
 from gpu_tier.manager.wave_buffer import WaveBuffer
+from gpu_tier.manager.wave_gpu import WaveGpuBuffer
 from gpu_tier.trackers import RequestState
 
 __all__ = ["Figure", "figures", "prometheus_text"]
@@ -102,7 +103,7 @@ def _items(coordinator: SparseCoordinator) -> tuple[int, int, int, int, int, int
     if isinstance(policy, TokenBlockPolicy):
         c = policy.counters
         return c.selected, c.hits, c.selected - c.hits, 0, c.admissions, c.evictions
-    if isinstance(policy, WaveBuffer):
+    if isinstance(policy, WaveBuffer | WaveGpuBuffer):
         w = policy.counters
         return w.tokens, w.token_hits, w.tokens - w.token_hits, 0, w.admissions, w.evictions
     return 0, 0, 0, 0, 0, 0

@@ -36,6 +36,7 @@ from gpu_tier.manager.policy import ResidencyPolicy
 from gpu_tier.manager.static_set import StaticSetPolicy
 from gpu_tier.manager.token_blocks import TokenBlockPolicy
 from gpu_tier.manager.wave_buffer import RawRows, WaveBuffer
+from gpu_tier.manager.wave_gpu import WaveGpuBuffer
 from gpu_tier.manager.wave_store import WaveStore
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.req_to_token import ReqToTokenPool
@@ -175,12 +176,28 @@ def _blocks(context: AlgorithmContext, algorithm: BaseSparseAlgorithm, parts: Pa
         return BlockResidency(_token_blocks(context, context.config.algo, execution, parts), execution)
     settings = context.settings(RetroInferConfig)
     store = WaveStore(context.geometry, settings, parts.store_bytes, context.runtime)
+    if settings.control == "gpu":
+        on_device = _wave_on_device(context, algorithm, store, execution, parts)
+        algorithm.sink = on_device
+        return BlockResidency(on_device, execution, store)
     policy = WaveBuffer(
         context.geometry, settings, store, parts.arena, execution, parts.rows, context.runtime,
         max_requests=context.max_requests, kernels=context.config.kernels,
     )  # fmt: skip
     algorithm.sink = policy
     return BlockResidency(policy, execution, store)
+
+
+def _wave_on_device(
+    context: AlgorithmContext, algorithm: BaseSparseAlgorithm, store: WaveStore, execution: ExecutionBuffer,
+    parts: Parts,
+) -> WaveGpuBuffer:  # fmt: skip
+    return WaveGpuBuffer(
+        context.geometry, context.settings(RetroInferConfig), store, parts.arena, execution, parts.rows,
+        context.runtime, max_requests=context.max_requests, max_tokens=context.max_tokens,
+        total_tokens=context.total_tokens, max_clusters=algorithm.max_items, kernels=context.config.kernels,
+        debug_checks=context.config.debug_checks,
+    )  # fmt: skip
 
 
 def _token_blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from retrieval_cases import PQ
+from retrieval_cases import PQ, WAVE
 
 from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
@@ -29,6 +29,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160, "skip_layers": 1}},
     "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
+    "retroinfer": {"algo": {**WAVE, "retrieval": 1.0, "estimation": 0.0, "local": 16, "control": "gpu"}},
     "pqcache": {"algo": {**PQ, "token_budget": 160, "cache_tokens": 64, "block": 16}},
 }
 

@@ -246,7 +246,7 @@ class Traffic:
                 continue
             for head in range(selecting):
                 tokens = self._attended(batch, layer, row, head)
-                assert len(tokens) == len(tokens.unique())
+                assert 0 < len(tokens) == len(tokens.unique())
                 slots = _slots(meta, row, head)
                 assert len(slots) == len(tokens)
                 found = rows.decode(slots)

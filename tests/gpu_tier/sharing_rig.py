@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from coordinator_rig import MODELS, PAGE, config_of, prompt, whole
-from retrieval_cases import PQ
+from retrieval_cases import PQ, WAVE
 
 from gpu_tier.assembly import build
 from gpu_tier.connector import KVConnector, KVFormat
@@ -34,6 +34,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "dsa": {"top_k": 24, "device_buffer_size": 48, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 40, "w_obs": 8, "mode": "retrievable"}},
     "pqcache": {"algo": {**PQ, "token_budget": 24}},
+    "retroinfer": {"algo": {**WAVE, "control": "gpu"}},
 }
 # Where everything stays on the device, or is dropped there, prompts go to the host only to be published.
 OTHER_RESIDENCIES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,7 @@ OTHER_RESIDENCIES: dict[str, dict[str, Any]] = {
     "dsa": {"residency": "device"},
     "snapkv": {"algo": {"cap": 40, "w_obs": 8}},
     "pqcache": {"residency": "device"},
+    "retroinfer": {"residency": "device"},
 }
 ALGORITHMS = [*(("llama", name) for name in SHORT if name != "dsa"), ("latent", "dsa"), ("latent", "full")]
 

@@ -8,6 +8,7 @@ import pytest
 from clock_runtime import ClockRuntime
 from drawn_tokens import DrawnTokens
 from marked_traffic import MarkedTraffic
+from retrieval_cases import BLOCKS
 
 from gpu_tier.algorithms import registry
 from gpu_tier.trackers import RequestState
@@ -17,9 +18,13 @@ ALGO = {"init": 4, "token_budget": 12, "local_ratio": 0.25, "cache_tokens": 16, 
 
 
 def decoded(monkeypatch: pytest.MonkeyPatch, **algo: Any) -> tuple[ClockRuntime, MarkedTraffic]:
+    """Decode with tokens that are drawn, through the cache of token blocks."""
     monkeypatch.setitem(registry.ALGORITHMS, "pqcache", DrawnTokens)
+    return run({"algorithm": "pqcache", "min_sparse_prompt_len": 24, "algo": {**ALGO, **algo}}, monkeypatch)
+
+
+def run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[ClockRuntime, MarkedTraffic]:
     runtime = ClockRuntime()
-    config = {"algorithm": "pqcache", "min_sparse_prompt_len": 24, "debug_checks": False, "algo": {**ALGO, **algo}}
     traffic = MarkedTraffic(runtime, config, monkeypatch)
     requests = [traffic.begin(n, seed=n) for n in (70, 9)]
     traffic.prompt(requests)
@@ -57,8 +62,9 @@ def test_o1_a_request_stays_dense_until_its_prompt_is_on_the_host(monkeypatch: p
     assert not traffic.coordinator.manager.dense.blocks(request)
 
 
-def test_o2_a_layers_tokens_are_gathered_before_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, _ = decoded(monkeypatch)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_o2_a_layers_tokens_are_gathered_before_its_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, _ = run(BLOCKS[name], monkeypatch)
     for step in range(1, STEPS + 1):
         for layer in LAYERS:
             gather, write = runtime.find("gather", step, layer), runtime.find("write", step, layer)
@@ -67,13 +73,18 @@ def test_o2_a_layers_tokens_are_gathered_before_its_attention(monkeypatch: pytes
             assert gather.happened_before(runtime.find("attend", step, layer))
 
 
-def test_o3_the_next_layers_tokens_wait_for_this_layers_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, _ = decoded(monkeypatch)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_o3_o4_the_next_layers_tokens_wait_for_what_reads_this_layers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, _ = run(BLOCKS[name], monkeypatch)
     for step in range(1, STEPS + 1):
-        for layer in LAYERS[:-1]:
-            assert runtime.find("attend", step, layer).happened_before(runtime.find("gather", step, layer + 1))
-        if step < STEPS:
-            assert runtime.find("attend", step, LAYERS[-1]).happened_before(runtime.find("gather", step + 1, 0))
+        for layer in LAYERS:
+            following = ("gather", step, layer + 1) if layer < LAYERS[-1] else ("gather", step + 1, LAYERS[0])
+            attend, commit = runtime.find("attend", step, layer), runtime.find("commit", step, layer)
+            assert attend.happened_before(commit)
+            if step < STEPS or layer < LAYERS[-1]:
+                assert commit.happened_before(runtime.find(*following))
 
 
 def test_o4_admissions_come_after_what_reads_their_places_and_before_the_layers_next_step(

@@ -11,16 +11,21 @@ from layer_traffic import Shape, Traffic
 
 from gpu_tier.algorithms import registry
 from gpu_tier.geometry import KVKind
+from gpu_tier.manager import cluster_resident
 from gpu_tier.rows import KVDtype
 
-RESIDENCIES = ["device"]
+RESIDENCIES = ["device", "blocks"]
 SINK, LOCAL, UPDATE, SEGMENT = 4, 6, 8, 32
-ALGO = {"sink": SINK, "local": LOCAL, "segment": SEGMENT, "update_segment": UPDATE, "tokens_per_centroid": 4}
+ALGO = {
+    "sink": SINK, "local": LOCAL, "segment": SEGMENT, "update_segment": UPDATE, "tokens_per_centroid": 4,
+    "block_bytes": 64, "control": "gpu",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ALGORITHMS, "retroinfer", DrawnClusters)
+    monkeypatch.setattr(cluster_resident, "_PAGE_TOKENS", 24)  # so that requests have several, with parts of segments
 
 
 def config_of(residency: str, *, min_len: int = SINK + LOCAL + UPDATE, **algo: Any) -> dict[str, Any]:
@@ -68,6 +73,11 @@ SHAPES = {
 @pytest.mark.parametrize("residency", RESIDENCIES)
 def test_shapes_of_real_models(residency: str, shape: str) -> None:
     decode(SHAPES[shape], config_of(residency), (17, 33, 96), 4, chunk=40)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_growth_over_many_segments(residency: str) -> None:
+    decode(Shape(layers=2), config_of(residency), (20,), 9 * UPDATE)
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)

@@ -69,6 +69,7 @@ def test_an_end_in_any_state_leaves_nothing_behind(
         ("full_offload", "dense"): RequestState.SPARSE,
         ("snapkv", "staging"): RequestState.SPARSE,
         ("retroinfer", "staging"): RequestState.SPARSE,
+        ("retroinfer gpu control", "staging"): RequestState.SPARSE,
         ("retroinfer device", "staging"): RequestState.SPARSE,
         ("pqcache device", "staging"): RequestState.SPARSE,
     }

@@ -34,9 +34,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Where the CPU controls, it reads which clusters were selected; and segments are read once, when they are clustered.
 CASES.pop("retroinfer", None)
-if "retroinfer device" in CASES:
-    algo = {**retrieval_cases.WAVE, "update_segment": 32}
-    CASES["retroinfer device"] = {**CASES["retroinfer device"], "algo": {**algo, "mode": "gpu_only"}}
+for name, case in CASES.items():
+    if case["algorithm"] == "retroinfer":
+        CASES[name] = {**case, "algo": {**case["algo"], "update_segment": 32}}
 SHAPE = Shape(layers=3)
 
 

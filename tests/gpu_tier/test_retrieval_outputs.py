@@ -28,15 +28,14 @@ def changed(name: str, **algo: Any) -> dict[str, Any]:
     return {**BLOCKS[name], "algo": {**BLOCKS[name]["algo"], **algo}}
 
 
+RATIOS: list[dict[str, Any]] = [{"cache_ratio": 0.0}, {"cache_ratio": 0.05}, {}, {"cache_ratio": 1.0}]
 CACHES: dict[str, list[dict[str, Any]]] = {
     "pqcache": [
         {"cache_tokens": 0}, {}, {"cache_tokens": 256, "k_cache": 64}, {"policy": "random"}, {"policy": "lfu"},
         {"cache_unit": "token"},
     ],
-    "retroinfer": [
-        {"cache_ratio": 0.0}, {"cache_ratio": 0.05}, {}, {"cache_ratio": 1.0}, {"policy": "random"},
-        {"async_update": False},
-    ],
+    "retroinfer": [*RATIOS, {"policy": "random"}, {"async_update": False}],
+    "retroinfer gpu control": RATIOS,
 }  # fmt: skip
 
 
@@ -52,6 +51,7 @@ def test_outputs_are_the_same_bits_whatever_is_cached(name: str, dtype: KVDtype)
 EVERYTHING: dict[str, dict[str, Any]] = {
     "pqcache": {"token_budget": 256},
     "retroinfer": {"retrieval": 1.0, "estimation": 0.0},
+    "retroinfer gpu control": {"retrieval": 1.0, "estimation": 0.0},
 }
 
 
@@ -80,13 +80,13 @@ WAVE_DEVICE = {"algorithm": "retroinfer", "algo": {**WAVE, "mode": "gpu_only"}}
 PQ_OTHERS = [{"residency": "device"}, {"residency": "lru", "device_buffer_size": 64}]
 
 
-@pytest.mark.skipif("retroinfer" not in BLOCKS, reason="not there yet")
 @pytest.mark.parametrize("estimation", [0.0, 0.3, 1.0])
-def test_clusters_on_the_device_and_in_blocks_give_the_same_bits(estimation: float) -> None:
+@pytest.mark.parametrize("name", [name for name in BLOCKS if "retroinfer" in name])
+def test_clusters_on_the_device_and_in_blocks_give_the_same_bits(name: str, estimation: float) -> None:
     # Rows that are dense are attended to in one call with the others on the device: their bits may differ.
     lengths = tuple(n for n in LENGTHS if n > 18)
     on_device = {**WAVE_DEVICE, "algo": {**WAVE_DEVICE["algo"], "estimation": estimation}}
-    in_blocks, _ = decode(SHAPE, changed("retroinfer", estimation=estimation), lengths)
+    in_blocks, _ = decode(SHAPE, changed(name, estimation=estimation), lengths)
     assert torch.equal(decode(SHAPE, on_device, lengths)[0], in_blocks)
 
 

@@ -48,7 +48,8 @@ def test_another_engine_decodes_the_same_tokens_without_prefill(
 
 
 @pytest.mark.parametrize(
-    ("model", "algorithm"), [("llama", "quest"), ("latent", "dsa"), ("llama", "snapkv"), ("llama", "pqcache")]
+    ("model", "algorithm"),
+    [("llama", "quest"), ("latent", "dsa"), ("llama", "snapkv"), ("llama", "pqcache"), ("llama", "retroinfer")],
 )
 def test_residencies_that_need_no_host_copy(storage: MemoryStorage, model: str, algorithm: str) -> None:
     options = OTHER_RESIDENCIES[algorithm]
