@@ -121,6 +121,14 @@ class SparseCoordinator:
         """Reads a request's KV wherever it lies."""
         return self.manager.reader
 
+    def close(self) -> None:
+        """End threads and give host memory back; nothing may be called afterwards but this again, which does nothing.
+
+        What is left to the garbage collector otherwise.
+        """
+        self.manager.close()
+        self.algorithm.close()
+
     # Requests.
 
     def on_request_begin(self, n_prompt: int, prefix: AttachedPrefix | None = None) -> int:

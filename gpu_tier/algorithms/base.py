@@ -230,6 +230,9 @@ class BaseSparseAlgorithm(ABC):
     def free(self, request: int) -> None:  # noqa: B027 - a baseline has none
         """Forget a request; one that is not known too."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing that is not torch's
+        """End threads and give host memory back; a second call does nothing. The device reads none of it any more."""
+
     @abstractmethod
     def representation_bytes(self, n_tokens: int) -> int:
         """Return the bytes on the device for a request of so many tokens."""

@@ -115,6 +115,12 @@ class Clusterer:
             self._executor = ThreadPoolExecutor(self.threads, "kmeans", initializer=_one_core)
         return self._executor
 
+    def close(self) -> None:
+        """End the threads, after what they are at."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
     # The cost model.
 
     def profile(self) -> Profile:

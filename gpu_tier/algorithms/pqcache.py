@@ -156,6 +156,11 @@ class PQCache(BaseSparseAlgorithm):
                 self.codebooks[:, book.slot] = 0
         self.codes.free(request)
 
+    def close(self) -> None:
+        """See `BaseSparseAlgorithm`."""
+        self.clusterer.close()
+        self.codes.close()
+
     def construct_representations(
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, q: Tensor | None = None,
         **extra: Tensor,

@@ -73,7 +73,7 @@ class SparseGenerator:
         try:
             self._runner = HfRunner(model, self.coordinator, shape, attention)
         except Exception:
-            self.coordinator.manager.host.close()
+            self.coordinator.close()
             raise
         self.engine = BatchEngine(self._runner, self.coordinator, device=model.device, chunk_tokens=chunk_tokens)
         self._max_tokens = max_tokens
@@ -109,9 +109,7 @@ class SparseGenerator:
         for request in self.engine.requests:
             self.engine.abort(request)
         self._runner.close()
-        for stream in ("compute", "h2d", "d2h", "upd"):
-            self.coordinator.runtime.record(stream).wait()  # the device may still read or write host memory
-        self.coordinator.manager.host.close()
+        self.coordinator.close()
 
     def __enter__(self) -> Self:
         return self

@@ -108,3 +108,6 @@ class BlockPolicy(Protocol):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory beside the host pool."""
+
+    def close(self) -> None:
+        """End threads and give host memory back; a second call does nothing. The device reads none of it any more."""

@@ -244,6 +244,14 @@ class SparseKVCacheManager:
         source = upload(self.host_tokens.slots(request, 0, n_tokens)[tokens.cpu()], device)
         self.transfer.load(source, target, layers=layers, per_head=per_head, unit_tokens=self.unit)
 
+    def close(self) -> None:
+        """Give the host's memory back, once the device neither reads nor writes it; a second call does nothing."""
+        for stream in ("compute", "h2d", "d2h", "upd"):
+            self.runtime.record(stream).wait()
+        if self.blocks is not None:
+            self.blocks.policy.close()
+        self.host.close()
+
     def release(self, request: int) -> None:
         """Release everything of a request, after the copies that touch it."""
         self.settle(request)

@@ -200,6 +200,9 @@ class TokenBlockPolicy:
         """See `BlockPolicy`: none."""
         return 0
 
+    def close(self) -> None:
+        """See `BlockPolicy`; there is nothing."""
+
     @property
     def counters(self) -> BlockCacheCounters:
         """What happened so far; reading it waits for the device."""

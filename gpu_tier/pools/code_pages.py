@@ -125,6 +125,10 @@ class CodePages:
         """Bytes of host memory."""
         return self._memory.nbytes
 
+    def close(self) -> None:
+        """Give the host memory back; the device must be done with it. A second call does nothing."""
+        self._memory.close()
+
     def device_bytes_of(self, n_tokens: int) -> int:
         """Return the bytes on the device of a request of so many tokens: its pages, twice, and its tail."""
         return self.pool.bytes_of(n_tokens) + self.num_layers * self.page_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -219,3 +220,19 @@ def test_an_algorithm_without_a_fixed_set_says_so() -> None:
     traffic = Traffic(Shape(), ALGORITHMS["quest"])
     with pytest.raises(StateError, match="Quest keeps no fixed set"):
         traffic.coordinator.algorithm.static_items(0, 0)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_coordinator_gives_back_host_memory_and_threads(name: str) -> None:
+    traffic = Traffic(Shape(), ALGORITHMS[name])
+    request = traffic.begin(50, seed=1)
+    traffic.prompt([request])
+    traffic.decode([request])
+    traffic.end(request)
+    threads = threading.active_count()
+    traffic.coordinator.close()
+    traffic.coordinator.close()
+    blocks = traffic.coordinator.manager.blocks
+    assert not traffic.coordinator.manager.host.data.numel()
+    assert blocks is None or blocks.store is None or not blocks.store.data.numel()
+    assert threading.active_count() < threads or name != "pqcache"
