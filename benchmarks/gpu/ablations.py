@@ -43,7 +43,7 @@ class Size:
 
 
 FULL = Size(32768, 4, 16, 64)
-QUICK = Size(2048, 1, 2, 3)
+QUICK = Size(4096, 1, 2, 3)
 
 
 def wave_settings(n_tokens: int) -> dict[str, RetroInferConfig]:

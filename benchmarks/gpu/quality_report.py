@@ -44,8 +44,8 @@ def publish_report(
     write("Quality of selections", tables, folder, ("quality.svg", "hit_rate.svg"))
 
 
-def quality_table(measured: Sequence[Measured], budget: str) -> ResultTable:
-    """Return the table of all methods under one kind of budget, "tokens" or "bytes"."""
+def quality_table(measured: Sequence[Measured], budget: str, note: str = "") -> ResultTable:
+    """Return the table of all methods under one kind of budget, "tokens" or "bytes", with a note of its own if any."""
     columns = (
         "regime", f"share of {budget}", "method", "tokens", "representation", "recall@100", "worst seed",
         "mass recall", "norm_err", "p95 of it", "rel_err", "cosine",
@@ -61,7 +61,7 @@ def quality_table(measured: Sequence[Measured], budget: str) -> ResultTable:
         names = ("recall", "mass", "normalised", "p95", "relative", "cosine")
         recall, *others = (m.mean(name) for name in names)
         rows.append((*head, *figures, recall, min(r.recall for r in m.results), *others))
-    return ResultTable(f"Equal {budget}", columns, tuple(rows), _QUALITY_NOTE[budget])
+    return ResultTable(f"Equal {budget}", columns, tuple(rows), note or _QUALITY_NOTE[budget])
 
 
 def _cache_table(rates: dict[str, list[HitRate]]) -> ResultTable:
@@ -72,14 +72,14 @@ def _cache_table(rates: dict[str, list[HitRate]]) -> ResultTable:
     return ResultTable("Hit rates", ("trace", "selected", "buffer", "ratio", "hit rate"), tuple(rows), note)
 
 
-def recall_table(rows: Sequence[Row]) -> ResultTable:
-    """Return the table of the recall transformer's rows."""
+def recall_table(rows: Sequence[Row], note: str = "") -> ResultTable:
+    """Return the table of the recall transformer's rows, with a note of its own if any."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row.case.startswith("recall "):
             found.setdefault(row.case, {})[row.metric.partition(",")[0]] = row
     cells = tuple(_recall_cells(case, by_metric) for case, by_metric in found.items())
-    note = (
+    note = note or (
         "At least 600 questions a line, the same for all methods of a table, decoded through the whole engine after an "
         "exact prefill; dsa is its stand-in. Shares are of the tokens, or of the KV bytes, representation included. "
         "Needles are one per four tokens with random neighbours: the worst case for methods that choose "

@@ -10,6 +10,7 @@ __all__ = ["plot_lines"]
 
 _COLORS = {
     "oracle": "#212529", "quest": "#0b7285", "dsa": "#e8590c", "snapkv": "#5f3dc4", "streaming_llm": "#868e96",
+    "wave": "#0b7285", "wave, no estimation": "#74c0fc", "pq m4b8": "#5f3dc4", "pq m2b6": "#e8590c",
     "dsa stand-in": "#e8590c", "sharp": "#0b7285", "mid": "#e8590c", "diffuse": "#5f3dc4",
 }  # fmt: skip
 _FAINT = "#dee2e6"
