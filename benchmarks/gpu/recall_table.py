@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from report import Row
 
-from gpu_tier.config import PQCacheConfig, SparseConfig
+from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.engine.recall_data import QuestionPosition, recall_batch
 from gpu_tier.engine.recall_model import RecallModel, load_recall_model
 from gpu_tier.eval.methods import BASELINES, method, retrieving
@@ -49,10 +49,13 @@ _OF = {"bytes": "of bytes", "retrieved": "retrieved"}
 
 
 def _small_cache(config: SparseConfig) -> SparseConfig:
-    """Return the settings with a block cache that does not hold these short contexts whole."""
-    if not isinstance(config.algo, PQCacheConfig):
-        return config
-    return config.replaced(algo=replace(config.algo, cache_tokens=512, k_cache=4))
+    """Return the settings with a block cache that does not hold these short contexts whole, kept on the device."""
+    match config.algo:
+        case PQCacheConfig() as pq:
+            return config.replaced(algo=replace(pq, cache_tokens=512, k_cache=4))
+        case RetroInferConfig() as wave:
+            return config.replaced(algo=replace(wave, control="gpu"))
+    return config
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _NOTES = {
     "after an exact prefill; residency blocks. Shares are of the tokens, steady ones included; of the KV bytes, "
     "representation included; or of clusters and tokens retrieved, beside 68 steady tokens of the wave index and 96 of "
     "PQ. Needles are one per four tokens with random neighbours. Attention errors are over the questions' tokens and "
-    "both layers; the second starts from what the first got wrong. The first layer's attention is sharp here, on single "
+    "both layers; the second starts from what the first got wrong. The first layer attends sharply here, to single "
     "tokens that no cluster stands for, so that estimation gains less than its bar says. Hit rates are of block caches "
     "(PQ: 512 tokens; wave: 5 %), and of a buffer of twice the selection for the oracle.",
 }
@@ -84,8 +84,8 @@ def _others(rows: Sequence[Row]) -> ResultTable:
         if not row.target and row.case.partition(" ")[0] in ("C4", "PQ", "S5", "S1", "wave")
     )  # fmt: skip
     note = (
-        "Hit rates leave the first step out; they are of the caches' own policies, one head. S5: 4K tokens without the "
-        "structure that the methods hope for; of equal keys any selection is right, of uniform ones none finds much."
+        "Hit rates leave the first step out; one head, clusters in an LRU, PQCache's own policy. S5: 4K tokens without "
+        "the structure that the methods hope for; of equal keys any selection is right, of uniform ones none finds much."
     )
     return ResultTable("Caches and adversarial inputs", ("case", "figure", "value"), cells, note)
 

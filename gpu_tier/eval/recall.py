@@ -23,6 +23,7 @@ from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.manager.token_blocks import TokenBlockPolicy
 from gpu_tier.manager.wave_buffer import WaveBuffer
+from gpu_tier.manager.wave_gpu import WaveGpuBuffer
 from gpu_tier.rows import KVDtype
 
 __all__ = ["RecallRun", "recall", "tokens_for_bytes"]
@@ -106,7 +107,8 @@ def tokens_for_bytes(model: RecallModel, config: SparseConfig, share: float, n_t
     """
     kv = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     context = torch.zeros(1, n_tokens, dtype=torch.int64)
-    algorithm = _coordinator(model, config, context).algorithm
+    # Representations are the same wherever KV is.
+    algorithm = _coordinator(model, config.replaced(residency="device"), context).algorithm
     representation = 0 if config.algorithm == "oracle" else algorithm.representation_bytes(n_tokens)
     return int((share * n_tokens * kv - representation) / kv)
 
@@ -186,4 +188,5 @@ def _cached(config: SparseConfig, n_tokens: int) -> int:
 
 def _hit_rate(coordinator: SparseCoordinator) -> float | None:
     policy = coordinator.manager.policy
-    return policy.counters.hit_rate if isinstance(policy, LruDiffPolicy | TokenBlockPolicy | WaveBuffer) else None
+    counted = (LruDiffPolicy, TokenBlockPolicy, WaveBuffer, WaveGpuBuffer)
+    return policy.counters.hit_rate if isinstance(policy, counted) else None
