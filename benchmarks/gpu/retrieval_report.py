@@ -85,7 +85,7 @@ def _others(rows: Sequence[Row]) -> ResultTable:
     )  # fmt: skip
     note = (
         "Hit rates leave the first step out; one head, clusters in an LRU, PQCache's own policy. S5: 4K tokens without "
-        "the structure that the methods hope for; of equal keys any selection is right, of uniform ones none finds much."
+        "the structure that the methods hope for; of equal keys any selection is right, of uniform ones none is."
     )
     return ResultTable("Caches and adversarial inputs", ("case", "figure", "value"), cells, note)
 
@@ -162,9 +162,13 @@ def _of_build() -> dict[str, str]:
     if not path.exists():
         return {}
     judged = [row for row in map(_row, json.loads(path.read_text())["rows"]) if row.target and row.baseline]
-    time = [f"{1 - row.value / row.baseline:.0%} less time" for row in judged if row.unit == "s" and row.baseline]
-    recall = [f"{row.value - row.baseline:+.3f}" for row in judged if row.unit != "s" and row.baseline]
-    return {"retro_segments": f"{', '.join(time)}; recall@100 {', '.join(recall)} in the three regimes"}
+    found: dict[str, list[str]] = {}
+    for row in judged:
+        apart = row.value - (row.baseline or 0)
+        figure = f"{-apart / (row.baseline or 1):.0%} less time" if row.unit == "s" else f"{apart:+.3f}"
+        found.setdefault(row.case.partition(" ")[0], []).append(figure)
+    parts = (f"{int(tokens) // 1024}K: {time}, recall {', '.join(recall)}" for tokens, (time, *recall) in found.items())
+    return {"retro_segments": "; ".join(parts)}
 
 
 def _row(fields: dict[str, Any]) -> Row:

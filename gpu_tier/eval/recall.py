@@ -142,6 +142,7 @@ def recall(model: RecallModel, config: SparseConfig, batch: RecallBatch) -> Reca
             correct.append(logits.argmax(-1) == batch.answers[:, len(correct)])
     rate = _hit_rate(coordinator)
     decode.end()
+    coordinator.close()
     return RecallRun(torch.stack(correct, 1), torch.stack(attention, 1), rate)
 
 
