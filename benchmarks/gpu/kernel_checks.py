@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from block_checks import block_checks
 from check_case import Check, Outputs, Sizes, ragged
 from cluster_checks import cluster_checks
 from clustering_checks import clustering
@@ -45,6 +46,7 @@ def checks(runtime: DeviceRuntime, sizes: Sizes) -> list[Check]:
         *(_gather(runtime, dtype) for dtype in (KVDtype.BF16, KVDtype.FP8)),
         *clustering(runtime, sizes),
         *cluster_checks(runtime, sizes),
+        *block_checks(runtime, sizes),
     ]  # fmt: skip
 
 

@@ -1,13 +1,11 @@
 """The cluster mapping table on the device: which blocks each cluster of a request consists of, and where on the host.
 
 The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block and a
-number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`. Expanding
-selected clusters to blocks is a search in the running sums of their blocks; nothing waits for the device.
+number of tokens. Both lie in pages of the request, and so does the place of every block in the `WaveStore`: from there
+a kernel expands selected clusters to their blocks (`gpu_tier.kernels.cluster_expand`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,40 +14,15 @@ from torch import Tensor
 
 from gpu_tier.errors import StateError
 from gpu_tier.geometry import KVGeometry
+from gpu_tier.kernels.cluster_expand import ClusterPages
 from gpu_tier.pools.representation import RepresentationPool
 from gpu_tier.runtime import DeviceRuntime, upload
 
-__all__ = ["ClusterBlocks", "SelectedBlocks"]
+__all__ = ["ClusterBlocks"]
 
 _PAGE_TOKENS = 1024
 _ODD_CLUSTERS = 4  # more than the average says, of segments that end with a prompt or its prefix
 _ID_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedBlocks:
-    """The blocks of the selected clusters of each row and head, in the order of the clusters, ``[B, H, W]`` each.
-
-    Attributes:
-        ids: ``int32`` number of the block in its request, layer and head; -1 behind the last.
-        tokens: ``int32`` tokens in it, 0 behind the last.
-        host: ``int64`` block of the store.
-        lengths: ``int32 [B, H]`` blocks.
-    """
-
-    ids: Tensor
-    tokens: Tensor
-    host: Tensor
-    lengths: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """Pages of a layer: ``firsts``, ``sizes int32 [pages, H, clusters]``, ``hosts int32 [pages, H, blocks]``."""
-
-    firsts: Tensor
-    sizes: Tensor
-    hosts: Tensor
 
 
 class ClusterBlocks:
@@ -86,11 +59,14 @@ class ClusterBlocks:
         self._layers = [self._views(layer) for layer in range(geometry.num_layers)]
         self._known: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}  # clusters, and blocks of each head
 
-    def _views(self, layer: int) -> _Pages:
+    def _views(self, layer: int) -> ClusterPages:
         heads = self._geometry.num_kv_heads
         widths = (self._page_clusters, self._page_clusters, self._page_blocks)
         ids = self.pool.layer(layer).view(torch.int32)
-        return _Pages(*(part.unflatten(1, (heads, -1)) for part in ids.split([heads * w for w in widths], dim=1)))
+        firsts, sizes, hosts = (
+            part.unflatten(1, (heads, -1)) for part in ids.split([heads * width for width in widths], dim=1)
+        )
+        return ClusterPages(self.pool.table, firsts, sizes, hosts, self._block_tokens)
 
     def reserve(self, request: int, n_tokens: int) -> None:
         """Make room for a request of so many tokens.
@@ -148,45 +124,9 @@ class ClusterBlocks:
         page, head, place, value = upload(torch.from_numpy(where), self._device)
         table[page, head, place] = value.int()
 
-    def expand(self, layer: int, requests: Tensor, ids: Tensor, width: int) -> SelectedBlocks:
-        """Return the blocks of clusters.
-
-        Args:
-            layer: position of the layer.
-            requests: ``int64 [B]`` row of each request.
-            ids: ``int32 [B, H, K]`` clusters, left-aligned, -1 behind them.
-            width: most blocks W of a row and head; what does not fit is left out.
-        """
-        pages = self.pool.table[requests]
-        tables = self._layers[layer]
-        valid = ids >= 0
-        sizes = self._get(tables.sizes, pages, ids.clamp_min(0)).where(valid, 0)
-        firsts = self._get(tables.firsts, pages, ids.clamp_min(0))
-        counts = (sizes + (self._block_tokens - 1)) // self._block_tokens
-        ends = counts.cumsum(-1)
-        place = torch.arange(width, device=ids.device).expand(*ids.shape[:2], -1)
-        if not ids.shape[-1]:
-            nothing = torch.zeros_like(place)
-            return SelectedBlocks((nothing - 1).int(), nothing.int(), nothing, nothing.sum(-1).int())
-        which = torch.searchsorted(ends, place.contiguous(), right=True).clamp_max(ids.shape[-1] - 1)
-        inside = place < ends[..., -1:]
-        number = place - (ends - counts).gather(-1, which)
-        block = (firsts.gather(-1, which) + number).where(inside, 0)
-        tokens = (sizes.gather(-1, which) - number * self._block_tokens).clamp_max(self._block_tokens)
-        return SelectedBlocks(
-            ids=block.where(inside, -1).int(),
-            tokens=tokens.where(inside, 0).int(),
-            host=self._get(tables.hosts, pages, block),
-            lengths=ends[..., -1].clamp_max(width).int(),
-        )
-
-    def _get(self, table: Tensor, pages: Tensor, numbers: Tensor) -> Tensor:
-        """Return entries of a table, ``int64 [B, H, ·]``."""
-        width, heads = table.shape[2], numbers.shape[1]
-        numbers = numbers.long()
-        page = pages[:, None].expand(-1, heads, -1).gather(2, (numbers // width).clamp_max(pages.shape[1] - 1))
-        head = torch.arange(heads, device=numbers.device)[:, None]
-        return table[page.clamp_min(0).long(), head, numbers % width].long()
+    def pages(self, layer: int) -> ClusterPages:
+        """Return what is known of the clusters and blocks of the layer at a position."""
+        return self._layers[layer]
 
     @property
     def nbytes(self) -> int:

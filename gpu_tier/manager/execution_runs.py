@@ -1,12 +1,9 @@
-"""Puts the runs of an execution plan together: steady tokens first, then the items that were selected.
+"""The steady runs of a batch, with which every plan of an execution buffer begins.
 
-The steady runs of a batch are the same in all layers and heads, and are uploaded once a step; the items' runs are made
-on the device. Where a token goes in the buffer follows from the selection alone, never from what is cached.
+They are the same in all layers and heads, and are made and uploaded once a step.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,26 +13,9 @@ from torch import Tensor
 from gpu_tier.kernels.token_runs import SteadyPlan
 from gpu_tier.manager.steady_runs import SteadyPlaces, SteadyRuns
 from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, Source, SteadyRing, SteadyZone
+from gpu_tier.types import ForwardBatch, Source, SteadyRing, SteadyZone
 
-__all__ = ["ItemRuns", "SteadyPlanner", "execution_plan"]
-
-
-@dataclass(frozen=True, slots=True)
-class ItemRuns:
-    """The runs of the selected items of each row and head, in the order of the selection, ``[B, H, U]`` each.
-
-    Attributes:
-        kind: ``int32`` source, -1 behind the items.
-        src: ``int64`` slot of the first token.
-        tokens: ``int32`` tokens of the run, 0 behind the items.
-        lengths: ``int32 [B, H]`` runs of each row and head.
-    """
-
-    kind: Tensor
-    src: Tensor
-    tokens: Tensor
-    lengths: Tensor
+__all__ = ["SteadyPlanner"]
 
 
 class SteadyPlanner:
@@ -100,28 +80,3 @@ class SteadyPlanner:
 
     def _upload(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return upload(torch.from_numpy(numbers), self._device)
-
-
-def execution_plan(steady: SteadyPlan, items: ItemRuns, active: Tensor) -> ExecutionPlan:
-    """Return the plan of a step of one layer; nothing waits for the device.
-
-    Args:
-        steady: of the batch.
-        items: of the layer.
-        active: ``bool [B]`` rows that have a plan; the others have no runs.
-    """
-    rows, heads, width = items.kind.shape
-    behind = items.tokens.cumsum(-1)
-    dst = steady.end[:, None, None] + behind - items.tokens
-
-    def lines(of_steady: Tensor, of_items: Tensor) -> Tensor:
-        return torch.cat([of_steady[:, None].expand(-1, heads, -1), of_items], -1).view(rows * heads, -1)
-
-    total = behind[..., -1] if width else torch.zeros(rows, heads, dtype=torch.int64, device=active.device)
-    lens = (steady.total[:, None] + total).where(active[:, None], 0).int()
-    count = (steady.kind.shape[-1] + items.lengths).where(active[:, None], 0).int().flatten()
-    runs = CopyRuns(
-        lines(steady.kind, items.kind), lines(steady.src, items.src), lines(steady.dst, dst.int()),
-        lines(steady.tokens, items.tokens), count,
-    )  # fmt: skip
-    return ExecutionPlan(runs, lens)

@@ -21,18 +21,20 @@ from torch import Tensor
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.index.wave_segment import WaveSegment
+from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
+from gpu_tier.kernels.cluster_expand import SelectedBlocks, cluster_expand
 from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.row_pool import RowPool
-from gpu_tier.manager.cluster_blocks import ClusterBlocks, SelectedBlocks
+from gpu_tier.manager.cluster_blocks import ClusterBlocks
 from gpu_tier.manager.execution_buffer import ExecutionBuffer
-from gpu_tier.manager.execution_runs import ItemRuns, SteadyPlanner, execution_plan
+from gpu_tier.manager.execution_runs import SteadyPlanner
 from gpu_tier.manager.lru_state import LruDiffPolicy
 from gpu_tier.manager.wave_fill import RawRows, WaveFill
 from gpu_tier.manager.wave_store import WaveStore
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.retrieval_config import RetroInferConfig
 from gpu_tier.runtime import DeviceRuntime, upload
-from gpu_tier.types import CopyRuns, ForwardBatch, ResidencyPlan, Selection, Source, SteadyRing, Unit
+from gpu_tier.types import CopyRuns, ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
 
 __all__ = ["WaveGpuBuffer", "WaveGpuCounters"]
 
@@ -69,6 +71,16 @@ class _Admission:
 
     runs: CopyRuns
     requests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What is the same in all layers of a step: which rows select, and the batch as the diff of blocks sees it."""
+
+    batch: ForwardBatch
+    mask: Tensor
+    active: Tensor
+    of_blocks: ForwardBatch
 
 
 class WaveGpuBuffer:
@@ -115,6 +127,7 @@ class WaveGpuBuffer:
         self._slots = torch.zeros(max_requests, self._capacity * self._block, dtype=torch.int32, device=runtime.device)
         self._counts = torch.zeros(6, dtype=torch.int64, device=runtime.device)
         self._admissions: dict[int, _Admission] = {}
+        self._last_rows: _Rows | None = None
 
     def _widest(self, clusters: int) -> int:
         """Return the most blocks of so many clusters that fit into a row of the execution buffer."""
@@ -199,17 +212,35 @@ class WaveGpuBuffer:
             raise ConfigError("selection", (selection.unit, selection.steady), "clusters beside a steady zone")
         layer = self.geometry.layer_index(layer_id)
         self._abandon(layer)
-        active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
-        requests = batch.req_pool_indices.where(active, 0)
-        width = min(self._capacity, self._widest(selection.indices.shape[-1]))
-        blocks = self._tables.expand(layer, requests, selection.indices.where(active[:, None, None], -1), width)
-        place, loaded = self._places(layer_id, batch, blocks, sparse_mask)
-        items, slots = self._item_runs(requests, blocks, place, loaded)
-        plan = execution_plan(self._steady.plan(batch, selection.steady), items, active)
+        rows = self._rows_of(batch, sparse_mask)
+        blocks = self._expanded(layer, rows, selection.indices)
+        places = self._places(layer_id, rows, blocks)
+        steady = self._steady.plan(batch, selection.steady)
+        heads, width = blocks.ids.shape[1:]
+        pieces = width * (self._block // self._piece)
+        plan = BlockPlan.empty(batch.rows, heads, steady.kind.shape[1], pieces, self._counts)
+        requests = batch.req_pool_indices
+        block_runs(blocks, requests, rows.active, steady, places, plan, impl=self._kernels)
         if self._debug_checks and int(plan.lens.amax()) > self._execution.tokens_per_row:
             raise StateError(f"{int(plan.lens.amax())} tokens are attended to, more than the execution buffer has")
-        self._admissions[layer] = _Admission(_admitted(plan.runs, items, slots), batch.requests)
-        return ResidencyPlan(self._execution.table_of(batch.rows), execution=plan)
+        self._admissions[layer] = _Admission(plan.admissions, batch.requests)
+        return ResidencyPlan(self._execution.table_of(batch.rows), execution=ExecutionPlan(plan.runs, plan.lens))
+
+    def _rows_of(self, batch: ForwardBatch, sparse_mask: Tensor) -> _Rows:
+        """Return what is the same in all layers of a step."""
+        if self._last_rows is None or self._last_rows.batch is not batch or self._last_rows.mask is not sparse_mask:
+            active = sparse_mask & (torch.arange(batch.rows, device=sparse_mask.device) < batch.num_real_reqs)
+            lengths = (self._items,) * batch.num_real
+            of_blocks = replace(batch, seq_lens=torch.full_like(batch.seq_lens, self._items), lengths=lengths)
+            self._last_rows = _Rows(batch, sparse_mask, active, of_blocks)
+        return self._last_rows
+
+    def _expanded(self, layer: int, rows: _Rows, ids: Tensor) -> SelectedBlocks:
+        width = min(self._capacity, self._widest(ids.shape[2]))
+        blocks = SelectedBlocks.empty(ids.shape[0], ids.shape[1], width, ids.device)
+        requests, pages = rows.batch.req_pool_indices, self._tables.pages(layer)
+        cluster_expand(ids, requests, rows.active, pages, blocks, impl=self._kernels)
+        return blocks
 
     def _abandon(self, layer: int) -> None:
         """Empty the caches that a step changed which ended before its `commit`: their bytes were never copied."""
@@ -218,40 +249,17 @@ class WaveGpuBuffer:
             if request in self._steady:
                 self._empty(request)
 
-    def _places(
-        self, layer_id: int, batch: ForwardBatch, blocks: SelectedBlocks, sparse_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the place of each block after the step, ``int64 [B, H, W]``, and whether it has to be loaded."""
-        lengths = torch.full_like(batch.seq_lens, self._items)
-        of_blocks = replace(batch, seq_lens=lengths, lengths=(self._items,) * batch.num_real)
+    def _places(self, layer_id: int, rows: _Rows, blocks: SelectedBlocks) -> BlockPlaces:
+        """Let the diff find a place for each block."""
         selection = Selection(Unit.TOKEN, 1, blocks.ids, blocks.lengths)
-        plan = self._lru.resolve(layer_id, of_blocks, selection, sparse_mask)
+        plan = self._lru.resolve(layer_id, rows.of_blocks, selection, rows.mask)
         assert plan.misses is not None
         assert plan.evicted_items is not None
-        targets = plan.misses.dst_dev.long()
-        loaded = torch.zeros(*targets.shape[:2], self._capacity + 1, dtype=torch.bool, device=targets.device)
-        loaded.scatter_(-1, targets.where(targets >= 0, self._capacity), value=True)
-        place = plan.device_slot.long()
-        loads = loaded.gather(-1, place.clamp_min(0)) & (place >= 0)
-        hit_tokens = blocks.tokens.where((place >= 0) & ~loads, 0)
-        selected, admitted = (place >= 0).sum(), plan.misses.count.sum()
-        evicted = (plan.evicted_items >= 0).sum()
-        tokens = blocks.tokens.sum()
-        self._counts += torch.stack([selected, selected - admitted, tokens, hit_tokens.sum(), admitted, evicted])
-        return place.clamp_min(0), loads
-
-    def _item_runs(
-        self, requests: Tensor, blocks: SelectedBlocks, place: Tensor, loaded: Tensor
-    ) -> tuple[ItemRuns, Tensor]:
-        """Return the runs of the pieces of blocks, and the slot of the place of each, ``int32 [B, H, U]``."""
-        offset = torch.arange(0, self._block, self._piece, device=place.device)
-        tokens = (blocks.tokens[..., None] - offset).clamp(0, self._piece)
-        slots = self._slots[requests[:, None, None, None], place[..., None] * self._block + offset]
-        host = blocks.host[..., None] * self._block + offset
-        src = torch.where(loaded[..., None], host, slots.long())
-        kind = torch.where(loaded, int(Source.HOST), int(Source.CACHE))[..., None].where(tokens > 0, -1)
-        lengths = blocks.lengths * len(offset)
-        return ItemRuns(kind.flatten(2).int(), src.flatten(2), tokens.flatten(2).int(), lengths), slots.flatten(2)
+        targets = plan.misses.dst_dev
+        loaded = torch.zeros(*targets.shape[:2], self._capacity + 1, dtype=torch.uint8, device=targets.device)
+        loaded.scatter_(-1, targets.where(targets >= 0, self._capacity).long(), value=1)
+        evicted, slots = plan.evicted_items.contiguous(), self._slots
+        return BlockPlaces(plan.device_slot.contiguous(), loaded, evicted, slots, self._block, self._piece)
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
         """See `BlockPolicy`."""
@@ -290,16 +298,3 @@ class WaveGpuBuffer:
     def close(self) -> None:
         """Give the host memory back; the device must be done with it."""
         self._store.close()
-
-
-def _admitted(runs: CopyRuns, items: ItemRuns, slots: Tensor) -> CopyRuns:
-    """Return the copies of what was read on the host from the execution buffer to its places."""
-    lines, width = runs.kind.shape[0], items.kind.shape[2]
-    kind = torch.where(items.kind == int(Source.HOST), 0, -1).int()
-    return CopyRuns(
-        kind=kind.view(lines, width),
-        src=runs.dst[:, runs.dst.shape[1] - width :].long(),
-        dst=slots.int().view(lines, width),
-        tokens=items.tokens.view(lines, width),
-        count=items.lengths.flatten().int(),
-    )

@@ -16,7 +16,9 @@ import torch
 
 from gpu_tier.geometry import Addressing, KVGeometry, KVKind, Layout
 from gpu_tier.index.meta_pages import MetaViews, empty_meta_page
+from gpu_tier.kernels.block_runs import BlockPlaces, BlockPlan, block_runs
 from gpu_tier.kernels.centroid_score import centroid_score
+from gpu_tier.kernels.cluster_expand import ClusterPages, SelectedBlocks, cluster_expand
 from gpu_tier.kernels.decode_attn_token import decode_attn_token
 from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.indexer_score import indexer_score
@@ -167,6 +169,27 @@ def _token_runs() -> None:
         token_runs(indices, lengths, numbers.long(), active, steady, places, out, impl="triton")
 
 
+def _cluster_expand() -> None:
+    requests, active = torch.zeros(2, dtype=LONG), torch.zeros(2, dtype=torch.bool)
+    pages = torch.zeros(5, 2 * (68 + 68 + 180), dtype=INT).split([136, 136, 360], 1)
+    firsts, sizes, hosts = (part.unflatten(1, (2, -1)) for part in pages)
+    known = ClusterPages(torch.zeros(3, 4, dtype=INT), firsts, sizes, hosts, 8)
+    for clusters in (16, 300):
+        out = SelectedBlocks.empty(2, 2, 1200, requests.device)
+        cluster_expand(torch.zeros(2, 2, clusters, dtype=INT), requests, active, known, out, impl="triton")
+
+
+def _block_runs() -> None:
+    requests, active = torch.zeros(2, dtype=LONG), torch.zeros(2, dtype=torch.bool)
+    lines, numbers, wide = torch.zeros(2, 8, dtype=INT), torch.zeros(2, dtype=INT), torch.zeros(2, 2, 64, dtype=INT)
+    steady = SteadyPlan(lines, lines.long(), lines, lines, numbers, numbers)
+    blocks = SelectedBlocks.empty(2, 2, 64, requests.device)
+    for piece in (8, 2):
+        places = BlockPlaces(wide, torch.zeros(2, 2, 99, dtype=torch.uint8), wide, lines, 8, piece)
+        out = BlockPlan.empty(2, 2, 8, 64 * 8 // piece, torch.zeros(6, dtype=LONG))
+        block_runs(blocks, requests, active, steady, places, out, impl="triton")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "io_transfer": _io_transfer,
     "gather_copy": _gather_copy,
@@ -182,6 +205,8 @@ CASES: dict[str, Callable[[], None]] = {
     "weighted_attn": _weighted_attn,
     "pq_score": _pq_score,
     "token_runs": _token_runs,
+    "cluster_expand": _cluster_expand,
+    "block_runs": _block_runs,
 }
 
 

@@ -28,6 +28,13 @@ def gpu_policy(rig: ClusterRig) -> WaveGpuBuffer:
     )  # fmt: skip
 
 
+def with_triton(rig: ClusterRig) -> WaveGpuBuffer:
+    return WaveGpuBuffer(
+        rig.geometry, rig.settings, rig.store, rig.arena, rig.execution, rig, rig.runtime,
+        max_requests=2, max_tokens=90, total_tokens=180, max_clusters=rig.width, kernels="triton",
+    )  # fmt: skip
+
+
 def rig_of(seed: int = 0, **changes: object) -> tuple[ClusterRig, WaveGpuBuffer]:
     rig = ClusterRig(gpu_policy, ClusterRig.settings_of(**{"control": "gpu", **changes}), seed)
     assert isinstance(rig.policy, WaveGpuBuffer)
@@ -123,6 +130,24 @@ def test_what_was_selected_is_read_on_the_device_the_next_time() -> None:
     tokens = sum(len(rig.requests[0].clusters[0, h][c]) for h, row in enumerate(picked[0]) for c in row)
     assert counters == WaveGpuCounters(2 * blocks, blocks, 2 * tokens, tokens, blocks, 0)
     assert counters.hit_rate == 0.5
+
+
+def test_the_kernels_of_a_gpu_do_the_same() -> None:
+    rigs = [
+        ClusterRig(make, ClusterRig.settings_of(control="gpu", cache_ratio=0), 4) for make in (gpu_policy, with_triton)
+    ]
+    for rig in rigs:
+        rig.admit(0, 9, 70)
+        rig.admit(1, 8, 40)
+        for _ in range(4):
+            rig.decode([0, 1])
+            rig.step(rig.batch([1, 0], 1), 1, rig.pick([1, 0], 1))
+            assert isinstance(rig.policy, WaveGpuBuffer)
+            check_cache(rig, rig.policy, 1)
+    counters = [rig.policy.counters for rig in rigs if isinstance(rig.policy, WaveGpuBuffer)]
+    assert counters[0] == counters[1]
+    assert counters[0].block_hits > 0
+    assert all(torch.equal(*lines) for lines in zip(rigs[0].gathered, rigs[1].gathered, strict=True))
 
 
 def test_what_is_given_up_was_used_longest_ago() -> None:

@@ -1,0 +1,59 @@
+"""Plans an execution buffer of blocks: each one read in the cache or on the host, and admitted where it was not cached.
+
+Steady tokens come first, the same runs for all heads of a row; behind them the pieces of the selected blocks. A piece
+is as many tokens of a block as surely lie together wherever a block is in the arena.
+
+Implementations: the reference in torch, and Triton, in one launch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.kernels import registry
+from gpu_tier.kernels.block_runs.values import BlockPlaces, BlockPlan
+from gpu_tier.kernels.cluster_expand import SelectedBlocks
+from gpu_tier.kernels.memory import check_contiguous
+from gpu_tier.kernels.token_runs import SteadyPlan
+
+__all__ = ["BlockPlaces", "BlockPlan", "block_runs"]
+
+
+def block_runs(
+    blocks: SelectedBlocks, requests: Tensor, active: Tensor, steady: SteadyPlan, places: BlockPlaces, out: BlockPlan,
+    *, impl: str = "auto",
+) -> None:  # fmt: skip
+    """Plan a step of one layer.
+
+    Args:
+        blocks: what is selected.
+        requests: ``int64 [B]`` row of each request in the tables; of rows that are not active anything.
+        active: ``bool [B]`` rows to plan; the others get no runs.
+        steady: runs of the steady tokens.
+        places: where blocks are.
+        out: the plan, and the copies that admit what was not cached; counters are added to.
+        impl: auto, reference or triton.
+
+    Raises:
+        ConfigError: shapes do not fit.
+    """
+    rows, heads, width = blocks.ids.shape
+    if places.block_tokens % places.piece:
+        raise ConfigError("piece", places.piece, f"must divide the {places.block_tokens} tokens of a block")
+    pieces = width * (places.block_tokens // places.piece)
+    shapes = (rows * heads, steady.kind.shape[1] + pieces), (rows * heads, pieces)
+    if (out.runs.kind.shape, out.admissions.kind.shape) != shapes:
+        raise ConfigError("out", (*out.runs.kind.shape, *out.admissions.kind.shape), f"must be {shapes}")
+    if requests.shape != (rows,) or active.shape != (rows,) or active.dtype is not torch.bool:
+        found = tuple(requests.shape), (active.dtype, *active.shape)
+        raise ConfigError("requests, active", found, f"must be [{rows}], the second one bool")
+    if places.place.shape != blocks.ids.shape or places.loaded.shape[:2] != (rows, heads):
+        found = tuple(places.place.shape), tuple(places.loaded.shape)
+        raise ConfigError("places", found, f"must be of {rows} rows and {heads} heads")
+    check_contiguous(
+        ids=blocks.ids, requests=requests, active=active, place=places.place, loaded=places.loaded, slots=places.slots,
+        kind=steady.kind, src=steady.src, dst=steady.dst, evicted=places.evicted,
+    )  # fmt: skip
+    registry.get("block_runs", requests.device, impl)(blocks, requests, active, steady, places, out)

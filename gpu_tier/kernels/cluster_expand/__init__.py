@@ -1,0 +1,50 @@
+"""Expands selected clusters to their blocks, with what has to be known of each of these.
+
+The blocks of a request, layer and head are numbered through, cluster after cluster, so a cluster is a first block and a
+number of tokens; only its last block may be partly filled.
+
+Implementations: the reference in torch, and Triton, in one launch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu_tier.errors import ConfigError
+from gpu_tier.kernels import registry
+from gpu_tier.kernels.cluster_expand.values import ClusterPages, SelectedBlocks
+from gpu_tier.kernels.memory import check_contiguous, check_last_contiguous
+
+__all__ = ["ClusterPages", "SelectedBlocks", "cluster_expand"]
+
+
+def cluster_expand(
+    ids: Tensor, requests: Tensor, active: Tensor, pages: ClusterPages, out: SelectedBlocks, *, impl: str = "auto"
+) -> None:
+    """Expand the clusters of each row and head, in the order of the selection.
+
+    Args:
+        ids: ``int32 [B, H, K]`` clusters, left-aligned, -1 behind them.
+        requests: ``int64 [B]`` row of each request in the table; of rows that are not active anything.
+        active: ``bool [B]`` rows that have clusters.
+        pages: what is known of clusters and blocks.
+        out: the blocks; W of them have room, and further ones are left out.
+        impl: auto, reference or triton.
+
+    Raises:
+        ConfigError: shapes do not fit.
+    """
+    rows, heads, _ = ids.shape
+    if requests.shape != (rows,) or active.shape != (rows,) or active.dtype is not torch.bool:
+        shapes = tuple(requests.shape), (active.dtype, *active.shape)
+        raise ConfigError("requests, active", shapes, f"must be [{rows}], the second one bool")
+    if out.ids.shape[:2] != (rows, heads) or out.lengths.shape != (rows, heads):
+        raise ConfigError("out", (*out.ids.shape, *out.lengths.shape), f"must be of {rows} rows and {heads} heads")
+    if pages.sizes.shape[1] != heads or pages.hosts.shape[1] != heads:
+        raise ConfigError("pages", pages.sizes.shape[1], f"must have {heads} heads")
+    if pages.sizes.stride() != pages.firsts.stride():
+        raise ConfigError("pages", pages.firsts.stride(), "first blocks and sizes must have the same strides")
+    check_contiguous(ids=ids, requests=requests, active=active, table=pages.table, out=out.ids, lengths=out.lengths)
+    check_last_contiguous(firsts=pages.firsts, sizes=pages.sizes, hosts=pages.hosts)
+    registry.get("cluster_expand", ids.device, impl)(ids, requests, active, pages, out)
