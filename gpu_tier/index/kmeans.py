@@ -72,10 +72,12 @@ def lloyd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cluster rows by distance: the k-means of Lloyd.
 
-    Centroids begin as random rows, each at most once; problems of equal counts take the same ones. Each iteration moves
-    centroids to the mean of their rows, those without rows to the rows farthest from their centroids (ties to the lower
-    row), and labels the rows again, ties to the lower centroid. So there is one labelling more than iterations, and
-    each row has the label of the returned centroid that is nearest.
+    Centroids begin as random rows, one of each of as many equal stretches; problems of equal counts take the same ones.
+    Rows that follow each other are alike in a text, and what fills a stretch is not missed: with rows drawn from all of
+    them, the draw decided more than the iterations did. Each iteration moves centroids to the mean of their rows, those
+    without rows to the rows farthest from their centroids (ties to the lower row), and labels the rows again, ties to
+    the lower centroid. So there is one labelling more than iterations, and each row has the label of the returned
+    centroid that is nearest.
 
     Args:
         x: ``f32 [S, T, d]`` rows of S problems.
@@ -93,7 +95,7 @@ def lloyd(
         ConfigError: counts do not fit.
     """
     problems = _Problems.of(x, counts, n_centroids, iterations)
-    centroids = problems.start_from(lambda count, n: torch.randperm(count, generator=_generator(seed))[:n])
+    centroids = problems.start_from(lambda count, n: _one_of_each_stretch(count, n, seed))
     labels, sizes = problems.labels(), problems.sizes()
     kmeans_assign(x, centroids, problems.counts, problems.n_centroids, labels, metric="l2", impl=kernels)
     for _ in range(iterations):
@@ -210,5 +212,8 @@ def _uniformly_spaced(count: int, n: int) -> Tensor:
     return torch.arange(n) * count // max(1, n)
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def _one_of_each_stretch(count: int, n: int, seed: int) -> Tensor:
+    """Return n of `count` rows, a random one of each of n stretches; at least n rows make none of them empty."""
+    borders = torch.arange(n + 1) * count // max(1, n)
+    shares = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return borders[:-1] + (shares * borders.diff()).long()

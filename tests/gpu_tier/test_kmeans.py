@@ -263,3 +263,14 @@ def test_rows_and_iterations_are_checked() -> None:
         spherical_kmeans(torch.zeros(2, 5, 3, dtype=torch.bfloat16), [5, 5], [1, 1], 1)
     with pytest.raises(ConfigError, match="iterations"):
         lloyd(torch.zeros(2, 5, 3), [5, 5], [1, 1], -1, 0)
+
+
+@pytest.mark.parametrize(("count", "n"), [(5, 5), (7, 5), (64, 16), (100, 7), (1, 1)])
+@pytest.mark.parametrize("seed", range(5))
+def test_lloyd_begins_with_a_row_of_each_stretch(count: int, n: int, seed: int) -> None:
+    """Without iterations centroids are the rows that it begins with; rows here are their own numbers."""
+    x = torch.arange(count, dtype=torch.float32)[None, :, None]
+    begin = lloyd(x, [count], [n], 0, seed)[0].flatten().tolist()
+    for stretch, row in enumerate(begin):
+        assert stretch * count // n <= row < (stretch + 1) * count // n
+    assert count == n or n == 1 or any(begin != lloyd(x, [count], [n], 0, s)[0].flatten().tolist() for s in range(5))
