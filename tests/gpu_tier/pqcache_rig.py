@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from algorithm_rig import Rig, mha, top
+from algorithm_rig import PAGE, Rig, mha, top
 from torch import Tensor
 
 from gpu_tier.algorithms.pqcache import PQCache
@@ -14,7 +14,7 @@ from gpu_tier.geometry import KVGeometry
 from gpu_tier.index import pq
 from gpu_tier.types import ForwardBatch, Selection
 
-__all__ = ["SMALL", "PQRig", "codebook_of", "codes_of", "plain_selection", "selected"]
+__all__ = ["SMALL", "PQRig", "codebook_of", "codes_of", "continued", "plain_selection"]
 
 SMALL: dict[str, Any] = {"m": 2, "b": 3, "init": 4, "token_budget": 16, "iterations": 3, "cache_tokens": 0}
 
@@ -84,10 +84,22 @@ def plain_selection(
     return first, [init + i for i in top(scores[head].tolist(), k)]
 
 
-def selected(selection: Selection, row: int, head: int) -> set[int]:
-    """All tokens that a row and head attend to, steady ones included; of at most 2000 tokens."""
-    chosen = {i for i in selection.indices[row, head].tolist() if i >= 0}
-    assert len(chosen) == int(selection.lengths[row, head])
-    if selection.steady is not None:
-        assert selection.steady.firsts[row] == int(selection.steady.first[row])
-    return chosen
+def continued(rig: PQRig, source: PQRig, n: int, stop: int, request: int = 1, *, runs: int = 1) -> int:
+    """Let a request of n tokens begin with another rig's request 0 up to `stop`; return the tokens taken over."""
+    for layer in rig.geometry.layers:
+        rig.source.of[layer, request] = source.source.of[layer, 0]
+        rig.queries_seen[layer, request] = source.queries_seen[layer, 0]
+    rig.algorithm.reserve(request, n)
+    covered = 0
+    step = -(-stop // PAGE // runs) * PAGE
+    for start in range(0, stop, step):
+        sidecar = source.algorithm.export_sidecar(0, start, min(stop, start + step))
+        assert sidecar is not None
+        assert sidecar.data.shape[1] == rig.algorithm.sidecar_page_bytes()
+        covered += rig.algorithm.import_sidecar(request, sidecar)
+    rig.n[request] = stop
+    if n > stop:
+        rig.prefill({request: n - stop})
+    rig.algorithm.finish_prompt(request, n)
+    rig.algorithm.become_sparse(request, n)
+    return covered

@@ -9,7 +9,7 @@ import torch
 from algorithm_rig import PAGE, Rig, ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pqcache_rig import PQRig, codebook_of, codes_of, plain_selection
+from pqcache_rig import PQRig, codebook_of, codes_of, continued, plain_selection
 from thoroughness import examples
 from torch import Tensor
 
@@ -87,27 +87,6 @@ def test_the_parameters_are_part_of_the_id() -> None:
 
 
 # Through the algorithm.
-
-
-def continued(rig: PQRig, source: PQRig, n: int, stop: int, request: int = 1, *, runs: int = 1) -> int:
-    """Let a request of n tokens begin with another rig's request 0 up to `stop`; return the tokens taken over."""
-    for layer in rig.geometry.layers:
-        rig.source.of[layer, request] = source.source.of[layer, 0]
-        rig.queries_seen[layer, request] = source.queries_seen[layer, 0]
-    rig.algorithm.reserve(request, n)
-    covered = 0
-    step = -(-stop // PAGE // runs) * PAGE
-    for start in range(0, stop, step):
-        sidecar = source.algorithm.export_sidecar(0, start, min(stop, start + step))
-        assert sidecar is not None
-        assert sidecar.data.shape[1] == rig.algorithm.sidecar_page_bytes()
-        covered += rig.algorithm.import_sidecar(request, sidecar)
-    rig.n[request] = stop
-    if n > stop:
-        rig.prefill({request: n - stop})
-    rig.algorithm.finish_prompt(request, n)
-    rig.algorithm.become_sparse(request, n)
-    return covered
 
 
 def check_selection(rig: PQRig, request: int, n_prompt: int, steps: int) -> None:
@@ -248,6 +227,7 @@ def test_a_turn_can_have_a_codebook_of_its_own() -> None:
                 assert len(middle) == 8
                 best = weights[head].sort(descending=True).values
                 torch.testing.assert_close(weights[head][middle].sort(descending=True).values, best[:8])
+            assert torch.equal(codes_of(second, layer, 1, n)[80:], pq.encode(keys[80:], new))
             alone = plain_selection(second, layer, 0, 0, codebook_of(second, layer, 0), n_prompt=60)
             assert ids(selection, 0, 0) == [*range(4), *alone[1], *range(alone[0], second.n[0])]
 

@@ -20,6 +20,7 @@ from gpu_tier.engine.decode_engine import DecodeEngine
 from gpu_tier.errors import ConfigError
 from gpu_tier.index import iterations, pq
 from gpu_tier.kernels.dma_copy import dma_copy
+from gpu_tier.rows import KVDtype
 from gpu_tier.types import Selection
 
 LENGTHS = {0: 1, 1: 47, 2: 130, 3: 64, 4: 33}
@@ -112,6 +113,26 @@ def test_residencies_generate_the_same(model: str) -> None:
         for residency in ("blocks", "lru", "device")
     ]
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.BF16, KVDtype.FP8])
+def test_codes_of_decoded_tokens_are_those_of_stored_keys(dtype: KVDtype) -> None:
+    """An engine hands over keys that are not yet rounded to what is stored."""
+    config = config_of("pqcache", {"algo": {**TINY, "token_budget": 40}})
+    coordinator = coordinator_of(MODELS["llama"], config, dtype=dtype)
+    engine = DecodeEngine(MODELS["llama"], coordinator)
+    request = engine.add(prompt(60))
+    for _ in range(50):
+        engine.step()
+    algorithm, n = coordinator.algorithm, coordinator.trackers[request].seq_len
+    assert isinstance(algorithm, PQCache)
+    window = algorithm.codes.window([(request, n, n)])
+    pages = algorithm.pool.table[request, torch.arange(n) // 16].long() * 16 + torch.arange(n) % 16
+    for layer in range(2):
+        keys = coordinator.key_reader.keys(layer, request, 0, n)
+        wanted = pq.encode(keys, algorithm.codebooks[layer, request])
+        found = algorithm.codes.codes(layer, window).flatten(0, 1)[pages]
+        assert (found == wanted).float().mean() > 0.99
 
 
 # Adaptive iterations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from algorithm_rig import PAGE, ROWS, Rig, ids, mha
-from pqcache_rig import PQRig, codebook_of, codes_of, plain_selection
+from pqcache_rig import PQRig, codebook_of, codes_of, continued, plain_selection
 
 from gpu_tier.errors import ConfigError, PoolExhaustedError
 from gpu_tier.index import pq
@@ -52,6 +52,54 @@ def test_a_step_that_is_broken_off_while_clustering_is_made_good() -> None:
         keys = rig.all_keys(layer, 0)
         assert torch.equal(codebook_of(rig, layer, 0), pq.train(keys[4 : 64 - 8], rig.pq.shape, 3, 0))
         assert torch.equal(codes_of(rig, layer, 0, 65), pq.encode(keys, codebook_of(rig, layer, 0)))
+
+
+def test_a_step_that_is_broken_off_leaves_two_codebooks_usable() -> None:
+    rig = PQRig(turns="per_turn", rebuild_every=5)
+    first = PQRig(turns="per_turn")
+    first.add({0: 83}, spare=90)
+    continued(rig, first, 150, 80)
+    for _ in range(4):
+        rig.step([1])
+    rig.n[1] += 1
+    rig.algorithm.reserve(1, 155)
+    rig.decode(0, rig.batch(Mode.DECODE, [1], [1]))
+    rig.n[1] -= 1
+    before = [codebook_of(rig, 0, 1, number) for number in range(2)]
+    assert torch.equal(*before)  # layer 0 has one codebook already, wherever it is looked for
+    selection = rig.step([1])[0]
+    assert ids(selection, 0) == plain_selection(rig, 0, 1, 0, before[0], n_prompt=150)[1]
+    for layer in rig.geometry.layers:
+        new = codebook_of(rig, layer, 1)
+        assert torch.equal(new, pq.train(rig.all_keys(layer, 1)[4 : 155 - 8], rig.pq.shape, 3, 0))
+        assert torch.equal(codes_of(rig, layer, 1, 155), pq.encode(rig.all_keys(layer, 1), new))
+
+
+def test_a_prompt_that_turns_out_longer_is_clustered_whole() -> None:
+    rig = PQRig()
+    rig.source.make(0, 90)
+    for layer in rig.geometry.layers:
+        rig.queries_seen[layer, 0] = torch.zeros(90, 4, 8)
+    rig.n[0] = 0
+    for more in (60, 30):
+        rig.algorithm.reserve(0, rig.n[0] + more)
+        rig.prefill({0: more})
+    rig.algorithm.finish_prompt(0, 90)
+    rig.algorithm.become_sparse(0, 90)
+    for layer in rig.geometry.layers:
+        assert torch.equal(codebook_of(rig, layer, 0), pq.train(rig.all_keys(layer, 0)[4 : 90 - 8], rig.pq.shape, 3, 0))
+
+
+@pytest.mark.parametrize("n", [4 * PAGE, 4 * PAGE + 3])
+def test_a_request_may_be_asked_about_before_its_next_token(n: int) -> None:
+    """As evaluation does: the codes of all tokens exist, those of a page that is just complete too."""
+    rig = PQRig(token_budget=16, local_ratio=0.125)
+    rig.add({0: n})
+    batch = rig.batch(Mode.DECODE, [0], [1])
+    for layer in rig.geometry.layers:
+        query = rig.queries_seen[layer, 0][n - 1][None]
+        selection = rig.pq.retrieve_topk(query, layer, batch, torch.tensor([True]))
+        assert ids(selection, 0) == plain_selection(rig, layer, 0, 0, codebook_of(rig, layer, 0), n_prompt=n)[1]
 
 
 # Memory.
