@@ -10,6 +10,7 @@ import pytest
 import torch
 from algorithm_rig import IndexRig, Rig, mha, mla
 from torch.utils._python_dispatch import TorchDispatchMode
+from wave_rig import WaveRig
 
 from gpu_tier.types import Selection
 
@@ -27,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "snapkv": {"w_obs": 4, "cap": 14},
     "snapkv retrievable": {"w_obs": 4, "cap": 14, "mode": "retrievable", "reselect_every": 3},
     "dsa": {},
+    "retroinfer": {},
+    "retroinfer max": {"rank": "max_ip", "exec_factor": 1, "retrieval": 0.1, "estimation": 1.0},
 }  # fmt: skip
 
 
@@ -34,6 +37,8 @@ def make(case: str, **settings: Any) -> Rig:
     name, algo = case.split()[0], CASES[case]
     if name == "dsa":
         return IndexRig(mla(), algo, top_k=16, **settings)
+    if name == "retroinfer":
+        return WaveRig(mha(2, 16, layers=2), 4, hears=False, **algo, **settings)
     return Rig(mha(2, 16, layers=2), name, 4, algo, **settings)
 
 
@@ -97,3 +102,6 @@ def test_devices_and_kernels_agree(case: str, device: str, kernels: str) -> None
     for ours, theirs in zip(life(make(case, device=device, kernels=kernels)), expected, strict=True):
         assert torch.equal(ours.lengths.cpu(), theirs.lengths)
         assert torch.equal(ours.indices.cpu(), theirs.indices)
+        if theirs.estimate is not None:
+            assert ours.estimate is not None
+            assert torch.equal(ours.estimate.indices.cpu(), theirs.estimate.indices)

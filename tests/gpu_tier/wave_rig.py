@@ -84,9 +84,11 @@ class WaveRig(Rig):
     source_type = PlainRows
 
     def __init__(
-        self, geometry: KVGeometry | None = None, group: int = 2, device: str = "cpu", hears: bool = True, **algo: Any
-    ) -> None:
-        super().__init__(geometry or mha(), "retroinfer", group, {**SMALL, **algo}, device, residency="blocks")
+        self, geometry: KVGeometry | None = None, group: int = 2, device: str = "cpu", hears: bool = True,
+        kernels: str = "auto", **algo: Any,
+    ) -> None:  # fmt: skip
+        settings = {"residency": "blocks", "kernels": kernels}
+        super().__init__(geometry or mha(), "retroinfer", group, {**SMALL, **algo}, device, **settings)
         self.members = Members()
         if hears:
             self.retro.sink = self.members
