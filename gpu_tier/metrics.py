@@ -49,6 +49,7 @@ def figures(coordinator: SparseCoordinator, prefixes: PrefixCounters | None = No
         prefixes: what the engine's `PrefixStore` counted, if it has one.
     """
     own = [*_requests(coordinator), *_pages(coordinator), *_residency(coordinator), *_bytes(coordinator)]
+    own += _indexes(coordinator)
     return own if prefixes is None else [*own, *_prefixes(prefixes)]
 
 
@@ -130,6 +131,15 @@ def _bytes(coordinator: SparseCoordinator) -> Iterator[Figure]:
     text = "Bytes of what algorithms choose by, of the requests at hand."
     used = sum(coordinator.algorithm.representation_bytes(t.seq_len) for t in coordinator.trackers)
     yield Figure("kvcm_gpu_tier_representation_bytes", "gauge", text, used)
+
+
+def _indexes(coordinator: SparseCoordinator) -> Iterator[Figure]:
+    algorithm = coordinator.algorithm
+    text = (
+        "Indexes of a layer (segments of RetroInfer, codebooks of PQCache): made from KV, or taken over from sidecars."
+    )
+    for origin, value in (("built", algorithm.built), ("imported", algorithm.imported)):
+        yield Figure("kvcm_gpu_tier_indexes_total", "counter", text, value, (("origin", origin),))
 
 
 def _prefixes(counters: PrefixCounters) -> Iterator[Figure]:

@@ -201,6 +201,16 @@ class BaseSparseAlgorithm(ABC):
         """Items that were estimated and not attended to because the execution buffer was full; waits for the device."""
         return 0
 
+    @property
+    def built(self) -> int:
+        """Indexes of a layer that were made from KV here (segments, codebooks), and not taken over from sidecars."""
+        return 0
+
+    @property
+    def imported(self) -> int:
+        """Those that were taken over."""
+        return 0
+
     def estimate(self, queries: Tensor, layer_id: int, batch: ForwardBatch, selection: Selection) -> Partial | None:
         """Return the estimated attention over `selection.estimate`, None when there is none."""
         return None

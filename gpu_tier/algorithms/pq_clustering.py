@@ -48,6 +48,9 @@ class Clusterer:
         layer_seconds: returns a function that computes a layer over so many tokens and returns the seconds; asked for
             when iterations are adaptive and there is no profile yet.
         kernels: implementation of the kernels on the device, see `registry.get`.
+
+    Attributes:
+        trained: codebooks of a layer that were asked for so far.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Clusterer:
         self._executor: ThreadPoolExecutor | None = None
         self._running: list[Future[LayerIndex]] = []
         self._profile: Profile | None = None
+        self.trained = 0
 
     @property
     def on_cpu(self) -> bool:
@@ -91,6 +95,7 @@ class Clusterer:
             stop: see `first`.
         """
         count = self.iterations(stop - first)
+        self.trained += 1
         if not self.on_cpu:
             return _done(self._cluster(keys, first, stop, count))
         job = self._threads().submit(self._cluster, keys.cpu(), first, stop, count)
@@ -100,6 +105,7 @@ class Clusterer:
     def now(self, keys: Tensor, first: int, stop: int) -> LayerIndex:
         """Cluster a layer and wait for it, see `start`."""
         keys = keys.cpu() if self.on_cpu else keys
+        self.trained += 1
         return self._cluster(keys, first, stop, self.iterations(stop - first))
 
     def encode(self, keys: Tensor, codebook: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ class PQCache(BaseSparseAlgorithm):
         )  # fmt: skip
         self.form = self._form()
         self._requests: dict[int, PQRequest] = {}
+        self._imported = 0
         self._last: tuple[ForwardBatch, int, Tensor] | None = None
         self._asked = PerPass(self._ask)
         self._newest = PerPass(lambda batch, _: newest(batch, self._requests, self.codes, self.budgets))
@@ -122,6 +123,16 @@ class PQCache(BaseSparseAlgorithm):
     @property
     def _is_in_blocks(self) -> bool:
         return self.context.config.residency in ("blocks", "auto")
+
+    @property
+    def built(self) -> int:
+        """Codebooks that were trained, each layer counted."""
+        return self.clusterer.trained
+
+    @property
+    def imported(self) -> int:
+        """Codebooks that were taken over from sidecars, each layer counted."""
+        return self._imported
 
     def steady_ring(self, n_prompt: int) -> SteadyRing:
         """See `BaseSparseAlgorithm`."""
@@ -382,6 +393,7 @@ class PQCache(BaseSparseAlgorithm):
         self.codes.adopt(request, before, codes)
         if not held.books:
             held.books.append(Book(request * self.books_each, 0))
+            self._imported += held.layers
             books = taken.codebook.view(torch.float16).view(self.codebooks[:, 0].shape)
             self.codebooks[:, request * self.books_each] = upload(books, self.codebooks.device)
         held.encoded = taken.accepted * size

@@ -114,6 +114,16 @@ class RetroInfer(BaseSparseAlgorithm):
         """Clusters of the retrieval zones that did not fit the room and were estimated; waits for the device."""
         return int(self._overflow)
 
+    @property
+    def built(self) -> int:
+        """Segments that were clustered, each layer counted."""
+        return self.segments.built
+
+    @property
+    def imported(self) -> int:
+        """Segments that were taken over from sidecars, each layer counted."""
+        return self.sidecars.imported
+
     def retrieved(self, clusters: int) -> int:
         """Return the clusters r of the retrieval zone, of so many."""
         return min(clusters, max(1, round(self.settings.retrieval * clusters)))

@@ -1,11 +1,15 @@
-"""An engine in a process of its own answers a prompt: `tier_engine_process.py ADDRESS INSTANCE MODEL ALGORITHM`."""
+"""An engine in a process of its own answers a prompt: `tier_engine_process.py ADDRESS INSTANCE MODEL ALGORITHM`.
+
+Two more arguments: settings of the algorithm that differ from the rig's, and other parts of the instance's blocks, as
+JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from sharing_rig import Rig, prompt_of
+from sharing_rig import SHORT, Rig, prompt_of
 
 from connectors.gpu_tier.connector import ManagerConnector
 from connectors.gpu_tier.identity import BlockParts
@@ -16,18 +20,23 @@ TOKENS = prompt_of(200)
 PATIENT = TierSettings(call_seconds=20.0, register_seconds=20.0)
 
 
-def main(address: str, instance: str, model: str, algorithm: str) -> None:
+def main(address: str, instance: str, model: str, algorithm: str, algo: str = "{}", others: str = "{}") -> None:
+    own: dict[str, int] = {}
+
     def connect(kv: KVFormat, kv_bytes: int, sidecars: dict[str, int]) -> ManagerConnector:
-        parts = BlockParts(kv_bytes, sidecars)
+        own.update(sidecars)
+        parts = BlockParts(kv_bytes, {**json.loads(others), **sidecars})
         return ManagerConnector.connect(address, "default", instance, kv, parts, settings=PATIENT)
 
-    rig = Rig(model, algorithm, connect)
+    rig = Rig(model, algorithm, connect, algo={**SHORT[algorithm].get("algo", {}), **json.loads(algo)})
     tokens, attached, steps = rig.run(TOKENS)
     assert rig.is_empty()
     assert rig.connector is not None
     rig.connector.close()
     written = rig.store.counters.written_pages
-    print(json.dumps({"tokens": tokens, "attached": attached, "steps": steps, "written": written}))
+    made = rig.coordinator.algorithm
+    answer = {"tokens": tokens, "attached": attached, "steps": steps, "written": written}
+    print(json.dumps({**answer, "sidecars": own, "built": made.built, "imported": made.imported}))
 
 
 if __name__ == "__main__":

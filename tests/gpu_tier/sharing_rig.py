@@ -18,7 +18,7 @@ from gpu_tier.geometry import KVGeometry
 from gpu_tier.manager.prefixes import PrefixStore
 from gpu_tier.rows import KVDtype
 
-__all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "Rig", "continued", "prompt_of"]
+__all__ = ["ALGORITHMS", "NEW", "OTHER_RESIDENCIES", "SHORT", "Rig", "continued", "prompt_of"]
 
 torch.set_num_threads(1)  # for models this small, threads mostly wait for each other
 
