@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import retrieval_cases
 import torch
 from layer_traffic import Shape, Traffic
-from prefix_traffic import prefix_of, publishing
+from refused_allocations import refuse_each_once
 
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from gpu_tier.trackers import RequestState
@@ -25,104 +23,14 @@ CASES: dict[str, dict[str, Any]] = {
     "quest device": {"algorithm": "quest", "algo": QUEST, "residency": "device"},
     "dsa": {"algorithm": "dsa", "top_k": 16, "device_buffer_size": 20, "algo": INDEXER},
     "snapkv": {"algorithm": "snapkv", "algo": {"w_obs": 4, "cap": 16, "kernel": 3}},
-    **retrieval_cases.CASES,
-    **{f"{name}, a window": {**case, "prefill_window_tokens": 20} for name, case in retrieval_cases.BLOCKS.items()},
 }
 SHAPE = Shape(layers=2, max_requests=4)
-T = TypeVar("T")
-
-
-class Refusals:
-    """Lets the n-th allocation from now on fail, whichever pool it asks; all others go through."""
-
-    def __init__(self, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left = -1
-        self.has_refused = False
-        c = traffic.coordinator
-        pools = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
-        pools += [c.resident.pool.allocator] if c.resident is not None else []
-        pools += [owner.pool.allocator for owner in (c.algorithm, c.manager.policy) if hasattr(owner, "pool")]
-        if c.manager.blocks is not None and c.manager.blocks.store is not None:
-            pools.append(c.manager.blocks.store.allocator)
-        for pool in pools:
-            monkeypatch.setattr(pool, "alloc", self._refusing(pool.alloc))
-        self._in_use = [lambda pool=pool: pool.available for pool in pools]
-
-    def _refusing(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
-        def refusing(*args: Any) -> Any:
-            self.left -= 1
-            if self.left == 0:
-                self.has_refused = True
-                raise PoolExhaustedError("refused by the test")
-            return alloc(*args)
-
-        return refusing
-
-    @property
-    def free(self) -> list[int]:
-        """What each pool has left."""
-        return [available() for available in self._in_use]
-
-    def twice(self, run: Callable[[], T]) -> T:
-        """Return what `run` returns, the second time if it was refused."""
-        try:
-            return run()
-        except PoolExhaustedError:
-            if not self.has_refused:
-                raise
-            return run()
-
-
-def steps_of(traffic: Traffic, refusals: Refusals, other: int, *, has_prefix: bool) -> Iterator[torch.Tensor]:
-    """Yield the outputs of a request's decode steps, beside which another one decodes."""
-    prefix = prefix_of(traffic, 1, 40) if has_prefix else None
-    c = traffic.coordinator
-    refusals.left = yield torch.empty(0)
-    before = refusals.free
-    try:
-        request = traffic.begin(61, 1, prefix)
-    except PoolExhaustedError:
-        if prefix is not None:  # it was released
-            before[2] += len(prefix.pages)
-        assert refusals.free == before
-        request = traffic.begin(61, 1, prefix_of(traffic, 1, 40) if has_prefix else None)
-    while (left := 61 - c.trackers[request].seq_len) > 0:
-        refusals.twice(lambda left=left: traffic.prefill([request], [min(13, left)]))  # type: ignore[misc]
-        yield refusals.twice(lambda: traffic.decode([other]))
-    refusals.twice(lambda: c.prompt_finished(request))
-    for _ in range(14):
-        yield refusals.twice(lambda: traffic.decode([other, request]))
-    refusals.left = -1
-    traffic.end(request)
-
-
-def outputs_of(
-    name: str, refused: int, monkeypatch: pytest.MonkeyPatch, *, has_prefix: bool
-) -> tuple[list[torch.Tensor], bool]:
-    """Return what both requests attended to, and whether an allocation was refused."""
-    traffic = publishing(SHAPE, {**CASES[name], "min_sparse_prompt_len": 16})
-    refusals = Refusals(traffic, monkeypatch)
-    other = traffic.begin(45, seed=2)
-    traffic.prompt([other])
-    steps = steps_of(traffic, refusals, other, has_prefix=has_prefix)
-    next(steps)
-    out = [steps.send(refused), *steps]
-    traffic.end(other)
-    traffic.assert_empty()
-    return out, refusals.has_refused
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_allocation_may_be_refused_once(name: str, has_prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = outputs_of(name, -1, monkeypatch, has_prefix=has_prefix)
-    for refused in range(1, 100):
-        found, was_refused = outputs_of(name, refused, monkeypatch, has_prefix=has_prefix)
-        if not was_refused:
-            break
-        assert len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), refused
-    assert 8 < refused < 99
+    refuse_each_once(SHAPE, CASES[name], monkeypatch, has_prefix=has_prefix)
 
 
 @pytest.mark.parametrize("name", ["quest", "dsa", "oracle", "full_offload"])
