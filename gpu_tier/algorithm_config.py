@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from gpu_tier.setting_checks import check_known
@@ -43,3 +43,7 @@ class AlgorithmConfig:
     def keeps_host_copy(self) -> bool:
         """Return whether sparse requests need all of their KV in the host pool."""
         return True
+
+    def sidecar_settings(self) -> dict[str, Any]:
+        """Return the settings that side data depends on: engines in which others differ share it."""
+        return asdict(self)

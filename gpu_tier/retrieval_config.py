@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpu_tier.algorithm_config import AlgorithmConfig
 from gpu_tier.errors import ConfigError
@@ -105,6 +105,11 @@ class RetroInferConfig(AlgorithmConfig):
     def min_sparse_prompt_len(self, _config: SparseConfig) -> int:
         """Return the tokens from which there is an index."""
         return self.unindexed
+
+    def sidecar_settings(self) -> dict[str, Any]:
+        """Return what the clusters of a whole segment follow from; zones, cache and threads are each engine's own."""
+        names = ("sink", "segment", "tokens_per_centroid", "iterations", "center", "final_assign")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from gpu_tier.connector import KVFormat
 from gpu_tier.coordinator import SparseCoordinator
@@ -28,7 +28,7 @@ def sidecar_of(coordinator: SparseCoordinator, kv: KVFormat) -> SidecarSpec | No
     page_bytes = coordinator.algorithm.sidecar_page_bytes()
     if not page_bytes:
         return None
-    name = kv.sidecar_spec(coordinator.config.algorithm, asdict(coordinator.config.algo))
+    name = kv.sidecar_spec(coordinator.config.algorithm, coordinator.config.algo.sidecar_settings())
     return SidecarSpec(name, page_bytes, coordinator.algorithm.required_sidecar)
 
 

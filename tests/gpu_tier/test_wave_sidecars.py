@@ -277,3 +277,11 @@ def test_the_last_slice_lies_beside_the_last_token(sink: int, pages: int, number
         assert number in rows.segments_in(range(page, page + 1))
     assert list(rows.segments_in(beside)) == [number]
     assert not rows.segments_in(range(rows.pages_of(0).start))
+
+
+def test_engines_share_segments_whatever_they_do_with_them() -> None:
+    plain = RetroInferConfig()
+    same = RetroInferConfig(retrieval=0.05, cache_ratio=0.1, policy="lfu", cpu_threads=3, mode="gpu_only", local=128)
+    assert plain.sidecar_settings() == same.sidecar_settings()
+    for changes in ({"sink": 8}, {"segment": 4096}, {"tokens_per_centroid": 8}, {"iterations": 3}, {"center": "none"}):
+        assert RetroInferConfig(**changes).sidecar_settings() != plain.sidecar_settings()  # type: ignore[arg-type]
