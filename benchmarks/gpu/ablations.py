@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -85,17 +88,23 @@ def pq_settings(n_tokens: int) -> dict[str, PQCacheConfig]:
     return {**codes, **iterations, **halves}
 
 
-def evaluated(
-    settings: Mapping[str, AlgorithmConfig], samples: Samples
-) -> dict[str, dict[Regime, list[QualityResult]]]:
+def evaluated(settings: Mapping[str, AlgorithmConfig], size: Size, pool: Executor) -> dict[str, Results]:
     """Return every setting's results in every regime."""
-    found: dict[str, Results] = {}
-    for name, algo in settings.items():
-        algorithm = "retroinfer" if isinstance(algo, RetroInferConfig) else "pqcache"
-        config = SparseConfig(algorithm, algo=algo)
-        found[name] = {regime: [evaluate(config, x) for x in of_regime] for regime, of_regime in samples.items()}
-        print(f"{algorithm}, {name} done", file=sys.stderr)
+    return dict(zip(settings, pool.map(_results, settings, settings.values(), repeat(size)), strict=True))
+
+
+def _results(name: str, algo: AlgorithmConfig, size: Size) -> Results:
+    algorithm = "retroinfer" if isinstance(algo, RetroInferConfig) else "pqcache"
+    config = SparseConfig(algorithm, algo=algo)
+    found = {regime: [evaluate(config, x) for x in of_regime] for regime, of_regime in _samples(size).items()}
+    print(f"{algorithm}, {name} done", file=sys.stderr)
     return found
+
+
+@cache
+def _samples(size: Size) -> Samples:
+    """Return S1, once in each process."""
+    return samples_of(size.tokens, size.steps, size.seeds)
 
 
 def quality_table(title: str, found: Mapping[str, Results], n_tokens: int) -> ResultTable:
@@ -197,12 +206,14 @@ def rows_of(tables: Sequence[ResultTable]) -> list[Row]:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--report", type=Path, help="folder to write the tables to")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that measure")
     args = parser.parse_args()
     size = QUICK if args.quick else FULL
-    samples = samples_of(size.tokens, size.steps, size.seeds)
-    wave = evaluated(wave_settings(size.tokens), samples)
-    pq = evaluated(pq_settings(size.tokens), samples)
-    wave_cache, pq_cache = cache_tables(size)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        caches = pool.submit(cache_tables, size)
+        wave = evaluated(wave_settings(size.tokens), size, pool)
+        pq = evaluated(pq_settings(size.tokens), size, pool)
+        wave_cache, pq_cache = caches.result()
     tables = [
         quality_table("RetroInfer: wave index, 1.8 % of the clusters retrieved", wave, size.tokens), wave_cache,
         quality_table("PQCache: codes, a tenth of the tokens retrieved", pq, size.tokens), pq_cache,
