@@ -26,7 +26,9 @@ where a segment is clustered whoever keeps its KV (`sink`) may.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 import torch
@@ -105,6 +107,11 @@ class RetroInfer(BaseSparseAlgorithm):
         return True
 
     @property
+    def represents_keys(self) -> bool:
+        """What an attached prefix lacks is clustered with the next chunk, which reads the KV that it needs itself."""
+        return False
+
+    @property
     def max_items(self) -> int:
         """Clusters retrieved of the longest request. Selections are narrower and grow up to it."""
         return self.retrieved(most_clusters(self.context.max_tokens, self.settings))
@@ -164,19 +171,31 @@ class RetroInfer(BaseSparseAlgorithm):
         self, layer_id: int, batch: ForwardBatch, k: Tensor, v: Tensor | None = None, q: Tensor | None = None,
         **extra: Tensor,
     ) -> None:  # fmt: skip
-        """Cluster the whole segments that are complete with this chunk; their KV is read back."""
+        """Index the whole segments that are complete with this chunk: from sidecars, or from KV that is read back."""
         if self._needs_whole_prompt:
             return
-        self.segments.build([
-            SegmentJob(layer_id, request, segment)
-            for request, length in zip(batch.requests, batch.lengths, strict=True)
-            for segment in whole_segments(self.segments.of(layer_id, request).boundary, length, self.settings)
-        ])  # fmt: skip
+        rows = zip(batch.requests, batch.lengths, strict=True)
+        self._index_whole([(layer_id, request, length) for request, length in rows])
+
+    def _index_whole(self, wanted: Sequence[tuple[int, int, int]]) -> None:
+        """Take over or cluster the whole segments of (layer, request, tokens), one behind the other."""
+        while jobs := [job for one in wanted for job in self._missing(*one)]:
+            self.segments.build(jobs)
+
+    def _missing(self, layer_id: int, request: int, n_tokens: int) -> list[SegmentJob]:
+        """Take over the segments that come next, and return those that are to be clustered before others are."""
+        while self.sidecars.append(layer_id, request):
+            pass
+        segments = whole_segments(self.segments.of(layer_id, request).boundary, n_tokens, self.settings)
+        missing = takewhile(lambda segment: not self.sidecars.has(request, segment.start), segments)
+        return [SegmentJob(layer_id, request, segment) for segment in missing]
 
     def finish_prompt(self, request: int, n_prompt: int) -> None:
         """Cluster what is left of the prompt up to its last `local` tokens."""
-        self.sidecars.settle(request)
         layers = self.context.geometry.layers
+        if not self._needs_whole_prompt:
+            self._index_whole([(layer_id, request, n_prompt) for layer_id in layers])
+        self.sidecars.settle(request)
         jobs = [
             SegmentJob(layer_id, request, segment)
             for layer_id in layers

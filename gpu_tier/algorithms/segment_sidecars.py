@@ -1,8 +1,9 @@
 """Sidecars of RetroInfer: whole segments of prompts, in slices beside the pages of their tokens (`wave_sidecar`).
 
 A segment is taken over only if every page's slice is there, all agree, and the request's prompt is so long that it
-would have been clustered as a whole. Segments are numbered through, so those behind a missing one are not taken over
-either: they are clustered from KV like all that is missing.
+would have been clustered as a whole. Segments are numbered through, so those behind a missing one wait until that has
+been clustered from KV, layer by layer. In a conversation each turn leaves such a gap: its last pages were stored before
+the segment that they begin was complete.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class _Known:
     Attributes:
         n_tokens: tokens that it is known to have.
         segments: first cluster, sizes and members of each of its whole segments, by number and layer.
-        pending: rows that were offered and not yet used, by page; they stay as they are while the request lives.
+        pending: rows that were offered, by page, until the prompt is complete; they stay as they are while it lives.
+        offered: whole segments of them, by number; None where they do not agree.
     """
 
     n_tokens: int = 0
     segments: dict[int, dict[int, tuple[int, Tensor, Tensor]]] = field(default_factory=dict)
     pending: dict[int, Tensor] = field(default_factory=dict)
+    offered: dict[int, StoredSegment | None] = field(default_factory=dict)
 
 
 class SegmentSidecars:
@@ -120,42 +123,57 @@ class SegmentSidecars:
             raise ConfigError("start", sidecar.start, f"must be a multiple of the page size {size}")
         if sidecar.data.ndim != 2 or sidecar.data.shape[1] != self.rows.row_bytes:
             raise ConfigError("data", tuple(sidecar.data.shape), f"must be rows of {self.rows.row_bytes} bytes")
-        pending = self._known[request].pending
-        pending.update(enumerate(sidecar.data, sidecar.start // size))
+        self._known[request].pending.update(enumerate(sidecar.data, sidecar.start // size))
         covered = 0
-        while (segment := self._next(request)) is not None:
-            number, stored = segment
-            covered += self._append(request, number, stored)
-            for page in self.rows.pages_of(number):
-                del pending[page]
+        while tokens := self._append_in_all_layers(request):
+            covered += tokens
         return covered
 
-    def _next(self, request: int) -> tuple[int, StoredSegment] | None:
-        """Return the segment that comes next, if its rows are there and it may be taken over."""
-        known, settings = self._known[request], self._settings
-        boundary = self._builder.of(self._context.geometry.start_layer, request).boundary
-        number, beside = divmod(boundary - settings.sink, settings.segment)
-        if beside or not whole_segments(boundary, known.n_tokens, settings):
+    def _append_in_all_layers(self, request: int) -> int:
+        """Take over the segment that comes next, if it is there; returns the tokens that it covers."""
+        layers = self._context.geometry.layers
+        start = self._builder.of(layers.start, request).boundary
+        if not all(self.append(layer_id, request) for layer_id in layers):
+            return 0
+        return self._settings.segment + (start if start == self._settings.sink else 0)
+
+    def append(self, layer_id: int, request: int) -> bool:
+        """Take over the segment that a layer is indexed up to; returns false when it is not there."""
+        start = self._builder.of(layer_id, request).boundary
+        stored = self._offered(request, start)
+        if stored is None:
+            return False
+        settings, device = self._settings, self._context.runtime.device
+        position = self._context.geometry.layer_index(layer_id)
+        parts = (stored.centroids, stored.value_sums, stored.sizes, stored.members.int())
+        job = SegmentJob(layer_id, request, range(start, start + settings.segment))
+        self._builder.append(job, *(upload(part[position], device) for part in parts))
+        self.imported += 1
+        return True
+
+    def has(self, request: int, start: int) -> bool:
+        """Return whether the segment that begins there can be taken over."""
+        return self._offered(request, start) is not None
+
+    def _offered(self, request: int, start: int) -> StoredSegment | None:
+        """Return the segment that begins there, if its rows are there, agree, and it may be taken over."""
+        known, settings = self._known.get(request), self._settings
+        number, beside = divmod(start - settings.sink, settings.segment)
+        if known is None or not known.pending or beside or not whole_segments(start, known.n_tokens, settings):
             return None
         rows = [known.pending.get(page) for page in self.rows.pages_of(number)]
-        offered = [row for row in rows if row is not None]
-        stored = self.rows.unpack(number, offered) if len(offered) == len(rows) else None
-        return None if stored is None else (number, stored)
-
-    def _append(self, request: int, number: int, stored: StoredSegment) -> int:
-        settings, device = self._settings, self._context.runtime.device
-        start = settings.sink + number * settings.segment
-        for position, layer_id in enumerate(self._context.geometry.layers):
-            parts = (stored.centroids, stored.value_sums, stored.sizes, stored.members.int())
-            job = SegmentJob(layer_id, request, range(start, start + settings.segment))
-            self._builder.append(job, *(upload(part[position], device) for part in parts))
-            self.imported += 1
-        return settings.segment + (start if number == 0 else 0)
+        complete = [row for row in rows if row is not None]
+        if len(complete) < len(rows):
+            return None
+        if number not in known.offered:
+            known.offered[number] = self.rows.unpack(number, complete)
+        return known.offered[number]
 
     def settle(self, request: int) -> None:
         """Let go of rows that no segment needed."""
         if request in self._known:
             self._known[request].pending.clear()
+            self._known[request].offered.clear()
 
     def free(self, request: int) -> None:
         """Forget a request; one that is not known too."""

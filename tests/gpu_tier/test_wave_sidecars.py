@@ -162,12 +162,17 @@ def test_a_segment_whose_last_page_is_missing_is_clustered_from_kv() -> None:
         rig.end(1)
 
 
-def test_a_hole_ends_what_is_taken_over() -> None:
+@pytest.mark.parametrize(("holes", "leading"), [((6,), 1), ((1,), 0), ((2, 9), 0), ((12,), 2), ((1, 5, 12), 0)])
+def test_a_hole_is_clustered_from_kv_and_what_is_behind_it_is_taken_over(holes: tuple[int, ...], leading: int) -> None:
     rig = make()
     sidecar = published(rig, 0, 224, 240)
-    runs = [part(sidecar, 0, 6), part(sidecar, 7, 14)]
-    assert attach(rig, 0, 1, 240, runs, 224) == SINK + SEGMENT
+    runs = [part(sidecar, first + 1, stop) for first, stop in pairwise([-1, *holes, 14])]
+    built, layers = rig.retro.segments.built, len(rig.geometry.layers)
+    assert attach(rig, 0, 1, 240, runs, 224) == (SINK + leading * SEGMENT if leading else 0)
     same_state(rig, 1, rig, 0)
+    missing = len({(hole - 1) // PAGES for hole in holes})
+    assert rig.retro.sidecars.imported == (3 - missing) * layers
+    assert rig.retro.segments.built - built == (missing + 1) * layers  # and the last one, which is not whole
 
 
 def test_slices_of_two_prompts_that_differ_in_the_last_tokens_do_not_agree() -> None:
