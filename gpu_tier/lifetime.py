@@ -295,16 +295,9 @@ class Lifetimes:
             self.algorithm.finish_prompt(request, tracker.n_prompt)
         if not tracker.wants_sparse:
             tracker.move(_S.DENSE)
-        elif self.config.residency == "device":
-            self._become_sparse(tracker)
         else:
             tracker.move(_S.STAGING)
             self._advance(tracker)
-
-    def _become_sparse(self, tracker: Tracker) -> None:
-        """Let a request be sparse whose KV stays where it is."""
-        self.algorithm.become_sparse(tracker.request, tracker.seq_len)
-        tracker.move(_S.SPARSE)
 
     def _advance(self, tracker: Tracker) -> None:
         """Let a request go on to the next state if what that needs is there."""
@@ -314,7 +307,8 @@ class Lifetimes:
             return
         self.manager.poll()
         on_host = self.manager.host_tokens.backed_up(tracker.request) >= tracker.seq_len
-        if on_host or not self._backs_up(tracker):
+        may_leave = on_host or not self._backs_up(tracker) or self.config.residency == "device"
+        if may_leave and self.algorithm.is_ready(tracker.request):
             self._enter_sparse(tracker)
 
     def _has_outgrown(self, tracker: Tracker) -> bool:
@@ -328,7 +322,7 @@ class Lifetimes:
         request, n = tracker.request, tracker.seq_len
         tracker.wants_sparse = tracker.starts_late = True
         if self.config.residency == "device":
-            self._become_sparse(tracker)
+            tracker.move(_S.STAGING)
             return
         try:
             self.manager.buffers.cover(request, self._capacity(tracker, n))
@@ -347,6 +341,9 @@ class Lifetimes:
     def _enter_sparse(self, tracker: Tracker) -> None:
         request, n = tracker.request, tracker.seq_len
         self.algorithm.become_sparse(request, n)
+        if self.config.residency == "device":
+            tracker.move(_S.SPARSE)  # its KV stays where it is
+            return
         if self.manager.blocks is not None:
             self.manager.enter_blocks(request, self._ring(tracker, n), n)
         elif self.config.residency == "static":

@@ -169,6 +169,10 @@ class BaseSparseAlgorithm(ABC):
     def finish_prompt(self, request: int, n_prompt: int) -> None:  # noqa: B027 - most need not know
         """Take note that the prompt is complete: once, after its last chunk and before the request becomes sparse."""
 
+    def is_ready(self, request: int) -> bool:
+        """Return whether `become_sparse` need not wait; until then a request whose prompt is complete is dense."""
+        return True
+
     def become_sparse(self, request: int, n_tokens: int) -> None:  # noqa: B027 - most need not know
         """Build what is missing of the representations of a request that becomes sparse; again after `finish_prompt`.
 

@@ -147,7 +147,7 @@ def _looked_at(
 ) -> list[tuple[int, int, int]]:
     """Return (request, tokens looked at, tokens that have codes) of rows that score."""
     return [
-        (request, row.first, max(row.tokens - 1, requests[request].encoded))
+        (request, row.first, row.tokens - 1)
         for request, row in zip(batch.requests, rows, strict=True)
         if row.first > init and requests[request].is_indexed
     ]

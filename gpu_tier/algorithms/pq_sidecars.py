@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError
+from gpu_tier.index.pq import PQShape
 
 __all__ = ["ID_BYTES", "CodebookImport", "PQSidecars"]
 
@@ -40,6 +41,16 @@ class PQSidecars:
     pages: int
     code_bytes: int
     parameters: str
+
+    @classmethod
+    def of(cls, shape: PQShape, layers: range, page_tokens: int, init: int) -> PQSidecars:
+        """Return the form of the rows of a model's layers; P is the pages of the fewest tokens that get an index."""
+        return cls(
+            codebook_bytes=len(layers) * shape.codebook_bytes,
+            pages=max(1, (init + shape.fewest) // page_tokens),
+            code_bytes=len(layers) * page_tokens * shape.code_bytes,
+            parameters=f"{shape} {layers} {page_tokens} 1",
+        )
 
     @property
     def slice_bytes(self) -> int:

@@ -48,6 +48,7 @@ class PQCache(BaseSparseAlgorithm):
     Attributes:
         layer_seconds: computes one layer of the model over so many tokens and returns the seconds; an engine that
             knows better than `dense_layer_seconds` sets it before the first prompt.
+        clusters_beside: whether requests are dense until threads on the CPU have clustered them, so that no step waits.
     """
 
     unit: ClassVar[Unit] = Unit.TOKEN
@@ -77,9 +78,10 @@ class PQCache(BaseSparseAlgorithm):
             geometry.num_layers, context.max_requests * self.books_each, *self.shape.codebook_shape,
             dtype=torch.float16, device=context.runtime.device,
         )  # fmt: skip
-        self.form = self._form()
+        self.form = PQSidecars.of(self.shape, geometry.layers, geometry.page_size, self.settings.init)
         self._requests: dict[int, PQRequest] = {}
         self._imported = 0
+        self.clusters_beside = context.runtime.is_cuda and self.clusterer.on_cpu
         self._last: tuple[ForwardBatch, int, Tensor] | None = None
         self._asked = PerPass(self._ask)
         self._newest = PerPass(lambda batch, _: newest(batch, self._requests, self.codes, self.budgets))
@@ -88,16 +90,6 @@ class PQCache(BaseSparseAlgorithm):
     def pool(self) -> RepresentationPool:
         """Who holds which pages of codes."""
         return self.codes.pool
-
-    def _form(self) -> PQSidecars:
-        """Return the form of sidecars; P is the pages of the fewest tokens that ever get an index."""
-        geometry, settings, shape = self.context.geometry, self.settings, self.shape
-        return PQSidecars(
-            codebook_bytes=geometry.num_layers * shape.codebook_bytes,
-            pages=max(1, (settings.init + shape.fewest) // geometry.page_size),
-            code_bytes=geometry.num_layers * self.codes.page_bytes,
-            parameters=f"{shape} {geometry.layers} {geometry.page_size} 1",
-        )
 
     def _layer_seconds(self) -> Callable[[int], float]:
         context = self.context
@@ -196,6 +188,19 @@ class PQCache(BaseSparseAlgorithm):
             self._plan(held, n_prompt)
             for layer in range(held.layers):
                 self._begin(held, layer)
+
+    def is_ready(self, request: int) -> bool:
+        """Return whether all layers are clustered; begins with those that are not, as far as threads are free.
+
+        Where clustering does not run beside the device there is nothing to wait for: `become_sparse` does it.
+        """
+        held = self._requests[request]
+        if not self.clusters_beside:
+            return True
+        self._plan(held, held.reserved)
+        for layer in range(held.layers):
+            self._begin(held, layer)
+        return held.build is None or (len(held.jobs) == held.layers and all(job.done() for job in held.jobs.values()))
 
     def become_sparse(self, request: int, n_tokens: int) -> None:
         """Wait for the clustering and give all tokens codes; a request whose middle is too short has none."""
@@ -362,15 +367,10 @@ class PQCache(BaseSparseAlgorithm):
         for book, border in zip(held.books, [*borders, coded], strict=False):
             begin, until = max(first, book.first // size), min(end, coded, border)
             if begin < until:
-                rows = self._rows(book, begin - book.first // size, self.codes.export(request, begin, until))
+                whole = self.codebooks[:, book.slot].cpu().flatten().view(torch.uint8)
+                rows = self.form.rows(whole, begin - book.first // size, self.codes.export(request, begin, until))
                 data[begin - first : until - first] = rows
         return Sidecar(first * size, data)
-
-    def _rows(self, book: Book, number: int, codes: Tensor) -> Tensor:
-        return self.form.rows(self._codebook_bytes(book), number, codes)
-
-    def _codebook_bytes(self, book: Book) -> Tensor:
-        return self.codebooks[:, book.slot].cpu().flatten().view(torch.uint8)
 
     def import_sidecar(self, request: int, sidecar: Sidecar) -> int:
         """Take over the leading pages of one codebook, as soon as all of it is there; called again with what follows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,7 @@ from gpu_tier.errors import ConfigError
 from gpu_tier.index import iterations, pq
 from gpu_tier.kernels.dma_copy import dma_copy
 from gpu_tier.rows import KVDtype
+from gpu_tier.trackers import RequestState
 from gpu_tier.types import Selection
 
 LENGTHS = {0: 1, 1: 47, 2: 130, 3: 64, 4: 33}
@@ -133,6 +135,48 @@ def test_codes_of_decoded_tokens_are_those_of_stored_keys(dtype: KVDtype) -> Non
         wanted = pq.encode(keys, algorithm.codebooks[layer, request])
         found = algorithm.codes.codes(layer, window).flatten(0, 1)[pages]
         assert (found == wanted).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("residency", ["blocks", "lru", "device"])
+def test_requests_are_dense_until_they_are_clustered(residency: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody waits for that: not the request, nor the others, nor one that ends meanwhile."""
+    settings = {"algo": {**TINY, "token_budget": 40}, "residency": residency, "min_sparse_prompt_len": 50}
+    coordinator = coordinator_of(MODELS["llama"], config_of("pqcache", {**settings, "device_buffer_size": 80}))
+    engine, algorithm = DecodeEngine(MODELS["llama"], coordinator), coordinator.algorithm
+    assert isinstance(algorithm, PQCache)
+    algorithm.clusters_beside = True
+    may_go_on, cluster = threading.Event(), algorithm.clusterer._cluster
+
+    def held_up(*args: Any) -> Any:
+        assert may_go_on.wait(30)
+        return cluster(*args)
+
+    monkeypatch.setattr(algorithm.clusterer, "_cluster", held_up)
+    short, long, ending = (engine.add(prompt(n, n)) for n in (45, 90, 60))
+    for _ in range(45):
+        engine.step()
+    engine.abort(ending)
+    states = {request: coordinator.trackers[request].state for request in (short, long)}
+    assert states == {short: RequestState.STAGING, long: RequestState.STAGING}  # the short one has outgrown its buffer
+    assert coordinator.sparse_tokens == 0
+    may_go_on.set()
+    while coordinator.trackers[long].state is not RequestState.SPARSE:
+        engine.step()
+    while coordinator.trackers[short].state is not RequestState.SPARSE:
+        engine.step()
+    for request, n in ((short, 45), (long, 90)):
+        local, _ = algorithm.budgets.tokens(n)
+        assert local == 20
+        for layer in range(2):
+            stop = coordinator.trackers[request].seq_len
+            keys = coordinator.key_reader.keys(layer, request, 0, stop)
+            until = algorithm._requests[request].clustered[layer] - local
+            wanted = pq.train(keys[4:until], algorithm.shape, 3, 0)
+            assert torch.equal(algorithm.codebooks[layer, request], wanted)
+    engine.step()
+    for request in (short, long):
+        engine.finish(request)
+    assert nothing_is_held(coordinator)
 
 
 # Adaptive iterations.
