@@ -5,9 +5,9 @@
 | PREFILL | dense pages (of a window of the prompt, if set), and a host copy that grows chunk by chunk |
 | STAGING | dense pages until the host copy is complete; a buffer is set aside from the start |
 | SPARSE, lru and stream | host pages, a buffer |
-| SPARSE, static | a buffer with the kept tokens; host pages only if they stay retrievable |
+| SPARSE, static | a buffer with the kept tokens; host pages only if they stay retrievable, or are published |
 | SPARSE, device | dense pages |
-| SPARSE, blocks | a buffer with the steady tokens and the block cache; a store of clusters, or host pages |
+| SPARSE, blocks | a buffer with the steady tokens and the block cache; host pages, or of clusters a store |
 | DENSE | dense pages; a host copy only if the request is to be published |
 """
 
@@ -355,6 +355,8 @@ class Lifetimes:
             self.manager.enter_buffer(request, self._capacity(tracker, n), n)
         tracker.move(_S.SPARSE)
         self.manager.dense.release(request)
+        if not self._backs_up(tracker):  # what a window or a prefix needed
+            self.manager.host_tokens.release(request)
 
     def offload_pass(self, batch: ForwardBatch) -> OffloadTicket | None:
         """Begin to copy the tokens of a pass to the host; None when none of them goes there."""

@@ -14,11 +14,11 @@ from gpu_tier.geometry import KVKind
 from gpu_tier.manager import cluster_resident
 from gpu_tier.rows import KVDtype
 
-RESIDENCIES = ["device", "blocks"]
+RESIDENCIES: dict[str, dict[str, Any]] = {"device": {"mode": "gpu_only"}, "blocks, gpu control": {"control": "gpu"}}
 SINK, LOCAL, UPDATE, SEGMENT = 4, 6, 8, 32
 ALGO = {
     "sink": SINK, "local": LOCAL, "segment": SEGMENT, "update_segment": UPDATE, "tokens_per_centroid": 4,
-    "block_bytes": 64, "control": "gpu",
+    "block_bytes": 64,
 }  # fmt: skip
 
 
@@ -29,8 +29,8 @@ def _drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(residency: str, *, min_len: int = SINK + LOCAL + UPDATE, **algo: Any) -> dict[str, Any]:
-    base = {"algorithm": "retroinfer", "residency": residency, "min_sparse_prompt_len": min_len}
-    return {**base, "algo": {**ALGO, **algo}}
+    base = {"algorithm": "retroinfer", "min_sparse_prompt_len": min_len}
+    return {**base, "algo": {**ALGO, **RESIDENCIES[residency], **algo}}
 
 
 def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps: int, chunk: int = 11) -> torch.Tensor:

@@ -95,3 +95,22 @@ def test_tokens_in_other_residencies_are_the_same_set(other: dict[str, Any]) -> 
     in_blocks, _ = decode(SHAPE, BLOCKS["pqcache"])
     out, _ = decode(SHAPE, {"algorithm": "pqcache", "algo": PQ, **other})
     torch.testing.assert_close(out, in_blocks, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if "retroinfer" in name])
+@pytest.mark.parametrize("settings", [{}, {"prefill_window_tokens": 20}])
+def test_clusters_have_no_second_copy_on_the_host(name: str, settings: dict[str, Any]) -> None:
+    traffic = Traffic(SHAPE, {**BLOCKS[name], **settings})
+    manager = traffic.coordinator.manager
+    assert (manager.host.allocator.num_pages == 1) is (not settings)
+    request = traffic.begin(70, seed=1)
+    traffic.prefill([request], [40])
+    assert (manager.host.allocator.in_use > 0) is bool(settings)
+    traffic.prompt([request])
+    for _ in range(STEPS):
+        traffic.decode([request])
+    assert manager.blocks is not None
+    assert manager.blocks.store is not None
+    assert manager.host.allocator.in_use == 0 < manager.blocks.store.allocator.in_use
+    traffic.end(request)
+    traffic.assert_empty()
