@@ -134,8 +134,11 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/gpu/k1_io_transfer.py --cpu-smoke --json build/gpu_k1.json
 	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json
 	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
+	$(BIN)/python benchmarks/gpu/k4_wave_decode.py --cpu-smoke --json build/gpu_k4.json
+	$(BIN)/python benchmarks/gpu/k5_million.py --cpu-smoke --json build/gpu_k5.json
 	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
 	$(BIN)/python benchmarks/gpu/k8_index_build.py --cpu-smoke --json build/gpu_k8.json
+	$(BIN)/python benchmarks/gpu/k10_breakdown.py --cpu-smoke --json build/gpu_k10.json
 	$(BIN)/python benchmarks/gpu/quality.py --quick --json build/gpu_quality.json
 	$(BIN)/python benchmarks/gpu/index_build.py --quick --json build/gpu_index_build.json
 	$(BIN)/python benchmarks/gpu/retrieval_quality.py --quick --json build/gpu_retrieval_quality.json
@@ -198,11 +201,11 @@ acceptance-quality: setup
 	$(BIN)/python benchmarks/gpu/retrieval_quality.py --json benchmarks/results/gpu_retrieval_quality.json --report docs/gpu_tier_quality/retrieval
 	$(BIN)/python benchmarks/gpu/ablations.py --json benchmarks/results/gpu_ablations.json --report docs/gpu_tier_quality/ablations
 
-# The sparse tier on a GPU (docs/gpu_tier_benchmarks.md): half an hour on one H100 or H200. Nothing is installed: GPU_PYTHON
+# The sparse tier on a GPU (docs/gpu_tier_benchmarks.md): an hour and a half on one H100 or H200. Nothing is installed: GPU_PYTHON
 # has torch and triton already.
 GPU_PYTHON ?= python3
 acceptance-gpu:
-	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k6:k6_dsa_decode k8:k8_index_build; do \
+	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k4:k4_wave_decode k5:k5_million k6:k6_dsa_decode k8:k8_index_build k10:k10_breakdown; do \
 	  $(GPU_PYTHON) benchmarks/gpu/$${name#*:}.py --json benchmarks/results/gpu_$${name%:*}.json || failed=1; \
 	done; exit $$failed  # a target that one of them misses does not hide the others
 

@@ -38,7 +38,8 @@ class RetroInferConfig(AlgorithmConfig):
         exec_factor: tokens of the execution buffer per head, in those of the retrieved clusters on average; what does
             not fit is estimated.
         block_bytes: bytes of the keys of a block of the host's store and of the cache.
-        cache_ratio: share of a request's KV that the cache on the device holds; 0 for none.
+        cache_ratio: share of a request's KV that the cache on the device holds; 0 for none. With control='gpu' it is
+            that share of the longest request for all of them, and at least as much as a step can select.
         policy: which clusters the cache gives up: one of `CACHE_POLICIES`.
         control: where the cache is looked up and updated: cpu, as in the paper, or gpu (LRU diff over blocks).
         cpu_threads: threads of the control on the CPU, at most as many as there are cores.
@@ -129,7 +130,8 @@ class PQCacheConfig(AlgorithmConfig):
         profile: JSON with the fitted coefficients of this machine; "" measures them when first needed.
         cache_tokens: tokens of a request's cache on the device, per layer; 0 for none.
         block: tokens of a block of the cache.
-        k_cache: blocks with the most selected tokens that are cached after a step; at most those of the cache.
+        k_cache: blocks with the most selected tokens that are cached after a step; at most those of the cache. Of
+            single tokens (cache_unit) as many of each head as these blocks have, the first selected ones.
         cache_unit: block, or token for a cache of single selected tokens.
         policy: which blocks the cache gives up: one of `CACHE_POLICIES`.
         kmeans_device: cpu, or device for the device that attention runs on.

@@ -105,6 +105,12 @@ class DeviceClock:
             seconds += [end() for end in times]
         return Samples(tuple(seconds), is_graph)
 
+    def once(self, step: Step, prepare: Prepare) -> None:
+        """Run a step as `samples` does and wait for it: for steps that take the time of their parts themselves."""
+        prepare(0)
+        self._begin_and_end(step, host_goes_ahead=False)
+        self._synchronize()
+
     def captured(self, step: Step) -> tuple[Step, bool]:
         """Return a step as the replay of a graph and True, or the step itself and False where it cannot be one."""
         if not self.is_gpu:

@@ -18,7 +18,10 @@ import torch
 from gpu_tier.runtime import NullRuntime
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-NAMES = ["k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k6_dsa_decode", "k8_index_build", "check_device"]
+NAMES = [
+    "k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k4_wave_decode", "k5_million", "k6_dsa_decode",
+    "k8_index_build", "k10_breakdown", "check_device",
+]  # fmt: skip
 CHECKS = ("bytes are equal", "buffer equals host", "largest relative difference")
 
 
