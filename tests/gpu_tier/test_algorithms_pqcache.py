@@ -123,6 +123,14 @@ def test_where_it_is_clustered_does_not_matter(device: str) -> None:
         assert torch.equal(codebook_of(one, layer, 0), codebook_of(other, layer, 0))
 
 
+def test_the_seed_decides_where_clustering_begins() -> None:
+    rig = PQRig(seed=7)
+    rig.add({0: 77})
+    keys = rig.all_keys(1, 0)[4 : 77 - 8]
+    assert torch.equal(codebook_of(rig, 1, 0), pq.train(keys, rig.pq.shape, 3, 7))
+    assert not torch.equal(codebook_of(rig, 1, 0), pq.train(keys, rig.pq.shape, 3, 0))
+
+
 # Short requests and full budgets.
 
 
