@@ -20,7 +20,8 @@ from gpu_tier.trackers import RequestState
 
 __all__ = ["SharingEngine", "sidecar_of"]
 
-_IN_PROMPT = (RequestState.REGISTERED, RequestState.PREFILL)
+# While a request is staged its copies and perhaps its index are made: publishing would wait for them.
+_INCOMPLETE = (RequestState.REGISTERED, RequestState.PREFILL, RequestState.STAGING)
 
 
 def sidecar_of(coordinator: SparseCoordinator, kv: KVFormat) -> SidecarSpec | None:
@@ -180,7 +181,7 @@ class SharingEngine:
     def _publish(self, prompt: _Prompt, *, at_end: bool) -> None:
         assert prompt.request is not None
         tracker = self._coordinator.trackers[prompt.request]
-        if tracker.state in _IN_PROMPT and not at_end:
+        if tracker.state in _INCOMPLETE and not at_end:
             return
         host_tokens = self._coordinator.manager.host_tokens
         exact = min(tracker.exact_tokens, host_tokens.backed_up(prompt.request))
