@@ -60,12 +60,24 @@ class KVFormat:
 
     @classmethod
     def of(
-        cls, geometry: KVGeometry, layout: Layout, *, model: str, weights: str, rope: Mapping[str, object]
-    ) -> KVFormat:
-        """Return the format of a host pool of this geometry and layout."""
+        cls, geometry: KVGeometry, layout: Layout, *, model: str, weights: str, rope: Mapping[str, object],
+        first_head: int = 0,
+    ) -> KVFormat:  # fmt: skip
+        """Return the format of a host pool of this geometry and layout.
+
+        Args:
+            geometry: of the KV that is held here.
+            layout: of the pool.
+            model: id of the model.
+            weights: what tells its weights from others under that id.
+            rope: parameters of the rotary embedding.
+            first_head: number of the first KV head held here, of a tensor-parallel rank. Blocks of ranks that hold
+                other heads have the same size and must not be taken for each other.
+        """
         g = geometry
         layers = f"layers {g.layers.start}-{g.layers.stop - 1}"
-        shape = f"{layers}, {g.num_kv_heads} heads, dims {g.head_dim} and {g.v_head_dim}"
+        heads = f"{g.num_kv_heads} heads" + (f" from {first_head}" if first_head else "")
+        shape = f"{layers}, {heads}, dims {g.head_dim} and {g.v_head_dim}"
         return cls(str(g.kind), model, weights, str(g.dtype), str(layout), g.page_size, shape, dict(rope))
 
     def sidecar_spec(self, algorithm: str, parameters: Mapping[str, object]) -> str:

@@ -23,6 +23,7 @@ class DecodeEngine(BatchEngine):
         piece_tokens: most keys of a request that prefill has decoded at a time.
         prefill: kernel of prefill attention, exact or flash; see `gpu_tier.engine.prefill`.
         pad_to: rows of a decode pass at least.
+        layers: ids of the layers that are computed here, see `LayerDriver`.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class DecodeEngine(BatchEngine):
         piece_tokens: int = 8192,
         prefill: str = "exact",
         pad_to: int = 0,
+        layers: range | None = None,
     ) -> None:
-        runner = LayerDriver(model, coordinator, piece_tokens, prefill)
+        runner = LayerDriver(model, coordinator, piece_tokens, prefill, layers)
         super().__init__(runner, coordinator, device=device, chunk_tokens=chunk_tokens, pad_to=pad_to)

@@ -25,10 +25,20 @@ class LayerDriver:
         hooks: of the coordinator.
         piece_tokens: most keys of a request that prefill has decoded at a time.
         prefill: kernel of prefill attention, exact or flash.
+        layers: ids of the layers that are computed here, of a pipeline stage; None for all. The stage's model takes the
+            hidden states of the stage before in `embed` and hands its own on.
     """
 
-    def __init__(self, model: DecoderModel, hooks: EngineHooks, piece_tokens: int, prefill: str = "exact") -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        hooks: EngineHooks,
+        piece_tokens: int,
+        prefill: str = "exact",
+        layers: range | None = None,
+    ) -> None:
         self._model = model
+        self._layers = range(model.num_layers) if layers is None else layers
         self._hooks = hooks
         self._attention = AttentionLayer(
             hooks, PrefillAttention(hooks.key_reader, model.sm_scale, piece_tokens, prefill)
@@ -44,7 +54,7 @@ class LayerDriver:
         positions = batch.positions[: len(token_ids)]
         self._hooks.forward_begin(batch)
         hidden = self._model.embed(token_ids, positions)
-        for layer_id in range(self._model.num_layers):
+        for layer_id in self._layers:
             inputs = self._model.attention_inputs(layer_id, hidden, positions, states, batch.extend_lens)
             self._attention.write(layer_id, batch, inputs.k, inputs.v)
             attention = self._attention.run(inputs.q, inputs.k, inputs.v, layer_id, batch, inputs.extra)

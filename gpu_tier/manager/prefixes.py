@@ -25,7 +25,7 @@ from gpu_tier.connector import KVConnector, LoadTicket, PageDst, PrefixHandle, P
 from gpu_tier.errors import ConfigError
 from gpu_tier.manager.block_pages import BlockPages, SidecarSpec
 from gpu_tier.manager.block_writes import BlockWrites
-from gpu_tier.manager.prefix_attach import AttachedPrefix, AttachState, PrefixAttach
+from gpu_tier.manager.prefix_attach import AttachedPrefix, AttachState, PrefixAttach, SidecarRun
 from gpu_tier.manager.prefix_counters import PrefixCounters
 from gpu_tier.pools.host_pool import HostKVPool
 
@@ -131,6 +131,23 @@ class PrefixStore:
     def give_back(self, prefix: AttachedPrefix) -> None:
         """Drop the references of a prefix that nobody took."""
         self._allocator.free(prefix.pages)
+
+    def shorten(self, prefix: AttachedPrefix, n_tokens: int) -> AttachedPrefix:
+        """Give back what of a prefix is behind `n_tokens`: ranks of one model go on from the shortest of theirs.
+
+        Raises:
+            ConfigError: these are no whole pages of it.
+        """
+        pages = n_tokens // self._page_size
+        if n_tokens % self._page_size or not 0 <= n_tokens <= prefix.n_tokens:
+            raise ConfigError("n_tokens", n_tokens, f"must be whole pages of at most {prefix.n_tokens} tokens")
+        self._allocator.free(prefix.pages[pages:])
+        runs = tuple(
+            SidecarRun(run.first_page, run.rows[: pages - run.first_page])
+            for run in prefix.sidecars
+            if run.first_page < pages
+        )
+        return AttachedPrefix(prefix.pages[:pages], n_tokens, runs)
 
     def publish(
         self,
