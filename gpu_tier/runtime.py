@@ -60,6 +60,13 @@ class DeviceRuntime(ABC):
         Their memory is not given out again before the stream is done with what was launched so far.
         """
 
+    def staging(self, nbytes: int) -> Tensor:
+        """Return ``uint8 [nbytes]`` of host memory that copies to and from the device do not wait for.
+
+        Its memory is given out again when it is dropped and the copies given to the current stream are done.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
     @property
     def is_cuda(self) -> bool:
         """Whether tensors live on a GPU."""

@@ -1,18 +1,14 @@
 """Builds the CUDA C++ kernels into one library and loads it.
 
 All `kernels/*/*.cu` go into one shared object with a plain C interface: NAME.cu exports `gpu_tier_NAME`, which returns
-a CUDA error code. What they share is in `kernels/*.cuh`. The object is cached under a name that says what it was built
-from, so that a changed source is built anew and processes share what one of them built.
+a CUDA error code. What they share is in `kernels/*.cuh`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import shutil
-import subprocess
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpu_tier.errors import ConfigError, KernelUnavailableError
+from gpu_tier.kernels.native_build import build_once
 
 __all__ = ["FLAGS", "build", "check", "check_dtype", "library", "sources", "stream"]
 
@@ -44,20 +41,8 @@ def build(directory: Path | None = None) -> Path:
     Raises:
         KernelUnavailableError: there is no nvcc, or it failed; the message has its output.
     """
-    directory = directory or _cache_directory()
-    target = directory / f"kernels-{_fingerprint()}.so"
-    if target.exists():
-        return target
-    nvcc = _nvcc()
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        made = Path(scratch) / target.name
-        command = [nvcc, *FLAGS, "-o", str(made), *map(str, sources())]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
-        if done.returncode:
-            raise KernelUnavailableError(f"nvcc failed with {done.returncode}: {done.stderr or done.stdout}")
-        made.replace(target)  # at once, so that another process never loads half a file
-    return target
+    headers = sorted(_HERE.glob("*.cuh"))
+    return build_once("kernels", _nvcc, FLAGS, sources(), headers=headers, directory=directory)
 
 
 @lru_cache
@@ -102,19 +87,6 @@ def check_dtype(field: str, tensor: Tensor, *allowed: torch.dtype) -> None:
 def stream(device: torch.device) -> ctypes.c_void_p:
     """Return the current stream of a device, as the library takes it."""
     return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-
-
-def _fingerprint() -> str:
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in [*sources(), *sorted(_HERE.glob("*.cuh"))]:
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("GPU_TIER_CACHE") or Path(base) / "kvcm" / "gpu_tier")
 
 
 def _nvcc() -> str:

@@ -21,67 +21,46 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.index.wave_segment import WaveSegment
+from gpu_tier.kernels.gather_copy import gather_copy
 from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.manager import wave_control
 from gpu_tier.manager.execution_buffer import ExecutionBuffer
+from gpu_tier.manager.wave_control import Changes, Lines
+from gpu_tier.manager.wave_fill import RawRows, WaveFill
+from gpu_tier.manager.wave_ids import SelectedIds
+from gpu_tier.manager.wave_plans import Plans
 from gpu_tier.manager.wave_store import WaveStore
+from gpu_tier.manager.wave_tables import LayerTables, Places
+from gpu_tier.manager.wave_totals import WaveCounters, WaveTotals
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.retrieval_config import RetroInferConfig
 from gpu_tier.runtime import DeviceRuntime
-from gpu_tier.types import ForwardBatch, ResidencyPlan, Selection, SteadyRing
+from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
 
 __all__ = ["RawRows", "WaveBuffer", "WaveCounters"]
 
 
-class RawRows(Protocol):
-    """Reads a request's KV as bytes wherever it is; `KVReader` does."""
-
-    def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
-        """Return the rows of a part (0 for keys and latents, 1 for values), ``uint8 [n, H, row_bytes]``."""
-
-
 @dataclass(frozen=True, slots=True)
-class WaveCounters:
-    """What happened so far, over all layers, rows and heads.
+class _Update:
+    """A decision on its way: what was selected, where the answer goes, and what waits for it."""
 
-    Attributes:
-        clusters: selected clusters that are not empty.
-        cluster_hits: those that were cached.
-        blocks: their blocks.
-        block_hits: those that were cached.
-        tokens: their tokens.
-        token_hits: those that were cached.
-        host_bytes: bytes read from host memory, exactly.
-        admissions: clusters taken into the cache.
-        evictions: clusters given up.
-    """
-
-    clusters: int
-    cluster_hits: int
-    blocks: int
-    block_hits: int
-    tokens: int
-    token_hits: int
-    host_bytes: int
-    admissions: int
-    evictions: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Cached tokens per selected token; 1 when nothing was selected."""
-        return self.token_hits / self.tokens if self.tokens else 1.0
+    lines: Lines
+    changes: Changes
+    wait: Callable[[], None]
 
 
 class WaveBuffer:
     """See `gpu_tier.manager.policy.BlockPolicy` and `gpu_tier.index.wave_segment.SegmentSink`.
-
-    The tensors of a plan are used again by the layer after the next.
 
     Args:
         geometry: of the model's KV.
@@ -93,10 +72,11 @@ class WaveBuffer:
         runtime: of the device.
         max_requests: rows of the per-request tables.
         kernels: which implementation of the kernels.
-        control: who looks up and decides: native (C++), reference (numpy) or auto (native if it can be built).
+        control: who looks up and decides: native (C++), reference (Python) or auto (native if it can be built).
 
     Raises:
-        KernelUnavailableError: control is native, and there is no compiler.
+        ConfigError: there is no such control.
+        KernelUnavailableError: control is native, and it cannot be built.
     """
 
     def __init__(
@@ -104,58 +84,191 @@ class WaveBuffer:
         execution: ExecutionBuffer, rows: RawRows, runtime: DeviceRuntime, *, max_requests: int,
         kernels: str = "auto", control: str = "auto",
     ) -> None:  # fmt: skip
-        raise NotImplementedError
+        self._geometry = geometry
+        self._settings = settings
+        self._store = store
+        self._arena = arena
+        self._execution = execution
+        self._runtime = runtime
+        self._kernels = kernels
+        self._fill = WaveFill(store, rows, runtime, kernels)
+        self._control = wave_control.make(settings, control)
+        heads, layers = geometry.num_kv_heads, geometry.num_layers
+        self._tables = [LayerTables(max_requests, heads, store.block_tokens) for _ in range(layers)]
+        self._ids = SelectedIds(runtime)
+        self._plans = Plans(runtime)
+        self._totals = WaveTotals(sum(part.row_bytes for part in geometry.parts))
+        self._places: dict[int, Places] = {}
+        self._updates: dict[int, _Update] = {}  # by the position of the layer
+
+    # Lifetime of a request.
 
     def hold(self, request: int, n_tokens: int) -> None:
         """See `BlockPolicy`."""
-        raise NotImplementedError
+        self._store.hold(request, n_tokens)
 
     def cache_slots(self, n_tokens: int) -> int:
         """See `BlockPolicy`: whole blocks in `cache_ratio` of the tokens."""
-        raise NotImplementedError
+        block = self._store.block_tokens
+        return int(self._settings.cache_ratio * n_tokens) // block * block
 
     def admit(self, request: int, ring: SteadyRing, buffer_slots: Tensor) -> None:
-        """See `BlockPolicy`."""
-        raise NotImplementedError
+        """See `BlockPolicy`.
+
+        Raises:
+            StateError: the buffer is smaller than it was, or its ring another one.
+        """
+        old, new = self._places.get(request), Places.of(ring, buffer_slots, self._store.block_tokens)
+        if old is not None and (old.ring != ring or len(new.slots) < len(old.slots)):
+            text = f"{len(old.slots)} places with {old.ring} cannot become {len(new.slots)} with {ring}"
+            raise StateError(f"the buffer of request {request} only grows: {text}")
+        self._wait_for_all()
+        self._places[request] = new
+        for tables in self._tables:
+            tables.admit(request, new)
 
     def release(self, request: int) -> None:
         """See `BlockPolicy`."""
-        raise NotImplementedError
+        self._wait_for_all()
+        for update in self._updates.values():
+            update.changes.forget(np.flatnonzero(update.lines.requests == request), self._geometry.num_kv_heads)
+        for tables in self._tables:
+            tables.release(request)
+        self._places.pop(request, None)
+        self._store.release(request)
 
     def store(self, layer_id: int, request: int, segment: WaveSegment) -> None:
         """See `SegmentSink`. Waits for the sizes of the clusters: once per segment.
 
         Raises:
             PoolExhaustedError: the store is full; nothing changed.
+            StateError: the segment is not the next one.
         """
-        raise NotImplementedError
+        layer = self._geometry.layer_index(layer_id)
+        tables = self._tables[layer]
+        known = tables.table(request).num_clusters
+        if segment.first_cluster != known:
+            text = f"{known} clusters of layer {layer_id} are known"
+            raise StateError(f"a segment of request {request} begins at cluster {segment.first_cluster}, {text}")
+        sizes = segment.sizes.cpu().numpy().astype(np.int32)
+        needed = int((-(-sizes // self._store.block_tokens)).sum())
+        blocks = self._store.take(layer_id, request, needed, segment.tokens)
+        self._fill.fill(layer_id, request, segment, blocks)
+        self._wait_for(layer)
+        tables.append(request, sizes, blocks)
+
+    # A step of one layer.
 
     def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
         """See `BlockPolicy`."""
-        raise NotImplementedError
+        self._ids.fetch(selection)
 
     def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
-        """See `BlockPolicy`."""
-        raise NotImplementedError
+        """See `BlockPolicy`.
+
+        Raises:
+            ConfigError: the selection is not of clusters beside a steady zone.
+            StateError: a row has no buffer, or selects what is not known or has no room.
+        """
+        if selection.steady is None or selection.unit is not Unit.CLUSTER:
+            raise ConfigError("selection", (selection.unit, selection.steady), "clusters beside a steady zone")
+        layer = self._geometry.layer_index(layer_id)
+        self._control.wake()
+        lines = self._lines(layer, batch, selection)
+        self._abandon(layer)
+        plan, stats = self._plans.look_up(self._control, lines)
+        self._check(layer_id, lines, stats)
+        self._totals.count_lookup(stats)
+        self._begin_update(layer, lines, stats)
+        # The host does not know which rows with a buffer are left out of this step; the device does.
+        count = torch.where(sparse_mask.repeat_interleave(self._geometry.num_kv_heads), plan.runs.count, 0)
+        lens = torch.where(sparse_mask[:, None], plan.lens, 0)
+        plan = ExecutionPlan(replace(plan.runs, count=count), lens)
+        return ResidencyPlan(device_slot=self._execution.table_of(batch.rows), execution=plan)
+
+    def _lines(self, layer: int, batch: ForwardBatch, selection: Selection) -> Lines:
+        assert selection.steady is not None
+        ids, lengths = self._ids.wait(selection)
+        rows = np.zeros((3, batch.rows), np.int32)
+        rows[2] = -1
+        for row, request in enumerate(batch.requests):
+            if request in self._places:
+                rows[:, row] = request, batch.lengths[row], selection.steady.firsts[row]
+        if lengths[rows[2] < 0].any():
+            raise StateError(f"one of the requests {list(batch.requests)} selects and has no buffer")
+        return Lines(self._tables[layer], rows[0], ids, lengths, rows[1], rows[2], self._execution.tokens_per_row)
+
+    def _check(self, layer_id: int, lines: Lines, stats: np.ndarray) -> None:
+        # A row that does not select may have any first token; its lines stay empty.
+        bad = np.where(lines.lengths.flatten() > 0, stats[:, wave_control.Stat.BAD], 0)
+        if bad.any():
+            row = int(bad.argmax()) // self._geometry.num_kv_heads
+            text = "selects a cluster that is not known" if bad.max() == 1 else "has more steady tokens than its ring"
+            raise StateError(f"request {lines.requests[row]} {text}, in layer {layer_id}")
+        longest = int(stats[:, wave_control.Stat.TOKENS].max(initial=0))
+        if longest > lines.row_slots:
+            raise StateError(f"{longest} tokens are attended to, the execution buffer has {lines.row_slots} of a row")
+
+    def _begin_update(self, layer: int, lines: Lines, stats: np.ndarray) -> None:
+        requests = lines.requests[lines.first >= 0].tolist()
+        capacity = max((self._places[request].capacity(self._store.block_tokens) for request in requests), default=0)
+        if not capacity:
+            return
+        missing = stats[:, wave_control.Stat.BLOCKS] - stats[:, wave_control.Stat.BLOCK_HITS]
+        pieces = max(self._places[request].pieces for request in requests)
+        changes = Changes.of(lines.count, min(int(missing.max()), capacity) * pieces)
+        self._updates[layer] = _Update(lines, changes, self._control.begin_update(lines, changes))
+        if not self._settings.async_update:
+            self._wait_for(layer)
+
+    def _wait_for(self, layer: int) -> None:
+        if layer in self._updates:
+            self._updates[layer].wait()
+
+    def _wait_for_all(self) -> None:
+        for layer in self._updates:
+            self._wait_for(layer)
+
+    def _abandon(self, layer: int) -> None:
+        """Forget what a step cached that ended before its `commit`: it was decided, but never copied."""
+        update = self._updates.pop(layer, None)
+        if update is not None:
+            update.wait()
+            for request in update.lines.requests[update.lines.first >= 0].tolist():
+                update.lines.tables.table(request).empty_cache()
 
     def commit(self, layer_id: int, plan: ResidencyPlan) -> None:
         """See `BlockPolicy`."""
-        raise NotImplementedError
+        layer = self._geometry.layer_index(layer_id)
+        update = self._updates.pop(layer, None)
+        if update is None:
+            return
+        update.wait()
+        self._totals.count_update(update.changes.counts)
+        runs = self._plans.copies(update.changes)
+        if runs is not None:
+            target = RowPool(self._arena.data, self._arena.addressing, layer)
+            heads = self._geometry.num_kv_heads
+            gather_copy((self._execution.source(),), target, runs, num_heads=heads, impl=self._kernels)
+
+    # What others ask.
 
     def host_source(self, layer_id: int) -> RowPool:
         """See `BlockPolicy`."""
-        raise NotImplementedError
+        return self._store.source()
 
     @property
     def host_bytes(self) -> int:
         """See `BlockPolicy`."""
-        raise NotImplementedError
+        return self._store.nbytes
 
     @property
     def counters(self) -> WaveCounters:
         """What happened so far."""
-        raise NotImplementedError
+        return self._totals.read()
 
     def close(self) -> None:
-        """End the threads and give the host memory back. A second call does nothing."""
-        raise NotImplementedError
+        """End the threads and give the host memory back; the device must be done with it."""
+        self._wait_for_all()
+        self._control.close()
+        self._store.close()

@@ -1,0 +1,346 @@
+"""RetroInfer's wave buffer under control of the CPU: what attention reads, and what is cached where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from cluster_rig import GEOMETRY, ClusterRig
+from execution_reader import rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+
+from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
+from gpu_tier.index.wave_segment import WaveSegment
+from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.manager.wave_buffer import WaveBuffer, WaveCounters
+from gpu_tier.retrieval_config import CACHE_POLICIES
+from gpu_tier.types import Selection, Source, Unit
+
+CONTROLS = ("native", "reference")
+
+
+def cpu_policy(rig: ClusterRig, control: str) -> WaveBuffer:
+    return WaveBuffer(
+        rig.geometry, rig.settings, rig.store, rig.arena, rig.execution, rig, rig.runtime,
+        max_requests=rig.max_requests, control=control,
+    )  # fmt: skip
+
+
+def rig_of(control: str, seed: int = 0, **changes: Any) -> tuple[ClusterRig, WaveBuffer]:
+    small = {"cpu_threads": 3, "cache_ratio": 0.25}
+    rig = ClusterRig(partial(cpu_policy, control=control), ClusterRig.settings_of(**{**small, **changes}), seed)
+    assert isinstance(rig.policy, WaveBuffer)
+    return rig, rig.policy
+
+
+def cached(policy: WaveBuffer, layer: int, request: int, head: int) -> dict[int, list[int]]:
+    """Return the cached clusters with the places of their blocks."""
+    table = policy._tables[layer].table(request)
+    size = policy._store.block_tokens
+    found = {}
+    for cluster in range(table.num_clusters):
+        first, tokens = (int(number) for number in table.clusters[head, cluster])
+        places = table.blocks[head, first : first - (-tokens // size)]["place"].tolist()
+        assert all(place >= 0 for place in places) or all(place < 0 for place in places)
+        if places and places[0] >= 0:
+            found[cluster] = places
+    residents = table.residents[head, : int(table.heads["residents"][head])].tolist()
+    assert sorted(residents) == sorted(found)
+    free = table.free[head, : int(table.heads["free"][head])].tolist()
+    used = [place for places in found.values() for place in places]
+    assert sorted(free + used) == list(range(table.capacity))
+    return found
+
+
+def check_cache(rig: ClusterRig, policy: WaveBuffer, layer: int) -> None:
+    """Check that each cached block holds the bytes of its tokens, and that the table knows what is where."""
+    policy._wait_for(layer)
+    arena, size = RowPool(rig.arena.data, rig.arena.addressing, layer), rig.store.block_tokens
+    for request, state in rig.requests.items():
+        slots = rig.buffers.buffer(request).items[rig.ring.capacity :].long()
+        for head in range(GEOMETRY.num_kv_heads):
+            for cluster, places in cached(policy, layer, request, head).items():
+                tokens = state.clusters[layer, head][cluster]
+                where = torch.cat([slots[place * size :][:size] for place in places])[: len(tokens)]
+                expected = torch.tensor([[state.seed, layer, head, token] for token in tokens]).float()
+                assert torch.equal(rows_of(arena, 1, where, head), expected)
+                assert torch.equal(rows_of(arena, 0, where, head), -expected)
+
+
+@dataclass
+class Case:
+    seed: int
+    block_bytes: int
+    cache_ratio: float
+    policy: str
+    async_update: bool
+
+
+cases = st.builds(
+    Case, st.integers(0, 1 << 30), st.sampled_from([16, 32, 48, 128]), st.sampled_from([0, 0.05, 0.25, 1]),
+    st.sampled_from(CACHE_POLICIES), st.booleans(),
+)  # fmt: skip
+
+
+def come_and_go(rig: ClusterRig, rng: Random, step: int) -> None:
+    """Let some requests begin and some end."""
+    for request in range(rig.max_requests):
+        if request not in rig.requests and rng.random() < 0.5:
+            rig.admit(request, 100 * step + request, rng.choice([16, 17, 40, 47, 90]))
+        elif request in rig.requests and rng.random() < 0.1:
+            rig.release(request)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@settings(max_examples=examples(60), deadline=None)
+@given(case=cases)
+def test_what_attention_reads_and_what_is_cached(control: str, case: Case) -> None:
+    """Unequal lengths, clusters of all sizes, updates, padding, rows that do not select, requests that come and go."""
+    rng = Random(case.seed)
+    rig, policy = rig_of(
+        control, case.seed, block_bytes=case.block_bytes, cache_ratio=case.cache_ratio, policy=case.policy,
+        async_update=case.async_update,
+    )  # fmt: skip
+    for step in range(8):
+        come_and_go(rig, rng, step)
+        requests = rng.sample(sorted(rig.requests), rng.randint(0, len(rig.requests)))
+        if not requests:
+            continue
+        rig.decode(requests)
+        batch = rig.batch(requests, rng.randint(0, 2))
+        sparse = torch.tensor([rng.random() < 0.9 for _ in range(batch.rows)])
+        for layer in range(GEOMETRY.num_layers):
+            picked = rig.pick(requests, layer)
+            for row in range(len(requests)):
+                if not sparse[row]:
+                    picked[row] = [[] for _ in picked[row]]
+            rig.step(batch, layer, picked, sparse, commit=rng.random() < 0.95)
+            if layer not in policy._updates:
+                check_cache(rig, policy, layer)
+    for request in list(rig.requests):
+        rig.release(request)
+    assert rig.store.allocator.in_use == 0
+    policy.close()
+
+
+def played(control: str, case: Case) -> tuple[list[torch.Tensor], WaveCounters, list[Any]]:
+    """Return what attention read in a fixed history, what was counted, and what is cached after it."""
+    rig, policy = rig_of(
+        control, case.seed, cache_ratio=case.cache_ratio, policy=case.policy, async_update=case.async_update,
+        block_bytes=case.block_bytes,
+    )  # fmt: skip
+    rng, read = Random(case.seed), []
+    for request, tokens in enumerate((90, 40, 17)):
+        rig.admit(request, request, tokens)
+    for _ in range(10):
+        requests = rng.sample(range(3), rng.randint(1, 3))
+        rig.decode(requests)
+        for layer in range(GEOMETRY.num_layers):
+            rig.step(rig.batch(requests, 1), layer, rig.pick(requests, layer))
+            read += rig.gathered
+    policy._wait_for_all()
+    state = [cached(policy, layer, r, h) for layer in range(3) for r in range(3) for h in range(2)]
+    counters = policy.counters
+    policy.close()
+    return read, counters, state
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(cases)
+def test_both_controls_do_the_same_place_for_place(case: Case) -> None:
+    native, reference = played("native", case), played("reference", case)
+    assert native[1:] == reference[1:]
+    assert all(torch.equal(*pair) for pair in zip(native[0], reference[0], strict=True))
+
+
+def test_what_attention_reads_does_not_depend_on_the_cache() -> None:
+    """C5: no cache, a small and a whole one, and any order of eviction."""
+    kept = [
+        played("native", Case(7, 32, ratio, policy, is_async))
+        for ratio, policy, is_async in (
+            (0, "lru", True), (0.05, "lru", True), (1, "lru", True), (0.1, "random", True), (0.1, "lfu", False)
+        )
+    ]  # fmt: skip
+    assert all(torch.equal(*pair) for read, _, _ in kept[1:] for pair in zip(kept[0][0], read, strict=True))
+    hits = [counters.token_hits for _, counters, _ in kept]
+    assert hits[0] == 0 < hits[1] < hits[2]
+    assert kept[0][1].host_bytes > kept[1][1].host_bytes > kept[2][1].host_bytes
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("order", ["lru", "lfu", "fifo"])
+def test_policies_give_up_what_they_say(control: str, order: str) -> None:
+    """Against a plain model: one block for each cluster, places for four of them."""
+    rig, policy = rig_of(control, 1, policy=order, cache_ratio=4 * 32 / 150, block_bytes=16 * 32)
+    rig.most_retrieved = 1000
+    rig.admit(0, 9, 150)
+    clusters = rig.requests[0].clusters[0, 0]
+    known = [c for c in range(len(clusters)) if 0 < len(clusters[c]) <= 4]
+    capacity = policy._tables[0].table(0).capacity
+    assert capacity == 4
+    held: dict[int, tuple[int, int, int]] = {}  # cluster: (times, used, admitted)
+    times: dict[int, int] = {}
+    rng, now = Random(3), 0
+    for _ in range(60):
+        picked = rng.sample(known, rng.randint(1, 3))
+        rig.step(rig.batch([0]), 0, [[picked, []]])
+        for cluster in picked:
+            now += 1
+            times[cluster] = times.get(cluster, 0) + 1
+            if cluster in held:
+                held[cluster] = (times[cluster], now, held[cluster][2])
+        for number, cluster in enumerate(picked):
+            used = now - len(picked) + number + 1
+            if cluster in held:
+                continue
+            if len(held) == capacity:
+                key = {"lru": lambda c: held[c][1], "lfu": lambda c: held[c][:2], "fifo": lambda c: held[c][2]}[order]
+                old = [c for c in held if c not in picked]
+                del held[min(old, key=key)]
+            held[cluster] = (times[cluster], used, used)
+        policy._wait_for(0)
+        assert set(cached(policy, 0, 0, 0)) == set(held)
+    assert policy.counters.evictions > 10
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_was_selected_is_read_on_the_device_the_next_time(control: str) -> None:
+    rig, policy = rig_of(control, cache_ratio=1)
+    rig.admit(0, 9, 80)
+    picked = [[[0, 5, 3], [7]]]
+    kinds = []
+    for _ in range(2):
+        plan = rig.step(rig.batch([0]), 0, picked)
+        assert plan.execution is not None
+        runs = plan.execution.runs
+        inside = torch.arange(runs.kind.shape[1]) < runs.count[:, None]
+        kinds.append({int(kind) for kind in runs.kind[inside] if kind > 0})
+    assert kinds == [{Source.HOST}, {Source.CACHE}]
+    members = [rig.requests[0].clusters[0, h][c] for h, row in enumerate(picked[0]) for c in row]
+    blocks, tokens = sum(-(-len(m) // 2) for m in members), sum(map(len, members))
+    full = sum(bool(m) for m in members)
+    row = sum(part.row_bytes for part in GEOMETRY.parts)
+    expected = WaveCounters(2 * full, full, 2 * blocks, blocks, 2 * tokens, tokens, tokens * row, full, 0)
+    assert policy.counters == expected
+    assert policy.counters.hit_rate == 0.5
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_cluster_larger_than_the_cache_is_read_on_the_host_and_not_cached(control: str) -> None:
+    rig, policy = rig_of(control, cache_ratio=0.05)
+    rig.most_retrieved = 1000
+    rig.admit(0, 9, 100)
+    giant = torch.zeros(2, 20, dtype=torch.int32)
+    for layer in range(GEOMETRY.num_layers):
+        state = rig.requests[0]
+        known = len(state.clusters[layer, 0])
+        giant[:] = torch.arange(20)
+        sizes = torch.tensor([[20]] * 2, dtype=torch.int32)
+        for head in range(2):
+            state.clusters[layer, head].append(list(range(state.indexed, state.indexed + 20)))
+        policy.store(GEOMETRY.start_layer + layer, 0, WaveSegment(state.indexed, known, sizes, giant))
+    state.indexed += 20
+    state.tokens += 20
+    rig._to_buffer(0)
+    rig._write(0, [t for t in range(state.tokens) if t < 3 or t >= state.tokens - rig.ring.ring])
+    for _ in range(2):
+        rig.step(rig.batch([0]), 0, [[[known], [known]]])
+    assert cached(policy, 0, 0, 0) == {}
+    assert policy.counters.token_hits == 0
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_step_that_ended_before_its_commit_leaves_no_wrong_blocks(control: str) -> None:
+    rig, policy = rig_of(control, cache_ratio=1)
+    rig.admit(0, 9, 80)
+    rig.admit(1, 8, 80)
+    picked = [[[0, 5, 3], [7]], [[1], [2]]]
+    rig.step(rig.batch([0, 1]), 0, picked, commit=False)
+    rig.release(1)
+    rig.step(rig.batch([0]), 0, picked[:1])  # reads everything anew
+    check_cache(rig, policy, 0)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_request_that_ends_between_resolve_and_commit_gets_no_copies(control: str) -> None:
+    rig, policy = rig_of(control, cache_ratio=1)
+    for request in (0, 1):
+        rig.admit(request, 9 - request, 80)
+    batch, picked = rig.batch([0, 1]), [[[0, 5, 3], [7]], [[1], [2]]]
+    plan = rig.step(batch, 0, picked, commit=False)
+    rig.release(1)
+    before = rig.arena.data.clone()
+    policy.commit(GEOMETRY.start_layer, plan)
+    check_cache(rig, policy, 0)
+    assert not torch.equal(rig.arena.data, before)  # request 0 got its own
+    rig.admit(1, 7, 50)
+    rig.step(rig.batch([1, 0]), 0, [[[0], [0]], picked[0]])
+    check_cache(rig, policy, 0)
+
+
+def test_lines_with_many_runs_are_looked_up_again_with_room() -> None:
+    rig, policy = rig_of("native", block_bytes=16, cache_ratio=0)
+    rig.most_retrieved = 200
+    rig.width = 40
+    rig.execution.tokens_per_row = 1 << 20  # plans alone are looked at
+    rig.admit(0, 9, 150)
+    clusters = list(range(len(rig.requests[0].clusters[0, 0])))[::-1]
+    batch, mask = rig.batch([0]), torch.tensor([True])
+    plan = policy.resolve(2, batch, rig.selection(batch, [[clusters, clusters]], mask), mask)
+    assert plan.execution is not None
+    assert plan.execution.lens.tolist() == [[150, 150]]
+    counted = plan.execution.runs
+    inside = torch.arange(counted.tokens.shape[1]) < counted.count[:, None]
+    assert (counted.tokens * inside).sum(1).tolist() == [150, 150]
+
+
+def test_bad_steps_are_refused() -> None:
+    rig, policy = rig_of("native")
+    rig.admit(0, 9, 40)
+    batch, mask = rig.batch([0]), torch.tensor([True])
+    good = rig.selection(batch, [[[0], [0]]], mask)
+    for bad in (
+        Selection(Unit.CLUSTER, 0, good.indices, good.lengths),
+        Selection(Unit.TOKEN, 1, good.indices, good.lengths, steady=good.steady),
+    ):
+        with pytest.raises(ConfigError, match="clusters beside a steady zone"):
+            policy.resolve(2, batch, bad, mask)
+    unknown = rig.selection(batch, [[[0], [999]]], mask)
+    with pytest.raises(StateError, match="not known"):
+        policy.resolve(2, batch, unknown, mask)
+    rig.requests[5] = rig.requests[0]
+    with pytest.raises(StateError, match="has no buffer"):
+        policy.resolve(2, rig.batch([5]), good, mask)
+    segment = WaveSegment(35, 99, torch.ones(2, 1, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32))
+    with pytest.raises(StateError, match="begins at cluster 99"):
+        policy.store(2, 0, segment)
+
+
+def test_a_full_store_takes_nothing() -> None:
+    rig, policy = rig_of("native")
+    rig.admit(0, 9, 40)
+    rig.store.allocator.alloc(rig.store.allocator.available)
+    with pytest.raises(PoolExhaustedError, match="host_bytes"):
+        policy.hold(0, 150)
+    rig.step(rig.batch([0]), 0, [[[0], [1]]])
+
+
+def test_a_buffer_only_grows() -> None:
+    rig, policy = rig_of("native")
+    rig.admit(0, 9, 80)
+    with pytest.raises(StateError, match="only grows"):
+        policy.admit(0, rig.ring, rig.buffers.buffer(0).items[: rig.ring.capacity])
+
+
+def test_closing_twice_does_nothing() -> None:
+    rig, policy = rig_of("native")
+    rig.admit(0, 9, 80)
+    rig.step(rig.batch([0]), 0, [[[0], [1]]], commit=False)
+    policy.close()
+    policy.close()
