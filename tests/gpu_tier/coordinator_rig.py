@@ -29,7 +29,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "quest": {"top_k": 160, "device_buffer_size": 160, "algo": {"token_budget": 160, "skip_layers": 1}},
     "dsa": {"top_k": 160, "device_buffer_size": 160, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 160, "w_obs": 8}},
-    "retroinfer": {"algo": {**WAVE, "retrieval": 1.0, "estimation": 0.0, "local": 16, "control": "gpu"}},
+    "retroinfer": {"algo": {**WAVE, "retrieval": 1.0, "estimation": 0.0, "local": 16}},
     "pqcache": {"algo": {**PQ, "token_budget": 160, "cache_tokens": 64, "block": 16}},
 }
 

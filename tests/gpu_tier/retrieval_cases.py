@@ -16,6 +16,7 @@ PQ: dict[str, Any] = {
 }  # fmt: skip
 
 BLOCKS: dict[str, dict[str, Any]] = {
+    "retroinfer": {"algorithm": "retroinfer", "algo": WAVE},
     "retroinfer gpu control": {"algorithm": "retroinfer", "algo": {**WAVE, "control": "gpu"}},
     "pqcache": {"algorithm": "pqcache", "algo": PQ},
 }

@@ -16,6 +16,7 @@ from thoroughness import examples
 from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from gpu_tier.index.wave_segment import WaveSegment
 from gpu_tier.kernels.row_pool import RowPool
+from gpu_tier.manager.wave_buffer import WaveBuffer
 from gpu_tier.manager.wave_gpu import WaveGpuBuffer, WaveGpuCounters
 from gpu_tier.types import Selection, Source, Unit
 
@@ -230,3 +231,33 @@ def test_a_row_that_was_released_leaves_nothing() -> None:
     rig.admit(0, 10, 50)
     rig.step(rig.batch([0]), 1, [[[0, 1, 2], [3]]])
     assert policy.counters.block_hits == 0
+
+
+def cpu_policy(rig: ClusterRig) -> WaveBuffer:
+    return WaveBuffer(
+        rig.geometry, rig.settings, rig.store, rig.arena, rig.execution, rig, rig.runtime,
+        max_requests=rig.max_requests,
+    )  # fmt: skip
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(cases)
+def test_attention_reads_the_same_bytes_with_the_cache_on_the_cpu(case: Case) -> None:
+    histories = []
+    for control, make in (("gpu", gpu_policy), ("cpu", cpu_policy)):
+        changes = {"block_bytes": case.block_bytes, "cache_ratio": case.cache_ratio}
+        rig = ClusterRig(make, ClusterRig.settings_of(control=control, **changes), case.seed)
+        rng, lines = Random(case.seed), []
+        for step in range(4):
+            come_and_go(rig, rng, step)
+            requests = sorted(rig.requests)
+            rig.decode(requests)
+            batch = rig.batch(requests, 1)
+            for layer in range(GEOMETRY.num_layers):
+                rig.step(batch, layer, rig.pick(requests, layer))
+                lines += rig.gathered
+        histories.append(lines)
+        if isinstance(rig.policy, WaveBuffer):
+            rig.policy.close()
+    assert len(histories[0]) == len(histories[1])
+    assert all(torch.equal(*lines) for lines in zip(*histories, strict=True))
