@@ -34,7 +34,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "dsa": {"top_k": 24, "device_buffer_size": 48, "algo": {"index_heads": 4, "index_dim": 32}},
     "snapkv": {"algo": {"cap": 40, "w_obs": 8, "mode": "retrievable"}},
     "pqcache": {"algo": {**PQ, "token_budget": 24}},
-    "retroinfer": {"algo": {**WAVE, "control": "gpu"}},
+    "retroinfer": {"algo": WAVE},
 }
 # Where everything stays on the device, or is dropped there, prompts go to the host only to be published.
 OTHER_RESIDENCIES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,9 @@ from gpu_tier.geometry import KVKind
 from gpu_tier.manager import cluster_resident
 from gpu_tier.rows import KVDtype
 
-RESIDENCIES: dict[str, dict[str, Any]] = {"device": {"mode": "gpu_only"}, "blocks, gpu control": {"control": "gpu"}}
+RESIDENCIES: dict[str, dict[str, Any]] = {
+    "device": {"mode": "gpu_only"}, "blocks": {"control": "cpu"}, "blocks, gpu control": {"control": "gpu"}
+}  # fmt: skip
 SINK, LOCAL, UPDATE, SEGMENT = 4, 6, 8, 32
 ALGO = {
     "sink": SINK, "local": LOCAL, "segment": SEGMENT, "update_segment": UPDATE, "tokens_per_centroid": 4,
