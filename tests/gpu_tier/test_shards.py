@@ -64,7 +64,7 @@ def test_given_queries_and_kv(pair: str, one_process: Path, tmp_path: Path) -> N
             part = found_in(folder / f"{name}.npz")
             assert same_selections(part, whole, rank) > 0
             expected = layers_of(heads_of(whole["out"], rank, 3, MODEL.group), rank, 1)
-            # How wide a step's sums are padded, and so how they round, follows from the heads that are computed together.
+            # How wide sums are padded, and so how they round, follows from the heads that are computed together.
             np.testing.assert_allclose(part["out"], expected, rtol=1e-5, atol=1e-6, err_msg=name)
             assert rank.heads != WHOLE.heads or np.array_equal(part["out"], expected), name
 
