@@ -137,7 +137,9 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/gpu/k4_wave_decode.py --cpu-smoke --json build/gpu_k4.json
 	$(BIN)/python benchmarks/gpu/k5_million.py --cpu-smoke --json build/gpu_k5.json
 	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
+	$(BIN)/python benchmarks/gpu/k7_pq_search.py --cpu-smoke --json build/gpu_k7.json
 	$(BIN)/python benchmarks/gpu/k8_index_build.py --cpu-smoke --json build/gpu_k8.json
+	$(BIN)/python benchmarks/gpu/k9_end_to_end.py --cpu-smoke --json build/gpu_k9.json
 	$(BIN)/python benchmarks/gpu/k10_breakdown.py --cpu-smoke --json build/gpu_k10.json
 	$(BIN)/python benchmarks/gpu/quality.py --quick --json build/gpu_quality.json
 	$(BIN)/python benchmarks/gpu/index_build.py --quick --json build/gpu_index_build.json
@@ -205,7 +207,7 @@ acceptance-quality: setup
 # has torch and triton already.
 GPU_PYTHON ?= python3
 acceptance-gpu:
-	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k4:k4_wave_decode k5:k5_million k6:k6_dsa_decode k8:k8_index_build k10:k10_breakdown; do \
+	@failed=0; for name in check:check_device k1:k1_io_transfer k2:k2_lru_diff k3:k3_decode_attention k4:k4_wave_decode k5:k5_million k6:k6_dsa_decode k7:k7_pq_search k8:k8_index_build k9:k9_end_to_end k10:k10_breakdown; do \
 	  $(GPU_PYTHON) benchmarks/gpu/$${name#*:}.py --json benchmarks/results/gpu_$${name%:*}.json || failed=1; \
 	done; exit $$failed  # a target that one of them misses does not hide the others
 

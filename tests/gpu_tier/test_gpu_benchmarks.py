@@ -20,9 +20,9 @@ from gpu_tier.runtime import NullRuntime
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
 NAMES = [
     "k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k4_wave_decode", "k5_million", "k6_dsa_decode",
-    "k8_index_build", "k10_breakdown", "check_device",
+    "k7_pq_search", "k8_index_build", "k9_end_to_end", "k10_breakdown", "check_device",
 ]  # fmt: skip
-CHECKS = ("bytes are equal", "buffer equals host", "largest relative difference")
+CHECKS = ("bytes are equal", "buffer equals host", "all requests decode this way", "largest relative difference")
 
 
 @pytest.fixture(autouse=True, scope="module")

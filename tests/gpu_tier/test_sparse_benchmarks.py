@@ -158,8 +158,9 @@ def test_batches_are_limited_by_the_host_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cases"), [("k4_wave_decode", 1), ("k5_million", 3), ("k10_breakdown", 4)]
-)  # fmt: skip
+    ("name", "cases"),
+    [("k4_wave_decode", 1), ("k5_million", 3), ("k7_pq_search", 2), ("k9_end_to_end", 1), ("k10_breakdown", 4)],
+)
 def test_a_late_script_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch, name: str, cases: int) -> None:
     module, this = script(name), device_run()
     if name == "k5_million":  # what is measured before the first way that can be left out
@@ -168,3 +169,56 @@ def test_a_late_script_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(script("device_run"), "_LATE_SECONDS", -1.0)
     module.measure(this)
     assert [row.metric for row in this.rows] == ["left out: no time left"] * cases
+
+
+def k9_bench(shares: dict[int, float], **peaks: float) -> Any:
+    """Return a bench of K9 whose model is not run."""
+    k9 = script("k9_end_to_end")
+    return k9.Bench(device_run(**peaks), k9.SMOKE, None, shares)
+
+
+def steps(**milliseconds: float) -> Any:
+    """Return what was measured of a way: ``b1=…, b2=…`` milliseconds of a step, and `ingest`."""
+    k9, samples = script("k9_end_to_end"), script("device_clock").Samples
+    ingest = milliseconds.pop("ingest", 0.0) / 1e3
+    return k9.Found(ingest, {int(name[1:]): samples((taken / 1e3,)) for name, taken in milliseconds.items()})
+
+
+def test_k9_says_from_which_output_on_a_way_is_worth_it() -> None:
+    bench = k9_bench({1: 0.9, 2: 0.9})
+    bench.compare("wave", steps(b1=12.0, b2=14.0, b3=15.0, ingest=500.0), steps(b1=10.0, b2=18.0, ingest=100.0))
+    rows = {(row.case.removeprefix("n=300, wave, "), row.metric): row.value for row in bench.this.rows}
+    assert rows == {
+        ("B=1: the same batch", "speed-up over full at B=1"): pytest.approx(10 / 12),
+        ("B=1", "never done before full attention of the same batch"): pytest.approx(-2000.0),
+        ("B=2: the same batch", "speed-up over full at B=2"): pytest.approx(18 / 14),
+        ("B=2", "output of a request from which on it is worth it"): pytest.approx(2 * 400 / 4),
+        ("B=3: what fits", "speed-up over full at B=2"): pytest.approx(3 / 15 / (2 / 18)),
+    }
+
+
+def test_k9_states_nothing_over_a_slow_baseline() -> None:
+    bench = k9_bench({1: 0.7})
+    bench.compare("wave", steps(b1=1.0), steps(b1=10.0))
+    assert [row.metric.partition(":")[0] for row in bench.this.rows] == ["no speed-up over full at B=1 stated"] * 2
+
+
+def test_k9_tries_what_device_and_host_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    k9 = script("k9_end_to_end")
+    ways = k9.FULL.ways()
+    for host_gib, expected in ((125, (3, 4, 6)), (60, (3, 2, 3)), (1, (3, 0, 0))):
+        monkeypatch.setattr(k9, "available_bytes", lambda gib=host_gib: gib << 30)
+        assert tuple(k9.FULL.most(config, 78 << 30) for config in ways.values()) == expected
+
+
+def test_a_prefill_has_the_operations_of_its_layers() -> None:
+    k8, k9 = script("k8_index_build"), script("k9_end_to_end")
+    assert k9.operations(k9._SHAPE, 1000) == 32 * k8.FULL.operations(1000)
+
+
+def test_one_stream_waits_for_nothing_and_orders_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = script("one_stream")
+    assert isinstance(made.serial_runtime(torch.device("cpu")), NullRuntime)
+    runtime = object.__new__(made._OneStream)
+    with runtime.stream("h2d"):
+        runtime.fence(object(), "compute")
