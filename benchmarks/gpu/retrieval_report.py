@@ -84,7 +84,7 @@ def _others(rows: Sequence[Row]) -> ResultTable:
         if not row.target and row.case.partition(" ")[0] in ("C4", "PQ", "S5", "S1", "wave")
     )  # fmt: skip
     note = (
-        "Hit rates leave the first step out; one head, clusters in an LRU, PQCache's own policy. S5: 4K tokens without "
+        "Hit rates leave the first step out; one head, the policies themselves. S5: 4K tokens without "
         "the structure that the methods hope for; of equal keys any selection is right, of uniform ones none is."
     )
     return ResultTable("Caches and adversarial inputs", ("case", "figure", "value"), cells, note)

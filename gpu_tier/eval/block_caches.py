@@ -1,19 +1,18 @@
 """Hit rates of the block caches of RetroInfer and PQCache on what the algorithms select on a sample.
 
-PQCache's policy itself runs, over one layer and one KV head whose rows hold one number each: what is cached follows
-from which tokens are selected alone. Of RetroInfer's it is the rule (`gpu_tier.eval.cluster_cache`). Hit rates leave
-the first step out, which finds an empty cache.
+The policies themselves run, over one layer and one KV head whose rows hold one number each: what is cached follows from
+which tokens are selected alone. Hit rates leave the first step out, which finds an empty cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
-from gpu_tier.eval.cluster_cache import ClusterCache
 from gpu_tier.eval.driven import Driven
 from gpu_tier.eval.methods import PAGE
 from gpu_tier.geometry import KVGeometry, KVKind, Layout
@@ -21,6 +20,8 @@ from gpu_tier.manager.execution_buffer import ExecutionBuffer
 from gpu_tier.manager.host_tokens import HostTokens
 from gpu_tier.manager.policy import BlockPolicy
 from gpu_tier.manager.token_blocks import TokenBlockPolicy
+from gpu_tier.manager.wave_buffer import WaveBuffer
+from gpu_tier.manager.wave_store import WaveStore
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.pools.transfer import KVTransfer
@@ -32,6 +33,7 @@ __all__ = ["BlockHits", "pq_hits", "wave_hits"]
 
 _NUMBER = KVGeometry(KVKind.MHA, 1, 1, 1, 1, KVDtype.F32, PAGE)
 _WAVE_BLOCK = 8  # tokens of 2 KB of keys of 128 bf16 numbers
+_MORE_HOST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +57,38 @@ class BlockHits:
 
 
 def wave_hits(driven: Driven, selections: Sequence[Selection], settings: RetroInferConfig) -> BlockHits:
-    """Return what the wave buffer's rule does on selections of clusters.
+    """Return what the wave buffer does on selections of clusters.
 
     Args:
         driven: the algorithm that chose them.
         selections: of each step.
         settings: of the cache; blocks have 8 tokens, as of 128 bf16 numbers.
     """
-    n, sizes = len(driven.sample.k), driven.cluster_sizes.tolist()
-    blocks = [-(-size // _WAVE_BLOCK) for size in sizes]
-    cache = ClusterCache(blocks, int(settings.cache_ratio * n) // _WAVE_BLOCK, settings.policy)
-    chosen = [selection.indices[0, 0, : int(selection.lengths[0, 0])].tolist() for selection in selections]
-    found = [cache.step(clusters) for clusters in chosen]
-    warm = list(zip(chosen[1:], found[1:], strict=True))
-    selected = sum(len(clusters) for clusters, _ in warm)
-    tokens = sum(sizes[cluster] for clusters, _ in warm for cluster in clusters)
-    hit_tokens = sum(sizes[cluster] for _, (hits, _) in warm for cluster in hits)
+    n, runtime = len(driven.sample.k), NullRuntime()
+    block_bytes = _WAVE_BLOCK * _NUMBER.parts[0].row_bytes
+    settings = replace(settings, block_bytes=block_bytes, cpu_threads=1)
+    host_bytes = _MORE_HOST * n * _NUMBER.token_bytes
+    execution = ExecutionBuffer(_NUMBER, 1, driven.algorithm.max_execution_tokens, runtime)
+    arena = _arena(2 * n)
+    policy = WaveBuffer(
+        _NUMBER, settings, WaveStore(_NUMBER, settings, host_bytes, runtime), arena, execution, _Rows(n), runtime,
+        max_requests=1,
+    )  # fmt: skip
+    policy.hold(0, n)
+    for segment in driven.segments:
+        policy.store(0, 0, segment)
+    _admit(policy, driven, arena)
+    _step(policy, driven.step, selections[0])
+    cold = policy.counters
+    for selection in selections[1:]:
+        _step(policy, driven.step, selection)
+    warm, steps = policy.counters, len(selections) - 1
+    policy.close()
     return BlockHits(
-        clusters=sum(len(hits) for _, (hits, _) in warm) / selected,
-        tokens=hit_tokens / tokens,
-        host_share=(tokens - hit_tokens) / len(warm) / n,
-        admitted=sum(admitted for _, (_, admitted) in warm) / len(warm),
+        clusters=(warm.cluster_hits - cold.cluster_hits) / (warm.clusters - cold.clusters),
+        tokens=(warm.token_hits - cold.token_hits) / (warm.tokens - cold.tokens),
+        host_share=(warm.host_bytes - cold.host_bytes) / steps / (n * _NUMBER.token_bytes),
+        admitted=(warm.admissions - cold.admissions) / steps,
         admitted_share=0.0,
     )
 
@@ -112,6 +125,17 @@ def pq_hits(driven: Driven, selections: Sequence[Selection], settings: PQCacheCo
         admitted=admitted,
         admitted_share=admitted * (settings.block if settings.cache_unit == "block" else 1) / n,
     )
+
+
+class _Rows:
+    """Reads rows that hold nothing of interest."""
+
+    def __init__(self, n_tokens: int) -> None:
+        self._rows = torch.zeros(n_tokens, 1, _NUMBER.parts[0].row_bytes, dtype=torch.uint8)
+
+    def raw(self, layer_id: int, part: int, request: int, start: int, stop: int) -> Tensor:
+        """See `RawRows`."""
+        return self._rows[start:stop]
 
 
 def _arena(tokens: int) -> DeviceKVPool:

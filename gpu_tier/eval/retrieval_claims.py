@@ -31,7 +31,7 @@ _RETRO_CLAIMS = (
     Claim("retro_hit_rate", _RETRO, "hit rate 0.79–0.94 with a cache of 5 %", "tasks", _P,
           "S1 mid, 32K tokens, clusters selected, caches of 2.5, 5 and 10 %"),
     Claim("retro_traffic", _RETRO, "PCIe traffic below 2 % of what full attention reads", "1.8 % retrieved", _R,
-          "S1 mid: bytes of missed clusters of a step over the KV's; cache of 5 %"),
+          "S1 mid: bytes from the host that the wave buffer counted in a step, over the KV's; cache of 5 %"),
     Claim("retro_overlap", _RETRO, "31 % of the top 100 are shared by three steps", "Llama3-8B", _P,
           "S1 sharp, mid, diffuse: in the top 100 of three steps in a row"),
     Claim("retro_sparsity", _RETRO, "sparsity above 98 % hides the link (60:1)", "A100, PCIe4", _P,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from cluster_cache import ClusterCache
 
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.block_caches import pq_hits, wave_hits
-from gpu_tier.eval.cluster_cache import ClusterCache
 from gpu_tier.eval.driven import Driven
 from gpu_tier.eval.methods import OBSERVED, pq_top, wave_share
 from gpu_tier.eval.synth import Regime, kv
@@ -33,33 +32,21 @@ def ids(selection: Selection) -> list[int]:
     return selection.indices[0, 0, : int(selection.lengths[0, 0])].tolist()
 
 
-def plain_rate(capacity: int) -> float:
-    """Return the hit rate of clusters in an LRU of so many blocks that takes them whole, the first step left out."""
+def plain_rate(capacity: int, policy: str) -> float:
+    """Return the hit rate of clusters in a plain cache of so many blocks, the first step left out."""
     driven, selections = chosen("retroinfer")
-    blocks = [-(-size // BLOCK) for size in driven.cluster_sizes.tolist()]
-    cached: OrderedDict[int, int] = OrderedDict()
-    hits = selected = 0
-    for step, selection in enumerate(selections):
-        used = ids(selection)
-        missing = [cluster for cluster in used if cluster not in cached]
-        if step:
-            hits, selected = hits + len(used) - len(missing), selected + len(used)
-        for cluster in used:
-            if cluster in cached:
-                cached.move_to_end(cluster)
-        for cluster in (c for c in missing if blocks[c] <= capacity):
-            cold = [c for c in cached if c not in used]
-            while sum(cached.values()) + blocks[cluster] > capacity and cold:
-                del cached[cold.pop(0)]
-            if sum(cached.values()) + blocks[cluster] <= capacity:
-                cached[cluster] = blocks[cluster]
-    return hits / selected
+    cache = ClusterCache([-(-size // BLOCK) for size in driven.cluster_sizes.tolist()], capacity, policy)
+    hits = [len(cache.step(ids(selection))[0]) for selection in selections]
+    return sum(hits[1:]) / sum(len(ids(selection)) for selection in selections[1:])
 
 
 @pytest.mark.parametrize("ratio", [0.025, 0.05, 0.1])
-def test_clusters_are_cached_as_in_a_plain_lru(ratio: float) -> None:
-    found = wave_hits(*chosen("retroinfer"), replace(WAVE, cache_ratio=ratio))
-    assert found.clusters == plain_rate(int(ratio * TOKENS) // BLOCK)
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_the_wave_buffer_hits_as_a_plain_cache_of_clusters(ratio: float, is_async: bool, policy: str) -> None:
+    settings = replace(WAVE, cache_ratio=ratio, async_update=is_async, policy=policy)
+    found = wave_hits(*chosen("retroinfer"), settings)
+    assert found.clusters == plain_rate(int(ratio * TOKENS) // BLOCK, policy)
     assert 0 < found.host_share < 0.02
 
 

@@ -1,4 +1,4 @@
-"""The rule of RetroInfer's block cache in plain Python: which of the selected clusters are cached.
+"""The rule of RetroInfer's block cache in plain Python, to compare the wave buffer with.
 
 Clusters are admitted and given up whole, in blocks; one that is larger than the cache is never admitted, and what a
 step uses is not given up in that step. Missed clusters are admitted in the order of the selection while there is room.
