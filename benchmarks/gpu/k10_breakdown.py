@@ -71,7 +71,7 @@ class Size:
 
 FULL = Size()
 QUICK = replace(FULL, layers=4, n_tokens=30720)
-SMOKE = Size(TINY_LLAMA, 2, 300, (1, 2), 0.5, TINY_WAVE, TINY_PAGE, ("gpu",))
+SMOKE = Size(TINY_LLAMA, 2, 300, (1, 2), 0.5, TINY_WAVE, TINY_PAGE)
 
 
 def parts_of(this: DeviceRun, step: SparseDecode) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -3,8 +3,8 @@
 Some attention layers of Llama-3-8B, requests of n tokens, half an update segment decoded. The KV budget on the device
 is that of an 80 GB GPU beside 16 GB of weights, scaled like the layers; it decides how many requests full attention
 has. The wave index has as many as its bytes on the device (index, cache, execution buffer) and those on the host allow.
-Batches rise from 1, so that rows at the same batch show where it loses. Beside it stand the control on the device, and
-all KV on the device (gpu_only). Steps are launched one by one on both sides: the control on the CPU needs the clusters'
+Batches rise from 1, so that rows at the same batch show where it loses. Beside it stand the control on the device, at
+the longest prompts, and all KV on the device (gpu_only). Steps are launched one by one on both sides: the control on the CPU needs the clusters'
 numbers in every layer, so no graph can hold a step.
 
 The hit rate is an input. The index is built of planted keys without k-means iterations; what a build costs is K8.
@@ -28,6 +28,7 @@ from tiny_llama import TINY_LLAMA, TINY_PAGE, TINY_WAVE
 from gpu_tier.config import RetroInferConfig, SparseConfig
 from gpu_tier.eval.footprint import footprint
 from gpu_tier.eval.model_shapes import ModelShape, model_shape
+from gpu_tier.eval.retrieval_bytes import wave_block_tokens, wave_retrieved
 from gpu_tier.eval.roofline import traffic
 from gpu_tier.pools.pinned import LARGEST_SHARE, available_bytes
 from gpu_tier.runtime import runtime_for
@@ -75,13 +76,28 @@ class Sweep:
     page: int = 64
     controls: tuple[str, ...] = ("cpu", "gpu")
 
+    def on_device(self, config: SparseConfig, n_tokens: int) -> int:
+        """Return how many requests fit under the budget on the device."""
+        return self.budget_bytes // footprint(self.model, self._as_allocated(config, n_tokens), n_tokens).device
+
+    def _as_allocated(self, config: SparseConfig, n_tokens: int) -> SparseConfig:
+        """Return settings with the cache that the control on the device has: it holds whatever a step may select."""
+        settings = config.algo
+        if not isinstance(settings, RetroInferConfig) or settings.control == "cpu":
+            return config
+        retrieved = wave_retrieved(settings, n_tokens) // settings.tokens_per_centroid
+        widest = settings.exec_factor * retrieved * settings.tokens_per_centroid + settings.update_segment
+        widest += (retrieved + 1) * wave_block_tokens(self.model.geometry, settings)
+        return replace(config, algo=replace(settings, cache_ratio=min(1, max(settings.cache_ratio, widest / n_tokens))))
+
+    def on_host(self, config: SparseConfig, n_tokens: int) -> int:
+        """Return for how many requests the host has room; as many as are tried where nothing is kept there."""
+        each = store_bytes(self.work(config, 1, n_tokens))
+        return self.host() // each if each else self.most_batch
+
     def most(self, config: SparseConfig, n_tokens: int) -> int:
-        """Return how many requests fit under the budget on the device, and of clusters on the host."""
-        on_device = self.budget_bytes // footprint(self.model, config, n_tokens).device
-        if config.algorithm != "full" and config.residency == "blocks":
-            work = self.work(config, 1, n_tokens)
-            on_device = min(on_device, self.host() // store_bytes(work))
-        return int(min(self.most_batch, on_device))
+        """Return how many requests are tried at most."""
+        return min(self.most_batch, self.on_device(config, n_tokens), self.on_host(config, n_tokens))
 
     def host(self) -> int:
         """Return the bytes of clusters on the host."""
@@ -99,7 +115,7 @@ class Sweep:
 
 FULL = Sweep()
 QUICK = replace(FULL, lengths=(30720,), batches=(1, 4), hit_rates=((0.85,), ()), most_batch=8)
-SMOKE = Sweep(TINY_LLAMA, 2, 1 << 20, 64 << 20, (300,), (1,), ((0.5,), (1.0,)), 3, TINY_WAVE, TINY_PAGE, ("gpu",))
+SMOKE = Sweep(TINY_LLAMA, 2, 1 << 20, 64 << 20, (300,), (1,), ((0.5,), (1.0,)), 3, TINY_WAVE, TINY_PAGE)
 
 
 class Bench:
@@ -147,6 +163,9 @@ class Bench:
         most = self.sweep.most(config, self.n_tokens)
         if not most or self.this.leaves_out(f"{self.case}: {name}"):
             return found, False
+        case = f"{self.case}: {name}"
+        self.this.add(Row(case, "most requests in the budget", self.sweep.on_device(config, self.n_tokens), ""))
+        self.this.add(Row(case, "most requests that the host holds", self.sweep.on_host(config, self.n_tokens), ""))
         system = self.system(config, most, name)
         for batch in self.batches(config, name):
             rates = self.sweep.hit_rates[0] + (self.sweep.hit_rates[1] if batch == most else ())
@@ -200,7 +219,7 @@ class Bench:
         full = self.full()
         headline = max(self.sweep.lengths)
         goal = GOAL if self.n_tokens == headline and not self.this.is_quick else None
-        for control in self.sweep.controls:
+        for control in self.sweep.controls if self.n_tokens == headline else self.sweep.controls[:1]:
             speeds, is_complete = self.wave(replace(self.sweep.settings, control=control))
             self.ratios(full, speeds, is_complete, goal if control == self.sweep.controls[0] else None)
         self.ratios(full, self.gpu_only(), False, None)

@@ -2,9 +2,11 @@
 
 Some attention layers of Llama-3-8B; as many requests as their KV on the host allows. Both attend to as many tokens and
 have a cache for the same share of them; PQCache at a tenth of the tokens, its own setting, stands beside. What each
-takes of the device is printed, and the hit rates are inputs: PQCache's is what its blocks can hold of the selection, at
-most the rate that is asked for. Full attention does not fit at the model's depth; of the measured layers it is timed
-with one request, and a speed-up is stated only where that reaches 75 % of its roofline.
+takes of the device is printed. Hit rates are inputs: for PQCache so large a share of the selection is put into whole
+blocks, as far as its cache can hold these; what was counted is printed.
+
+Full attention does not fit at the model's depth; of the measured layers it is timed with one request, and a speed-up is
+stated only where that reaches 75 % of its roofline.
 """
 
 from __future__ import annotations
@@ -76,11 +78,12 @@ class Size:
 
     def ways(self) -> dict[str, SparseConfig]:
         """Return what is compared, RetroInfer first."""
-        # As many retrieved tokens: of PQCache's budget one token is the window's, and two are at the least.
-        same = replace(self.codes, token_budget=2 * wave_retrieved(self.wave, self.n_tokens), local_ratio=0.5)
+        steady = self.wave.local + self.wave.update_segment // 2
+        budget = steady + wave_retrieved(self.wave, self.n_tokens)
+        same = replace(self.codes, token_budget=budget, local_ratio=steady / budget)
         return {
             f"wave, control {self.wave.control}": wave_config(self.wave, self.page),
-            "PQCache, as many retrieved tokens": self.pq_config(same),
+            "PQCache, as many tokens": self.pq_config(same),
             f"PQCache, {self.ratio} of the tokens": self.pq_config(replace(self.codes, token_ratio=self.ratio)),
         }
 
@@ -94,7 +97,7 @@ class Size:
 FULL = Size()
 QUICK = replace(FULL, layers=2, n_tokens=1 << 19, hit_rates=(0.85,))
 SMOKE = Size(
-    TINY_LLAMA, 2, 400, 2, (0.5,), 0.3, replace(TINY_WAVE, control="gpu"), TINY_PQ, TINY_PAGE
+    TINY_LLAMA, 2, 400, 2, (0.5,), 0.3, TINY_WAVE, TINY_PQ, TINY_PAGE
 )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 Attention layers of Llama-3-8B at 120K tokens, a fifth of them attended to. First the parts of a search alone, for both
 sizes of codes: tables of products, scores of all tokens, top-k, and the copy of a layer's codes. Then whole steps: with
 codes and misses on streams of their own and all on one stream; without a cache, with one of 4,096 and of 8,192 tokens,
-and with one of single tokens. Hit rates are what the caches hold of the selection; the input is the most.
+and with one of single tokens. The share of the selection that is asked for is put into whole blocks, as far as a cache
+can hold these; the hit rate counted is printed.
 
 How much a cache or a stream gains is stated only where full attention of the same requests reaches 75 % of its
 roofline.
@@ -110,7 +111,7 @@ def search(
             lambda: pq_score(products, codes, table, first, lengths, scores), codes.nbytes + scores.nbytes
         ),
         "softmax and its sum": (
-            lambda: scores.softmax(-1).unflatten(1, (heads, -1)).sum(2), 3 * scores.nbytes + weights.nbytes
+            lambda: scores.softmax(-1).view(batch, heads, -1, size.n_tokens).sum(2), 3 * scores.nbytes + weights.nbytes
         ),
         "top-k": (lambda: topk_select(weights, lengths, k, indices, found), weights.nbytes),
         "codes of a layer over the link": (lambda: codes.copy_(on_host, non_blocking=True), codes.nbytes),

@@ -117,7 +117,7 @@ class Size:
 FULL = Size()
 QUICK = replace(FULL, n_tokens=30720, batches=(1, 4))
 SMOKE = Size(
-    TINY_LLAMA, _TINY_SHAPE, 300, (1, 2), 64, replace(TINY_WAVE, control="gpu"), TINY_PQ, 4.0, TINY_PAGE
+    TINY_LLAMA, _TINY_SHAPE, 300, (1, 2), 64, TINY_WAVE, TINY_PQ, 4.0, TINY_PAGE
 )  # fmt: skip
 
 

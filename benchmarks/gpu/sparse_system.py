@@ -21,7 +21,7 @@ from gpu_tier.algorithms import registry
 from gpu_tier.algorithms.base import AlgorithmContext
 from gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.eval.model_shapes import ModelShape
-from gpu_tier.eval.retrieval_bytes import wave_block_tokens, wave_store_tokens
+from gpu_tier.eval.retrieval_bytes import wave_block_tokens
 from gpu_tier.geometry import KVGeometry, Layout
 from gpu_tier.index.wave_segment import SegmentSink, WaveSegment
 from gpu_tier.manager.host_tokens import HostTokens
@@ -249,7 +249,10 @@ def store_bytes(work: Work) -> int:
     if not isinstance(settings, RetroInferConfig) or work.config.residency == "device":
         return 0
     block = wave_block_tokens(geometry, settings)
-    tokens = wave_store_tokens(geometry, settings, work.max_tokens) + 2 * _ODD_CLUSTERS * block
+    # A cluster wastes less than a block; the end of a prompt may have clusters of its own.
+    clustered = work.max_tokens - settings.sink - settings.local
+    clusters = clustered // settings.tokens_per_centroid + _ODD_CLUSTERS
+    tokens = ((clustered + clusters * (block - 1)) // block + 1) * block
     lines = geometry.num_layers * geometry.num_kv_heads
     return (tokens * lines + 2 * EXTENT_BLOCKS * block) * geometry.token_layer_bytes // geometry.num_kv_heads
 

@@ -19,7 +19,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def system(batch: int = 2, algorithm: str = "wave", n_prompt: int = 300) -> Any:
     """Return tiny requests."""
     k4, tiny = script("k4_wave_decode"), script("tiny_llama")
-    config = k4.wave_config(k4.replace(tiny.TINY_WAVE, control="gpu", exec_factor=4), tiny.TINY_PAGE)
+    control = "gpu" if algorithm == "wave, gpu" else "cpu"
+    config = k4.wave_config(k4.replace(tiny.TINY_WAVE, control=control, exec_factor=4), tiny.TINY_PAGE)
     if algorithm == "gpu_only":
         config = config.replaced(residency="device")
     if algorithm == "codes":
@@ -28,12 +29,12 @@ def system(batch: int = 2, algorithm: str = "wave", n_prompt: int = 300) -> Any:
     return script("sparse_system").SparseSystem(work, device_run().clock, NullRuntime())
 
 
-@pytest.mark.parametrize("algorithm", ["wave", "codes", "gpu_only"])
+@pytest.mark.parametrize("algorithm", ["wave", "wave, gpu", "codes", "gpu_only"])
 def test_what_is_attended_to_is_compared_with_what_was_stored(algorithm: str) -> None:
     made = system(algorithm=algorithm)
     step = script("sparse_decode").SparseDecode(made, 2, 0.5)
     assert step.is_right()
-    if algorithm == "wave":
+    if algorithm.startswith("wave"):
         made.manager.blocks.store.data.zero_()
     elif algorithm == "codes":
         made.manager.host.data.zero_()
@@ -45,9 +46,11 @@ def test_what_is_attended_to_is_compared_with_what_was_stored(algorithm: str) ->
     made.close()
 
 
-@pytest.mark.parametrize(("algorithm", "rate"), [("wave", 0.8), ("wave", 0.0), ("wave", 1.0), ("codes", 0.5)])
+@pytest.mark.parametrize(
+    ("algorithm", "rate"), [("wave", 0.8), ("wave", 0.0), ("wave, gpu", 0.0), ("wave, gpu", 1.0), ("codes", 0.5)]
+)
 def test_the_hit_rate_counted_is_the_one_put_in(algorithm: str, rate: float) -> None:
-    made = system(algorithm=algorithm, n_prompt=2400 if algorithm == "wave" else 300)
+    made = system(algorithm=algorithm, n_prompt=300 if algorithm == "codes" else 2400)
     step = script("sparse_decode").SparseDecode(made, 2, rate)
     for _ in range(4):
         step.prepare()
@@ -103,7 +106,7 @@ def test_look_up_and_gathering_have_a_bar(micros: float, ok: bool) -> None:
 def k4_bench(monkeypatch: pytest.MonkeyPatch, this: Any) -> Any:
     """Return a bench of K4 in which full attention fits with one and two requests, the wave index with three."""
     k4 = script("k4_wave_decode")
-    sweep = k4.replace(k4.SMOKE, batches=(1, 2), hit_rates=((0.5,), ()))
+    sweep = k4.replace(k4.SMOKE, batches=(1, 2), hit_rates=((0.5,), ()), controls=("cpu",))
     monkeypatch.setattr(
         k4.Sweep,
         "most",
@@ -120,7 +123,7 @@ def test_k4_gates_each_ratio_by_full_attention_at_its_batch(monkeypatch: pytest.
     bench.compare()
     stated = {row.case for row in this.rows if row.metric.startswith("speed-up")}
     refused = {row.case for row in found(this, "no speed-up over full")}
-    wave = "wave, control gpu, hit rate 0.50 (input)"
+    wave = "wave, control cpu, hit rate 0.50 (input)"
     assert f"n=300: one budget of 0 GiB, {wave}, B=3" in stated
     assert stated >= {f"n=300: the same batch, {wave}, B=2", "n=300: the same batch, wave, gpu_only, B=2"}
     assert refused == {f"n=300: the same batch, {way}, B=1" for way in (wave, "wave, gpu_only")}
@@ -155,6 +158,8 @@ def test_batches_are_limited_by_the_host_too() -> None:
     assert sizes[8] < sizes[64] < sizes[400]
     assert k4.FULL.most(k4.FULL_ATTENTION, 122880) == 4
     assert sizes[400] > 20
+    on_device = k4.wave_config(k4.replace(k4.FULL.settings, control="gpu"), 64)
+    assert k4.FULL.on_device(on_device, 122880) < k4.FULL.on_device(config, 122880)  # a larger cache
 
 
 @pytest.mark.parametrize(
