@@ -4,8 +4,10 @@ Some attention layers of Llama-3-8B, requests of n tokens, half an update segmen
 is that of an 80 GB GPU beside 16 GB of weights, scaled like the layers; it decides how many requests full attention
 has. The wave index has as many as its bytes on the device (index, cache, execution buffer) and those on the host allow.
 Batches rise from 1, so that rows at the same batch show where it loses. Beside it stand the control on the device, at
-the longest prompts, and all KV on the device (gpu_only). Steps are launched one by one on both sides: the control on the CPU needs the clusters'
-numbers in every layer, so no graph can hold a step.
+the longest prompts, and all KV on the device (gpu_only).
+
+Steps are launched one by one on both sides: the control on the CPU needs the clusters' numbers in every layer, so no
+graph can hold a step.
 
 The hit rate is an input. The index is built of planted keys without k-means iterations; what a build costs is K8.
 """
