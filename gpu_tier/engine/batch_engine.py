@@ -51,6 +51,7 @@ class BatchEngine:
 
     Attributes:
         logits: ``[vocab]`` of each request that got a token in the last step.
+        is_exact: whether prompts are computed with exact attention.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class BatchEngine:
         self._pad_to = pad_to
         self._running: dict[int, _Running] = {}
         self.logits: dict[int, Tensor] = {}
+        self.is_exact = True
 
     @property
     def requests(self) -> tuple[int, ...]:

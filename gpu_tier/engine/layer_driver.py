@@ -11,6 +11,7 @@ from gpu_tier.engine.hooks import EngineHooks
 from gpu_tier.engine.model import DecoderModel, ModelState
 from gpu_tier.engine.pass_runner import last_tokens
 from gpu_tier.engine.prefill import PrefillAttention
+from gpu_tier.engine.sparse_prefill import BlockSparse
 from gpu_tier.errors import StateError
 from gpu_tier.types import ForwardBatch
 
@@ -24,7 +25,7 @@ class LayerDriver:
         model: whose attention the coordinator computes.
         hooks: of the coordinator.
         piece_tokens: most keys of a request that prefill has decoded at a time.
-        prefill: kernel of prefill attention, exact or flash.
+        prefill: kernel of prefill attention: exact, flash or `BlockSparse`.
         layers: ids of the layers that are computed here, of a pipeline stage; None for all. The stage's model takes the
             hidden states of the stage before in `embed` and hands its own on.
     """
@@ -34,7 +35,7 @@ class LayerDriver:
         model: DecoderModel,
         hooks: EngineHooks,
         piece_tokens: int,
-        prefill: str = "exact",
+        prefill: str | BlockSparse = "exact",
         layers: range | None = None,
     ) -> None:
         self._model = model

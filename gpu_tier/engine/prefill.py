@@ -1,4 +1,4 @@
-"""Exact prefill attention over KV that does not fit the device: it is read piece by piece.
+"""Prefill attention over KV that does not fit the device: it is read piece by piece.
 
 The keys of a request, those of the chunk included, are read as they are stored, in pieces that begin at multiples of
 `piece_tokens`; partial results are merged by their log-sum-exp. So memory does not grow with the prefix, and the result
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpu_tier.engine.flash_prefill import can_flash, flash_chunk
 from gpu_tier.engine.hooks import KeyReader
+from gpu_tier.engine.sparse_prefill import BlockSparse, block_sparse_chunk
 from gpu_tier.errors import ConfigError
 from gpu_tier.kernels.dense import causal_partial, merge_partials
 from gpu_tier.types import ForwardBatch, Partial
@@ -28,14 +29,18 @@ class PrefillAttention:
         reader: of the requests' KV.
         sm_scale: what scores are multiplied by before the softmax.
         piece_tokens: tokens of a piece.
-        kernel: exact (f32, any rows) or flash (torch's kernels in the queries' precision, where they take the rows).
+        kernel: exact (f32, any rows) or flash (torch's kernels in the queries' precision, where they take the rows); or
+            `BlockSparse`, which leaves blocks of keys out and reads all pieces at once.
     """
 
-    def __init__(self, reader: KeyReader, sm_scale: float, piece_tokens: int, kernel: str = "exact") -> None:
+    def __init__(
+        self, reader: KeyReader, sm_scale: float, piece_tokens: int, kernel: str | BlockSparse = "exact"
+    ) -> None:
         if piece_tokens < 1:
             raise ConfigError("piece_tokens", piece_tokens, "must be at least 1")
-        if kernel not in KERNELS:
+        if isinstance(kernel, str) and kernel not in KERNELS:
             raise ConfigError.choice("prefill", kernel, KERNELS)
+        self._sparse = kernel if isinstance(kernel, BlockSparse) else None
         self._flash = kernel == "flash"
         self._reader = reader
         self.sm_scale = sm_scale
@@ -48,6 +53,8 @@ class PrefillAttention:
 
     def chunk(self, q: Tensor, layer_id: int, request: int, stop: int) -> Tensor:
         """Return the attention of one request's tokens, the last of which is token ``stop - 1``."""
+        if self._sparse is not None:
+            return block_sparse_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._sparse)
         if self._flash and can_flash(q):
             return flash_chunk(self._reader, q, layer_id, request, stop, self.sm_scale, self._piece_tokens)
         q = q.float()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gpu_tier.connector import KVFormat
 from gpu_tier.coordinator import SparseCoordinator
 from gpu_tier.engine.batch_engine import BatchEngine
-from gpu_tier.errors import PoolExhaustedError, StateError
+from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from gpu_tier.manager.prefix_attach import PrefixAttach
 from gpu_tier.manager.prefixes import PrefixStore, SidecarSpec
 from gpu_tier.trackers import RequestState
@@ -50,9 +50,14 @@ class SharingEngine:
         engine: computes.
         coordinator: of the engine, built with `publishes`.
         store: over the coordinator's host pool.
+
+    Raises:
+        ConfigError: the engine's prompts are not computed with exact attention.
     """
 
     def __init__(self, engine: BatchEngine, coordinator: SparseCoordinator, store: PrefixStore) -> None:
+        if not engine.is_exact:
+            raise ConfigError("prefill", "block-sparse", "others would take the KV that is shared for exact")
         self._engine = engine
         self._coordinator = coordinator
         self._store = store
