@@ -56,7 +56,7 @@ class Sweep:
         model: all of it.
         layers: measured ones.
         budget_bytes: of KV and index on the device, at the model's depth.
-        host_bytes: of clusters on the host, 0 for what this host has.
+        host_bytes: of clusters on the host, 0 for what this host has now.
         lengths: tokens of a prompt.
         batches: requests, below what fits; what fits is added.
         hit_rates: (of all batches, of the largest one only).
@@ -104,6 +104,10 @@ class Sweep:
     def host(self) -> int:
         """Return the bytes of clusters on the host."""
         return self.host_bytes or int(LARGEST_SHARE * (available_bytes() or 0))
+
+    def settled(self) -> Sweep:
+        """Return the same with what the host has now: it has less once a store is there."""
+        return replace(self, host_bytes=self.host())
 
     def work(self, config: SparseConfig, batch: int, n_tokens: int) -> Work:
         """Return requests."""
@@ -243,7 +247,7 @@ class Bench:
 
 def measure(this: DeviceRun) -> None:
     """All lengths."""
-    sweep = SMOKE if this.is_smoke else QUICK if this.is_quick else FULL
+    sweep = (SMOKE if this.is_smoke else QUICK if this.is_quick else FULL).settled()
     for n_tokens in sweep.lengths:
         if not this.leaves_out(f"n={n_tokens}"):
             Bench(this, sweep, n_tokens).compare()

@@ -102,8 +102,8 @@ SMOKE = Size(
 
 
 def measure_way(this: DeviceRun, size: Size, layers: Layers, name: str, config: SparseConfig) -> list[Speed]:
-    """Measure all hit rates of a way."""
-    batch, found = size.batch(), []
+    """Measure all hit rates of a way, with `most_batch` requests."""
+    batch, found = size.most_batch, []
     system = SparseSystem(size.work(config, batch), this.clock, runtime_for(this.device))
     case = f"n={size.n_tokens}"
     each = system.device_bytes / batch * layers.scale
@@ -136,8 +136,9 @@ def full_share(this: DeviceRun, size: Size, layers: Layers) -> float:
 def measure(this: DeviceRun) -> None:
     """Both ways and what is between them."""
     size = SMOKE if this.is_smoke else QUICK if this.is_quick else FULL
+    size = replace(size, most_batch=size.batch())  # once, before anything is there
     layers = Layers(this, size.model, size.layers)
-    if not size.batch():
+    if not size.most_batch:
         this.add(Row(f"n={size.n_tokens}", "left out: the host has no room for a request", 1, ""))
         return
     share = full_share(this, size, layers)

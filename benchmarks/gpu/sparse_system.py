@@ -238,7 +238,7 @@ class SparseSystem:
         return self.manager.host.read(self.last_layer, 0, slots)[:, head]
 
     def close(self) -> None:
-        """Give host memory back; the device must be done with it."""
+        """Give host memory back, when the device is done with it."""
         self.manager.close()
         self.algorithm.close()
 

@@ -151,13 +151,19 @@ def test_the_goal_counts_only_where_a_ratio_is_stated() -> None:
         assert [(row.target, row.ok) for row in this.rows] == verdicts
 
 
-def test_batches_are_limited_by_the_host_too() -> None:
+def test_batches_are_limited_by_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
     k4 = script("k4_wave_decode")
     config = k4.wave_config(k4.FULL.settings, 64)
     sizes = {gib: k4.replace(k4.FULL, host_bytes=gib << 30).most(config, 122880) for gib in (8, 64, 400)}
     assert sizes[8] < sizes[64] < sizes[400]
     assert k4.FULL.most(k4.FULL_ATTENTION, 122880) == 4
     assert sizes[400] > 20
+    monkeypatch.setattr(k4, "available_bytes", lambda: 64 << 30)
+    settled = k4.FULL.settled()
+    monkeypatch.setattr(k4, "available_bytes", lambda: 1 << 30)  # the store is there
+    assert (
+        settled.most(config, 122880) == k4.replace(k4.FULL, host_bytes=int(0.8 * (64 << 30))).most(config, 122880) > 1
+    )
     on_device = k4.wave_config(k4.replace(k4.FULL.settings, control="gpu"), 64)
     assert k4.FULL.on_device(on_device, 122880) < k4.FULL.on_device(config, 122880)  # a larger cache
 
