@@ -204,6 +204,11 @@ class PQCacheConfig(AlgorithmConfig):
         """Return the tokens from which clustering is worth while: four per centroid."""
         return 4 << (self.b or 8)
 
+    def sidecar_settings(self) -> dict[str, Any]:
+        """Return what codebooks are trained by; budgets, caches and threads are each engine's own."""
+        names = ("m", "b", "init", "iterations", "min_iterations", "max_iterations", "turns", "seed")
+        return {name: getattr(self, name) for name in names}
+
 
 def _share(config: object, *names: str) -> None:
     for name in names:

@@ -29,7 +29,9 @@ def sidecar_of(coordinator: SparseCoordinator, kv: KVFormat) -> SidecarSpec | No
     page_bytes = coordinator.algorithm.sidecar_page_bytes()
     if not page_bytes:
         return None
-    name = kv.sidecar_spec(coordinator.config.algorithm, coordinator.config.algo.sidecar_settings())
+    # Settings may leave to an engine's sizes what its sidecars are like: of another size they are others.
+    settings = {**coordinator.config.algo.sidecar_settings(), "page_bytes": page_bytes}
+    name = kv.sidecar_spec(coordinator.config.algorithm, settings)
     return SidecarSpec(name, page_bytes, coordinator.algorithm.required_sidecar)
 
 

@@ -128,14 +128,16 @@ def test_an_engine_with_other_parameters_is_refused_and_finds_nothing(
         TierEngine(manager.address, instance_id, sidecar=DSA) as first,
         TierEngine(manager.address, instance_id, sidecar=dsa_spec(MHA, Layout.PAGE_FIRST, 64)) as other,
         TierEngine(manager.address, instance_id, sidecar=DSA, layout=Layout.PAGE_HEAD) as reordered,
+        TierEngine(manager.address, instance_id, sidecar=DSA, first_head=4) as second_rank,
     ):
         first.serve(TOKENS)
-        for engine in (other, reordered):
+        for engine in (other, reordered, second_rank):
             assert engine.connector.registration.state is RegistrationState.REFUSED
             assert engine.attached_tokens(TOKENS) == 0
             engine.serve(TOKENS)
             assert engine.store.counters.failed_pages == 6
-        assert not set(first.connector.page_keys(TOKENS)) & set(reordered.connector.page_keys(TOKENS))
+        for engine in (reordered, second_rank):
+            assert not set(first.connector.page_keys(TOKENS)) & set(engine.connector.page_keys(TOKENS))
 
 
 def test_a_sidecar_of_other_parameters_in_the_same_instance_is_a_miss(

@@ -39,6 +39,7 @@ class TierEngine:
         sidecar: spec of its algorithm's sidecar, "" for none.
         is_required: whether the algorithm cannot do without.
         others: specs of other algorithms that the instance has.
+        first_head: of the KV heads that it holds.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class TierEngine:
         others: Sequence[str] = (),
         group: str = "default",
         pages: int = 16,
+        first_head: int = 0,
         settings: TierSettings = PATIENT,
         **changes: Any,
     ) -> None:
@@ -60,7 +62,7 @@ class TierEngine:
         self.sidecar = sidecar
         names = {*others, sidecar} - {""}
         parts = BlockParts(geometry.page_bytes, dict.fromkeys(names, SIDECAR_BYTES))
-        kv = format_of(geometry, layout)
+        kv = format_of(geometry, layout, first_head)
         self.connector = ManagerConnector.connect(manager, group, instance_id, kv, parts, settings=settings)
         spec = SidecarSpec(sidecar, SIDECAR_BYTES, is_required) if sidecar else None
         self.store = PrefixStore(self.host, self.connector, self.connector.page_keys, spec, **changes)

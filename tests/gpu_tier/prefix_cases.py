@@ -31,8 +31,9 @@ def page_keys(token_ids: Sequence[int], page: int = PAGE) -> list[int]:
     return keys
 
 
-def format_of(geometry: KVGeometry, layout: Layout = Layout.PAGE_FIRST) -> KVFormat:
-    return KVFormat.of(geometry, layout, model="test", weights="0", rope={"theta": 10_000.0})
+def format_of(geometry: KVGeometry, layout: Layout = Layout.PAGE_FIRST, first_head: int = 0) -> KVFormat:
+    rope = {"theta": 10_000.0}
+    return KVFormat.of(geometry, layout, model="test", weights="0", rope=rope, first_head=first_head)
 
 
 def block_bytes(key: int, name: str, count: int) -> Tensor:

@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any
 
 import pytest
-from coordinator_rig import PAGE
+from coordinator_rig import PAGE, config_of
 from memory_connector import MemoryConnector, MemoryStorage
 from prefix_cases import page_keys
 from sharing_rig import SHORT, Rig, continued, prompt_of
 
-from gpu_tier.connector import KV_SPEC
+from gpu_tier.assembly import build
+from gpu_tier.connector import KV_SPEC, KVFormat
+from gpu_tier.engine.sharing_engine import sidecar_of
+from gpu_tier.geometry import KVGeometry, KVKind, Layout
+from gpu_tier.rows import KVDtype
 
 KEYS = partial(page_keys, page=PAGE)
 TOKENS = prompt_of(200)
@@ -107,6 +111,39 @@ def test_settings_that_change_the_index_are_another_index(storage: MemoryStorage
     second = rig_of(storage, algorithm)
     assert second.run(TOKENS) == (continued("llama", algorithm, TOKENS), 192, 1)
     assert counted(second)[1] == 0
+
+
+OWN: dict[str, list[dict[str, Any]]] = {
+    "retroinfer": [{"control": "cpu"}, {"mode": "gpu_only"}, {"retrieval": 0.4, "cache_ratio": 0.5, "local": 9}],
+    "pqcache": [{"token_budget": 40}, {"cache_tokens": 0, "kmeans_threads": 2}, {"policy": "lfu"}],
+}
+
+
+@pytest.mark.parametrize(("algorithm", "number"), [(name, i) for name, own in OWN.items() for i in range(len(own))])
+def test_settings_that_are_an_engines_own_change_no_index(storage: MemoryStorage, algorithm: str, number: int) -> None:
+    rig_of(storage, algorithm).run(TOKENS)
+    second = rig_of(storage, algorithm, **OWN[algorithm][number])
+    assert second.run(TOKENS)[1:] == (192, 1)
+    assert counted(second)[1] == {"retroinfer": SEGMENTS, "pqcache": 1}[algorithm]
+    assert second.is_empty()
+
+
+@pytest.mark.parametrize("how", ["given", "automatic"])
+def test_codes_of_another_quantisation_have_another_name(how: str) -> None:
+    """Which of them is automatic follows from the longest request of an engine."""
+    names = set()
+    for max_tokens in (256, 16384, 32768):
+        geometry = KVGeometry(KVKind.MHA, 1, 1, 16, 16, KVDtype.F32, PAGE)
+        algo = {"m": 2, "b": 6} if how == "given" else {}
+        coordinator = build(
+            config_of("pqcache", {"algo": {**algo, "iterations": 3}}), geometry, num_q_heads=1, sm_scale=1.0,
+            device_pages=20, max_requests=1, max_tokens=max_tokens, publishes=True,
+        )  # fmt: skip
+        kv = KVFormat.of(geometry, Layout.PAGE_FIRST, model="m", weights="0", rope={})
+        spec = sidecar_of(coordinator, kv)
+        assert spec is not None
+        names.add((spec.name, spec.page_bytes))
+    assert len(names) == len({name for name, _ in names}) == (1 if how == "given" else 2)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
