@@ -78,7 +78,7 @@ def recall_table(rows: Sequence[Row], note: str = "") -> ResultTable:
     for row in rows:
         if row.case.startswith("recall "):
             found.setdefault(row.case, {})[row.metric.partition(",")[0]] = row
-    cells = tuple(_recall_cells(case, by_metric) for case, by_metric in found.items())
+    cells = tuple(_recall_cells(case, by_metric) for case, by_metric in found.items() if "accuracy" in by_metric)
     note = note or (
         "At least 600 questions a line, the same for all methods of a table, decoded through the whole engine after an "
         "exact prefill; dsa is its stand-in. Shares are of the tokens, or of the KV bytes, representation included. "

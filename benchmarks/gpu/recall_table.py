@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import torch
 from report import Row
@@ -115,7 +118,7 @@ RETRIEVAL_SIZES = {
         RecallSize(512, 38, 16, "first", _RETRIEVERS_SOME, 0.88),
         RecallSize(512, 38, 16, "last", _RETRIEVERS_SOME, 0.88),
     ),
-    "quick": (RecallSize(288, 1, 4, "none", (_RETRIEVED[0], _RETRIEVED[3]), 0.0),),
+    "quick": (RecallSize(288, 1, 4, "none", (*_RETRIEVED[:2], _RETRIEVED[3]), 0.0),),
 }
 
 # How far below full attention these may be, and what attention without retrieval must not reach.
@@ -128,25 +131,37 @@ _MOST_STREAMING = 0.15
 _LEAST_GAIN = 1.5
 
 
-def recall_rows(sizes: tuple[RecallSize, ...], is_quick: bool) -> list[Row]:
-    """Return accuracy and attention error of every method; all of a table answer the same questions."""
+def recall_rows(sizes: tuple[RecallSize, ...], is_quick: bool, pool: Executor | None = None) -> Iterator[Row]:
+    """Yield accuracy and attention error of every method; all of a table answer the same questions.
+
+    Args:
+        sizes: tables.
+        is_quick: whether it is a smoke run.
+        pool: processes that run methods beside each other; it gets all of them at once.
+    """
+    run_all = map if pool is None else pool.map
+    tables = [(size, run_all(_run, repeat(size), (None, *size.methods))) for size in sizes]
+    return chain.from_iterable(_table_rows(size, runs, is_quick) for size, runs in tables)
+
+
+def _run(size: RecallSize, budget: Budget | None) -> RecallRun:
+    """Return what a method answers; full attention without one."""
     model = load_recall_model()
-    rows: list[Row] = []
-    for size in sizes:
-        generator = torch.Generator().manual_seed(1)
-        batch = recall_batch(size.contexts, size.needles, size.questions, generator, size.position)
-        full = recall(model, SparseConfig(algorithm="full"), batch)
-        ok = None if is_quick else full.accuracy >= size.least_full
-        rows.append(
-            Row(f"{size.case}, full", "accuracy", full.accuracy, "share", target=f">= {size.least_full}", ok=ok)
-        )
-        errors: dict[Budget, float] = {}
-        for budget in size.methods:
-            run = recall(model, budget.config(model, batch.context.shape[1]), batch)
-            errors[budget] = run.relative_error(full)
-            rows += _method_rows(size, run, full, budget, is_quick)
-        rows += _gain_rows(size, errors, is_quick)
-    return rows
+    generator = torch.Generator().manual_seed(1)
+    batch = recall_batch(size.contexts, size.needles, size.questions, generator, size.position)
+    config = SparseConfig("full") if budget is None else budget.config(model, batch.context.shape[1])
+    return recall(model, config, batch)
+
+
+def _table_rows(size: RecallSize, runs: Iterator[RecallRun], is_quick: bool) -> Iterator[Row]:
+    full = next(runs)
+    ok = None if is_quick else full.accuracy >= size.least_full
+    yield Row(f"{size.case}, full", "accuracy", full.accuracy, "share", target=f">= {size.least_full}", ok=ok)
+    errors: dict[Budget, float] = {}
+    for budget, run in zip(size.methods, runs, strict=True):
+        errors[budget] = run.relative_error(full)
+        yield from _method_rows(size, run, full, budget, is_quick)
+    yield from _gain_rows(size, errors, is_quick)
 
 
 def _method_rows(size: RecallSize, run: RecallRun, full: RecallRun, budget: Budget, is_quick: bool) -> list[Row]:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 
@@ -176,7 +175,7 @@ def main() -> int:
     samples = samples_of(size.tokens, size.steps, size.seeds)
     small = samples_of(size.small_tokens, size.steps, size.small_seeds)
     with ProcessPoolExecutor(args.jobs) as pool:
-        answers = pool.map(recall_rows, ((one,) for one in RETRIEVAL_SIZES[size.recall]), repeat(args.quick))
+        answers = recall_rows(RETRIEVAL_SIZES[size.recall], args.quick, pool)
         tables = pool.map(_measure, (size,) * len(Regime), Regime)
         rows = [
             *wave_rows(samples, args.quick),
@@ -190,10 +189,11 @@ def main() -> int:
         ]
         print("bars done", file=sys.stderr)
         measured = with_alone([one for table in tables for one in table])
-        rows += [row for table in answers for row in table]
+        rows += answers
+    is_met = publish("Quality of RetroInfer and PQCache", rows, args.json)
     if args.report is not None:
         publish_retrieval_report(args.report, measured, rows)
-    return 0 if publish("Quality of RetroInfer and PQCache", rows, args.json) else 1
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":

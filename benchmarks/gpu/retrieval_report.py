@@ -67,7 +67,7 @@ def _checks(rows: Sequence[Row]) -> ResultTable:
     """Return the table of what has a bar, the recall transformer's aside."""
     cells = tuple(
         (row.case, row.metric, row.value, row.baseline, row.target, {True: "yes", False: "NO", None: None}[row.ok])
-        for row in rows if row.case.startswith("Q") or (row.target and not row.case.startswith("recall"))
+        for row in rows if row.case.startswith("Q") or row.target
     )  # fmt: skip
     note = (
         "S1, 128 numbers a key, 4 query heads; 16 steps; seeds 0 to 3 at 32K tokens and 0 to 5 at 8K. Shares are of "
