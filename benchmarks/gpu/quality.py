@@ -133,9 +133,10 @@ def main() -> int:
     rows = [*property_rows(samples, args.quick), *quality_rows(measured, args.quick), *cache_rows(rates, args.quick)]
     answers = recall_rows(RECALL_SIZES["quick" if args.quick else "full"], args.quick)
     rows += answers
+    is_met = publish("Quality of selections", rows, args.json)
     if args.report is not None:
         publish_report(args.report, measured, rates, rows)
-    return 0 if publish("Quality of selections", rows, args.json) else 1
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":
