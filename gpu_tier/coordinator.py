@@ -303,10 +303,12 @@ class SparseCoordinator:
         if self.config.debug_checks:
             selection.validate(batch)
         self.manager.announce(layer_id, batch, selection)
-        # The device estimates while the host looks up what it has to fetch.
-        estimate = self.algorithm.estimate(inputs.q, layer_id, batch, selection)
+        # The device estimates while the host looks up what to fetch, or beside the copies that it has planned itself.
+        estimate = self.algorithm.estimate(inputs.q, layer_id, batch, selection) if self.manager.plans_on_host else None
         plan = self.manager.resolve(layer_id, batch, selection, step.sparse_mask)
         fetched = self.manager.fetch(layer_id, plan)
+        if not self.manager.plans_on_host:
+            estimate = self.algorithm.estimate(inputs.q, layer_id, batch, selection)
         dense = self._dense_part(inputs.q, kv, step) if plan.execution is not None and step.dense.longest else None
         if fetched is not None:
             self.runtime.fence(fetched, "compute")

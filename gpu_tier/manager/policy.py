@@ -65,7 +65,13 @@ class BlockPolicy(Protocol):
     * steady tokens first, in ascending order, then the selected items in the order of the selection, in each the tokens
       in ascending order;
     * no byte of the result may depend on what is cached.
+
+    Attributes:
+        plans_on_host: whether plans are made on the host, of what was announced: then the copies need not wait for what
+            the device computes meanwhile.
     """
+
+    plans_on_host: bool
 
     def hold(self, request: int, n_tokens: int) -> None:
         """Set aside host memory for a request of so many tokens, more than before or the same.

@@ -60,6 +60,7 @@ class SparseKVCacheManager:
         self.blocks = policy if isinstance(policy, BlockResidency) else None
         self.policy: ResidencyPolicy | BlockPolicy = policy.policy if isinstance(policy, BlockResidency) else policy
         self._items = None if isinstance(policy, BlockResidency) else policy
+        self._announced: Event | None = None
         self.host_tokens = host_tokens
         self.runtime = runtime
         self.unit = unit_tokens
@@ -75,6 +76,7 @@ class SparseKVCacheManager:
     def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
         """Say what `resolve` will be asked, as soon as it was given to the compute stream."""
         if self.blocks is not None:
+            self._announced = self.runtime.record("compute")
             self.blocks.policy.announce(layer_id, batch, selection)
 
     def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
@@ -104,9 +106,18 @@ class SparseKVCacheManager:
                 )  # fmt: skip
         return self.runtime.record("h2d")
 
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether the host makes plans of what was announced, while the device may compute something else."""
+        return self.blocks is not None and self.blocks.policy.plans_on_host
+
     def _gather(self, layer_id: int, plan: ExecutionPlan) -> Event:
         assert self.blocks is not None
-        self.runtime.fence(self.runtime.record("compute"), "h2d")  # the plan exists, O3 and O4
+        # The plan exists, O3 and O4. A plan of the host needs nothing that the device was given since it was announced.
+        asked, self._announced = self._announced, None
+        if asked is None or not self.plans_on_host:
+            asked = self.runtime.record("compute")
+        self.runtime.fence(asked, "h2d")
         arena = RowPool(self.device.data, self.device.addressing, self.device.geometry.layer_index(layer_id))
         with self.runtime.stream("h2d"):
             sources = self.blocks.sources(layer_id, arena)

@@ -108,6 +108,8 @@ class TokenBlockPolicy:
         self._rows: BatchRows | None = None
         self._steps: dict[int, BlockStep] = {}
 
+    plans_on_host = False
+
     # Requests.
 
     def hold(self, request: int, n_tokens: int) -> None:

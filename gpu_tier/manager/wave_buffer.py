@@ -44,7 +44,7 @@ from gpu_tier.manager.wave_tables import LayerTables, Places
 from gpu_tier.manager.wave_totals import WaveCounters, WaveTotals
 from gpu_tier.pools.device_pool import DeviceKVPool
 from gpu_tier.retrieval_config import RetroInferConfig
-from gpu_tier.runtime import DeviceRuntime
+from gpu_tier.runtime import DeviceRuntime, Event
 from gpu_tier.types import ExecutionPlan, ForwardBatch, ResidencyPlan, Selection, SteadyRing, Unit
 
 __all__ = ["RawRows", "WaveBuffer", "WaveCounters"]
@@ -99,7 +99,10 @@ class WaveBuffer:
         self._plans = Plans(runtime)
         self._totals = WaveTotals(sum(part.row_bytes for part in geometry.parts))
         self._places: dict[int, Places] = {}
+        self._announced: Event | None = None
         self._updates: dict[int, _Update] = {}  # by the position of the layer
+
+    plans_on_host = True
 
     # Lifetime of a request.
 
@@ -161,6 +164,7 @@ class WaveBuffer:
 
     def announce(self, layer_id: int, batch: ForwardBatch, selection: Selection) -> None:
         """See `BlockPolicy`."""
+        self._announced = self._runtime.record("compute")
         self._ids.fetch(selection)
 
     def resolve(self, layer_id: int, batch: ForwardBatch, selection: Selection, sparse_mask: Tensor) -> ResidencyPlan:
@@ -176,15 +180,25 @@ class WaveBuffer:
         self._control.wake()
         lines = self._lines(layer, batch, selection)
         self._abandon(layer)
-        plan, stats = self._plans.look_up(self._control, lines)
+        plan, stats = self._plan(lines, sparse_mask)
         self._check(layer_id, lines, stats)
         self._totals.count_lookup(stats)
         self._begin_update(layer, lines, stats)
-        # The host does not know which rows with a buffer are left out of this step; the device does.
-        count = torch.where(sparse_mask.repeat_interleave(self._geometry.num_kv_heads), plan.runs.count, 0)
-        lens = torch.where(sparse_mask[:, None], plan.lens, 0)
-        plan = ExecutionPlan(replace(plan.runs, count=count), lens)
         return ResidencyPlan(device_slot=self._execution.table_of(batch.rows), execution=plan)
+
+    def _plan(self, lines: Lines, sparse_mask: Tensor) -> tuple[ExecutionPlan, np.ndarray]:
+        """Return what is to be copied, made on the stream of the copies: it waits for nothing that was asked since."""
+        runtime = self._runtime
+        runtime.fence(self._announced or runtime.record("compute"), "h2d")
+        self._announced = None
+        with runtime.stream("h2d"):
+            plan, stats = self._plans.look_up(self._control, lines)
+            # The host does not know which rows with a buffer are left out of this step; the device does.
+            count = torch.where(sparse_mask.repeat_interleave(self._geometry.num_kv_heads), plan.runs.count, 0)
+            lens = torch.where(sparse_mask[:, None], plan.lens, 0)
+            runtime.used(sparse_mask)
+        runtime.used(lens)  # by attention
+        return ExecutionPlan(replace(plan.runs, count=count), lens), stats
 
     def _lines(self, layer: int, batch: ForwardBatch, selection: Selection) -> Lines:
         assert selection.steady is not None

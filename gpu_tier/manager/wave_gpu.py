@@ -146,6 +146,8 @@ class WaveGpuBuffer:
             promote_newest=False, kernels=self._kernels, debug_checks=self._debug_checks,
         )  # fmt: skip
 
+    plans_on_host = False
+
     # Lifetime of a request.
 
     def hold(self, request: int, n_tokens: int) -> None:

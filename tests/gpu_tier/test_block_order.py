@@ -98,3 +98,25 @@ def test_o4_admissions_come_after_what_reads_their_places_and_before_the_layers_
             assert load.happened_before(runtime.find("gather", step + 1, layer))
             if layer < LAYERS[-1]:  # beside the next layers: the marks can tell
                 assert not load.happened_before(runtime.find("attend", step, layer + 1))
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name.startswith("retroinfer")])
+def test_estimates_are_computed_beside_the_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ClockRuntime()
+    traffic = MarkedTraffic(runtime, BLOCKS[name], monkeypatch)
+    estimate = traffic.coordinator.algorithm.estimate
+
+    def marked(*args: Any) -> Any:
+        runtime.mark("estimate", traffic.step, traffic.layer)
+        return estimate(*args)
+
+    monkeypatch.setattr(traffic.coordinator.algorithm, "estimate", marked)
+    requests = [traffic.begin(n, seed=n) for n in (70, 60)]
+    traffic.prompt(requests)
+    for _ in range(STEPS):
+        traffic.decode(requests)
+    for step in range(1, STEPS + 1):
+        for layer in LAYERS:
+            made, gather = runtime.find("estimate", step, layer), runtime.find("gather", step, layer)
+            assert not made.happened_before(gather)
+            assert not gather.happened_before(made)
