@@ -59,7 +59,7 @@ class SteadyPlanner:
     def _packed(self, batch: ForwardBatch, firsts: tuple[int, ...]) -> SteadyPlan:
         runs: dict[int, SteadyRuns] = {}
         for row, (request, first, length) in enumerate(zip(batch.requests, firsts, batch.lengths, strict=True)):
-            if first > 0 and request in self._places:
+            if self._may_select(request, first, length):
                 runs[row] = self._places.runs(request, first, length)
         width = max((len(run.src) for run in runs.values()), default=0)
         begin = np.arange(batch.rows) * self._tokens_per_row
@@ -77,6 +77,11 @@ class SteadyPlanner:
         kind, dst, tokens = self._upload(kind_dst_tokens)
         end, total_of_row = self._upload(np.stack([begin + total, total]).astype(np.int32))
         return SteadyPlan(kind, self._upload(src), dst, tokens, end, total_of_row)
+
+    def _may_select(self, request: int, first: int, length: int) -> bool:
+        # Of rows that do not select, most have 0 for their first token. It is also that of a request without a sink
+        # all of whose tokens are steady: all of them have places then, and a row that is masked out reads none.
+        return request in self._places and (first > 0 or length <= self._places.ring(request).ring)
 
     def _upload(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return upload(torch.from_numpy(numbers), self._device)

@@ -15,11 +15,13 @@ SHAPE = Shape(device_pages=200)
 LENGTHS, STEPS = (60, 17, 33, 110), 14
 
 
-def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, Traffic]:
+def decode(
+    shape: Shape, config: dict[str, Any], lengths: tuple[int, ...] = LENGTHS, steps: int = STEPS
+) -> tuple[torch.Tensor, Traffic]:
     traffic = Traffic(shape, config)
     requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
     traffic.prompt(requests, 13)
-    out = torch.stack([traffic.decode(requests, pad_to=len(requests) + 1) for _ in range(STEPS)])
+    out = torch.stack([traffic.decode(requests, pad_to=len(requests) + 1) for _ in range(steps)])
     assert traffic.checked > 0
     return out, traffic
 
@@ -63,6 +65,24 @@ def test_what_retrieves_everything_is_full_attention(name: str, start_layer: int
         for step in range(STEPS):
             exact = traffic.exact(request, n + step)
             torch.testing.assert_close(out[step, :, row], exact, rtol=1e-4, atol=1e-4)
+
+
+ALL_STEADY: dict[str, dict[str, Any]] = {
+    "pqcache": {"init": 0, "token_budget": 80},
+    "retroinfer": {"sink": 0},
+    "retroinfer gpu control": {"sink": 0},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_requests_without_a_sink_of_steady_tokens_alone_attend_to_all_of_them(name: str) -> None:
+    # The first token of the recent ones is then token 0.
+    lengths, steps = (1, 5, 8), 6
+    config = {**changed(name, **ALL_STEADY[name]), "min_sparse_prompt_len": 1}
+    out, traffic = decode(SHAPE, config, lengths, steps)
+    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
+        for step in range(steps):
+            torch.testing.assert_close(out[step, :, row], traffic.exact(request, n + step), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
