@@ -305,10 +305,14 @@ class Lifetimes:
             self._stage(tracker)
         if tracker.state is not _S.STAGING:
             return
+        # What a window or a prefix has left to the host alone cannot be attended to densely: it waits for its copies.
+        is_whole = self.manager.dense.has(tracker.request, 0, tracker.seq_len)
+        if not is_whole:
+            self.manager.settle(tracker.request)
         self.manager.poll()
         on_host = self.manager.host_tokens.backed_up(tracker.request) >= tracker.seq_len
         may_leave = on_host or not self._backs_up(tracker) or self.config.residency == "device"
-        if may_leave and self.algorithm.is_ready(tracker.request):
+        if may_leave and (not is_whole or self.algorithm.is_ready(tracker.request)):
             self._enter_sparse(tracker)
 
     def _has_outgrown(self, tracker: Tracker) -> bool:

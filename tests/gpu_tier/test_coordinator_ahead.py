@@ -14,6 +14,7 @@ from thoroughness import examples
 
 import gpu_tier.assembly
 from gpu_tier.errors import PoolExhaustedError
+from gpu_tier.trackers import RequestState
 
 SHAPE = Shape(layers=2, max_tokens=160)
 # Buffers as small as a step allows: what is not promoted has to be loaded soon.
@@ -182,3 +183,16 @@ def test_any_order_of_requests_whenever_copies_end(
     for request in list(traffic.sequences):
         traffic.end(request)
     traffic.assert_empty()
+
+
+def test_a_prompt_of_which_a_part_is_on_the_host_alone_is_never_decoded_densely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last copy is still on its way when the prompt ends: it waits, since its first pages were given up."""
+    runtime = ClockRuntime()
+    traffic = traffic_of(LIVES["window"], runtime, monkeypatch)
+    request = traffic.begin(60, seed=1)
+    runtime.holds_offloads = True
+    traffic.prompt([request], 7)
+    traffic.decode([request])
+    assert traffic.coordinator.trackers[request].state is RequestState.SPARSE
