@@ -49,6 +49,9 @@ class Clusterer:
             when iterations are adaptive and there is no profile yet.
         kernels: implementation of the kernels on the device, see `registry.get`.
 
+    Raises:
+        ConfigError: the profile of the settings will be needed, does not exist and cannot be written.
+
     Attributes:
         trained: codebooks of a layer that were asked for so far.
     """
@@ -57,6 +60,8 @@ class Clusterer:
         self, shape: pq.PQShape, settings: PQCacheConfig, runtime: DeviceRuntime,
         layer_seconds: Callable[[], Callable[[int], float]], kernels: str = "auto",
     ) -> None:  # fmt: skip
+        if settings.profile and not settings.iterations:
+            iterations.place_of(settings.profile)  # now, and not with the first prompt
         self._shape, self._settings, self._runtime = shape, settings, runtime
         # On a CPU the reference is the fast one, and Triton's interpreter works in one thread only.
         self._on_device = kernels if runtime.is_cuda else "reference"

@@ -35,6 +35,7 @@ class Budgets:
         least_prompt: prompt tokens from which requests are sparse.
         late: tokens beyond which a request becomes sparse whose prompt was shorter.
         longest: tokens beyond which budgets do not grow.
+        max_tokens: most tokens of a request; a larger budget attends to no more.
     """
 
     settings: PQCacheConfig
@@ -42,6 +43,7 @@ class Budgets:
     least_prompt: int
     late: int
     longest: int
+    max_tokens: int
 
     @classmethod
     def of(cls, config: SparseConfig, settings: PQCacheConfig, fewest: int, max_tokens: int) -> Budgets:
@@ -50,7 +52,7 @@ class Budgets:
         late = config.min_sparse_prompt_len
         if config.residency in ("lru", "device"):
             late = max(config.device_buffer_size, late)
-        return cls(settings, fewest, config.min_sparse_prompt_len, late, longest)
+        return cls(settings, fewest, config.min_sparse_prompt_len, late, longest, max_tokens)
 
     def is_sparse(self, n_prompt: int) -> bool:
         """Return whether a request is sparse from its prompt's end on."""
@@ -59,8 +61,11 @@ class Budgets:
     def tokens(self, n_prompt: int) -> tuple[int, int]:
         """Return (local, k) of a request."""
         basis = n_prompt if self.is_sparse(n_prompt) else self.late + 1
+        return self._budget(basis)
+
+    def _budget(self, basis: int) -> tuple[int, int]:
         local, k = self.settings.budget(min(basis, self.longest))
-        return max(local, _LEAST_LOCAL), k
+        return max(min(local, self.max_tokens), _LEAST_LOCAL), min(k, self.max_tokens)
 
     def ring(self, n_tokens: int) -> SteadyRing:
         """Return the steady places of a request that had so many tokens when that was decided."""
@@ -69,7 +74,7 @@ class Budgets:
     @property
     def most_items(self) -> int:
         """The most tokens of the middle that a head attends to in a step."""
-        _, k = self.settings.budget(self.longest)
+        _, k = self._budget(self.longest)
         local, _ = self.tokens(max(self.least_prompt, 1))
         can_lack_an_index = self.least_prompt < self.settings.init + local + self.fewest
         return max(k, self.fewest) if can_lack_an_index else k
@@ -77,8 +82,8 @@ class Budgets:
     @property
     def most_tokens(self) -> int:
         """The most tokens that a head attends to in a step."""
-        local, _ = self.settings.budget(self.longest)
-        return self.settings.init + max(local, _LEAST_LOCAL) + self.most_items
+        local, _ = self._budget(self.longest)
+        return min(self.max_tokens, self.settings.init + local + self.most_items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from gpu_tier.errors import ConfigError
 
 __all__ = [
     "CostModel", "Fingerprint", "Profile", "fingerprint", "fit", "fit_clustering", "fit_layer", "load", "measure",
-    "obtain", "save",
+    "obtain", "place_of", "save",
 ]  # fmt: skip
 
 _CLUSTER_SIZES, _CLUSTER_ITERATIONS = (1024, 2048, 4096), (1, 3, 6)
@@ -218,16 +218,28 @@ def obtain(path: str, of: Fingerprint, take: Callable[[], Profile]) -> Profile:
         take: measures.
 
     Raises:
-        ConfigError: see `load`.
+        ConfigError: see `load` and `place_of`.
     """
     if not path:
         key = tuple(sorted(of.items()))
         if key not in _measured:
             _measured[key] = take()
         return _measured[key]
-    place = Path(path)
+    place = place_of(path)
     if place.exists():
         return load(place, of)
     profile = take()
     save(place, profile)
     return profile
+
+
+def place_of(path: str) -> Path:
+    """Return where a profile is, or can be written.
+
+    Raises:
+        ConfigError: it can not: there is no such folder, or nothing may be written in it.
+    """
+    place = Path(path)
+    if not place.exists() and not os.access(place.parent, os.W_OK | os.X_OK):
+        raise ConfigError("profile", path, f"{place.parent} must be a folder in which it can be written")
+    return place

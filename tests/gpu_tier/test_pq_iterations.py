@@ -158,6 +158,14 @@ def test_a_profile_that_does_not_exist_is_measured_and_kept(tmp_path: Path) -> N
     assert len(taken) == 1
 
 
+def test_a_profile_that_cannot_be_written_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    def take() -> Profile:
+        raise AssertionError("measured in vain")
+
+    with pytest.raises(ConfigError, match="must be a folder in which it can be written"):
+        iterations.obtain(str(tmp_path / "missing" / "profile.json"), OF, take)
+
+
 def test_without_a_file_it_is_measured_once_in_a_process() -> None:
     taken = []
 

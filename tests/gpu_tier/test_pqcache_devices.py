@@ -214,6 +214,19 @@ def test_iterations_are_measured_kept_and_taken(tmp_path: Path) -> None:
         broken.add({0: 80})
 
 
+def test_a_profile_without_a_folder_is_refused_when_the_engine_is_built(tmp_path: Path) -> None:
+    path = str(tmp_path / "missing" / "profile.json")
+    with pytest.raises(ConfigError, match="must be a folder"):
+        PQRig(iterations=0, profile=path)
+    PQRig(iterations=3, profile=path)  # which is not needed
+
+
+def test_iterations_that_do_not_fit_are_the_fewest_of_the_settings() -> None:
+    rig = PQRig(mha(1, 4, layers=1), iterations=0, min_iterations=5)
+    rig.pq.layer_seconds = lambda tokens: 1e-12 * tokens
+    assert rig.pq.clusterer.iterations(60) == 5
+
+
 def test_without_a_profile_a_stand_in_layer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iterations, "_measured", {})
     rig = PQRig(mha(1, 4, layers=1), iterations=0)

@@ -67,6 +67,17 @@ def test_what_retrieves_everything_is_full_attention(name: str, start_layer: int
             torch.testing.assert_close(out[step, :, row], exact, rtol=1e-4, atol=1e-4)
 
 
+def test_a_budget_larger_than_requests_takes_no_more_memory_than_they_do() -> None:
+    config, lengths = changed("pqcache", token_budget=1 << 20), (60, 17)
+    out, traffic = decode(SHAPE, config, lengths, 3)
+    blocks = traffic.coordinator.manager.blocks
+    assert blocks is not None
+    assert blocks.execution.tokens_per_row == SHAPE.max_tokens
+    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
+        for step in range(3):
+            torch.testing.assert_close(out[step, :, row], traffic.exact(request, n + step), rtol=1e-4, atol=1e-4)
+
+
 ALL_STEADY: dict[str, dict[str, Any]] = {
     "pqcache": {"init": 0, "token_budget": 80},
     "retroinfer": {"sink": 0},
