@@ -200,8 +200,8 @@ acceptance-connectors: setup redis fuse engines
 acceptance-quality: setup
 	$(BIN)/python benchmarks/gpu/quality.py --json benchmarks/results/gpu_quality.json --report docs/gpu_tier_quality
 	$(BIN)/python benchmarks/gpu/index_build.py --full-ablation --json benchmarks/results/gpu_index_build.json
-	$(BIN)/python benchmarks/gpu/retrieval_quality.py --json benchmarks/results/gpu_retrieval_quality.json --report docs/gpu_tier_quality/retrieval
 	$(BIN)/python benchmarks/gpu/ablations.py --json benchmarks/results/gpu_ablations.json --report docs/gpu_tier_quality/ablations
+	$(BIN)/python benchmarks/gpu/retrieval_quality.py --json benchmarks/results/gpu_retrieval_quality.json --report docs/gpu_tier_quality/retrieval
 
 # The sparse tier on a GPU (docs/gpu_tier_benchmarks.md): an hour and a half on one H100 or H200. Nothing is installed: GPU_PYTHON
 # has torch and triton already.
