@@ -150,13 +150,7 @@ class WaveBuffer:
         layer = self._geometry.layer_index(layer_id)
         tables = self._tables[layer]
         known = tables.table(request).num_clusters
-        if segment.first_cluster != known:
-            text = f"{known} clusters of layer {layer_id} are known"
-            raise StateError(f"a segment of request {request} begins at cluster {segment.first_cluster}, {text}")
-        sizes = segment.sizes.cpu().numpy().astype(np.int32)
-        needed = int((-(-sizes // self._store.block_tokens)).sum())
-        blocks = self._store.take(layer_id, request, needed, segment.tokens)
-        self._fill.fill(layer_id, request, segment, blocks)
+        sizes, blocks = self._fill.take_over(layer_id, request, segment, known)
         self._wait_for(layer)
         tables.append(request, sizes, blocks)
 

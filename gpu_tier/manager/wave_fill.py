@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_tier.errors import StateError
 from gpu_tier.index.wave_segment import WaveSegment
 from gpu_tier.kernels.dma_copy import dma_copy
 from gpu_tier.manager.wave_store import WaveStore
@@ -46,8 +47,34 @@ class WaveFill:
         self._runtime = runtime
         self._kernels = kernels
 
-    def fill(self, layer_id: int, request: int, segment: WaveSegment, blocks: npt.NDArray[np.int32]) -> None:
-        """Copy a segment's rows into blocks: head after head, in each cluster after cluster."""
+    def take_over(
+        self, layer_id: int, request: int, segment: WaveSegment, known: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Give a segment blocks and fill them; waits for the sizes of its clusters.
+
+        Args:
+            layer_id: id of the layer.
+            request: row of the per-request tables.
+            segment: the segment.
+            known: clusters that the request has in the layer already.
+
+        Returns:
+            Sizes of the clusters ``int32 [H, m]``, and the blocks: head after head, in each cluster after cluster.
+
+        Raises:
+            PoolExhaustedError: the store is full; nothing changed.
+            StateError: the segment is not the next one.
+        """
+        if segment.first_cluster != known:
+            text = f"{known} clusters of layer {layer_id} are known"
+            raise StateError(f"a segment of request {request} begins at cluster {segment.first_cluster}, {text}")
+        sizes = segment.sizes.cpu().numpy().astype(np.int32)
+        needed = int((-(-sizes // self._store.block_tokens)).sum())
+        blocks = self._store.take(layer_id, request, needed, segment.tokens)
+        self._fill(layer_id, request, segment, blocks)
+        return sizes, blocks
+
+    def _fill(self, layer_id: int, request: int, segment: WaveSegment, blocks: npt.NDArray[np.int32]) -> None:
         staged_slots = _slots(segment, self._store.block_tokens)
         heads = torch.arange(segment.members.shape[0], device=segment.members.device)
         heads = heads.repeat_interleave(segment.tokens)

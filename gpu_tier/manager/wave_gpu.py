@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,13 +188,7 @@ class WaveGpuBuffer:
         """
         layer = self.geometry.layer_index(layer_id)
         known = self._tables.clusters(layer, request)
-        if segment.first_cluster != known:
-            text = f"{known} clusters of layer {layer_id} are known"
-            raise StateError(f"a segment of request {request} begins at cluster {segment.first_cluster}, {text}")
-        sizes = segment.sizes.cpu().numpy().astype(np.int32)
-        needed = int((-(-sizes // self._block)).sum())
-        blocks = self._store.take(layer_id, request, needed, segment.tokens)
-        self._fill.fill(layer_id, request, segment, blocks)
+        sizes, blocks = self._fill.take_over(layer_id, request, segment, known)
         self._tables.append(layer, request, sizes, blocks)
 
     # A step of one layer.
