@@ -114,7 +114,7 @@ class PQCache(BaseSparseAlgorithm):
 
     @property
     def _is_in_blocks(self) -> bool:
-        return self.context.config.residency in ("blocks", "auto")
+        return self.context.config.residency == "blocks"
 
     @property
     def built(self) -> int:

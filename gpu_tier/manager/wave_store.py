@@ -112,11 +112,8 @@ class WaveStore:
         """Return the blocks as a source of `gather_copy`."""
         return RowPool(self.data, self.addressing, 0)
 
-    def worst_blocks(self, n_tokens: int) -> int:
-        """Return the most blocks that one layer and head of a request of so many tokens takes."""
-        return self._worst_of(n_tokens - self._settings.sink - self._settings.local)
-
     def _worst_of(self, clustered: int) -> int:
+        """Return the most blocks that one layer and head takes for so many tokens in clusters."""
         if clustered <= 0:
             return 0
         clusters = clustered // self._settings.tokens_per_centroid + _ODD_SEGMENTS
