@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
@@ -210,7 +211,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that measure")
     args = parser.parse_args()
     size = QUICK if args.quick else FULL
-    with ProcessPoolExecutor(args.jobs) as pool:
+    # A process that is forked while torch has threads may wait for one of them for ever.
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         caches = pool.submit(cache_tables, size)
         wave = evaluated(wave_settings(size.tokens), size, pool)
         pq = evaluated(pq_settings(size.tokens), size, pool)

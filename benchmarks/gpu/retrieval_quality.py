@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
@@ -174,7 +175,8 @@ def main() -> int:
     size = QUICK if args.quick else FULL
     samples = samples_of(size.tokens, size.steps, size.seeds)
     small = samples_of(size.small_tokens, size.steps, size.small_seeds)
-    with ProcessPoolExecutor(args.jobs) as pool:
+    # A process that is forked while torch has threads may wait for one of them for ever.
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         answers = recall_rows(RETRIEVAL_SIZES[size.recall], args.quick, pool)
         tables = pool.map(_measure, (size,) * len(Regime), Regime)
         rows = [
