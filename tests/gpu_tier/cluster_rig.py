@@ -168,6 +168,14 @@ class ClusterRig:
         self.buffers.release(request)
         del self.requests[request]
 
+    def come_and_go(self, rng: Random, step: int) -> None:
+        """Let some requests begin and some end."""
+        for request in range(self.max_requests):
+            if request not in self.requests and rng.random() < 0.5:
+                self.admit(request, 100 * step + request, rng.choice([16, 17, 40, 47, 90]))
+            elif request in self.requests and rng.random() < 0.1:
+                self.release(request)
+
     # Steps.
 
     def batch(self, requests: list[int], padding: int = 0) -> ForwardBatch:

@@ -88,15 +88,6 @@ cases = st.builds(
 )  # fmt: skip
 
 
-def come_and_go(rig: ClusterRig, rng: Random, step: int) -> None:
-    """Let some requests begin and some end."""
-    for request in range(rig.max_requests):
-        if request not in rig.requests and rng.random() < 0.5:
-            rig.admit(request, 100 * step + request, rng.choice([16, 17, 40, 47, 90]))
-        elif request in rig.requests and rng.random() < 0.1:
-            rig.release(request)
-
-
 @pytest.mark.parametrize("control", CONTROLS)
 @settings(max_examples=examples(60), deadline=None)
 @given(case=cases)
@@ -108,7 +99,7 @@ def test_what_attention_reads_and_what_is_cached(control: str, case: Case) -> No
         async_update=case.async_update,
     )  # fmt: skip
     for step in range(8):
-        come_and_go(rig, rng, step)
+        rig.come_and_go(rng, step)
         requests = rng.sample(sorted(rig.requests), rng.randint(0, len(rig.requests)))
         if not requests:
             continue

@@ -75,15 +75,6 @@ class Case:
     cache_ratio: float
 
 
-def come_and_go(rig: ClusterRig, rng: Random, step: int) -> None:
-    """Let some requests begin and some end."""
-    for request in range(rig.max_requests):
-        if request not in rig.requests and rng.random() < 0.5:
-            rig.admit(request, 100 * step + request, rng.choice([16, 17, 40, 47, 90]))
-        elif request in rig.requests and rng.random() < 0.1:
-            rig.release(request)
-
-
 cases = st.builds(
     Case, st.integers(0, 1 << 30), st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([0, 0.05, 0.5, 1])
 )
@@ -96,7 +87,7 @@ def test_what_attention_reads_and_what_is_cached(case: Case) -> None:
     rng = Random(case.seed)
     rig, policy = rig_of(case.seed, block_bytes=case.block_bytes, cache_ratio=case.cache_ratio)
     for step in range(8):
-        come_and_go(rig, rng, step)
+        rig.come_and_go(rng, step)
         requests = rng.sample(sorted(rig.requests), rng.randint(0, len(rig.requests)))
         if not requests:
             continue
@@ -249,7 +240,7 @@ def test_attention_reads_the_same_bytes_with_the_cache_on_the_cpu(case: Case) ->
         rig = ClusterRig(make, ClusterRig.settings_of(control=control, **changes), case.seed)
         rng, lines = Random(case.seed), []
         for step in range(4):
-            come_and_go(rig, rng, step)
+            rig.come_and_go(rng, step)
             requests = sorted(rig.requests)
             rig.decode(requests)
             batch = rig.batch(requests, 1)
