@@ -139,6 +139,18 @@ RECLAIM_PENDING: Final = _gauge(
     "reclaim_pending_deletes", "Locations that wait for their deletion or are being deleted.", "backend"
 )
 
+OPTIMIZER_ATTAINABLE: Final = _gauge(
+    "optimizer_attainable_ratio",
+    "Part of the blocks asked for that an unlimited cache would have found, estimated of a sample; halved every hour.",
+    "group",
+)
+OPTIMIZER_BYTES_NEEDED: Final = _gauge(
+    "optimizer_bytes_needed",
+    "Bytes that give this part of those hits under lru or leaf_lru, estimated in the same way.",
+    "group",
+    "attainable",
+)
+
 BACKEND_UP: Final = _gauge("backend_up", "1 while probes find the storage usable for this manager, else 0.", "backend")
 BACKEND_PROBE: Final = _histogram("backend_probe_seconds", "Probes of storages, late ones included.", "backend")
 BACKEND_USED: Final = _gauge("backend_used_bytes", "Bytes of all groups on a storage.", "backend")

@@ -8,7 +8,7 @@ times as long per value, for locks that one thread does not need. That library w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -62,6 +62,16 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Upper bounds of the buckets."""
+        return tuple(self._bounds)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Values in each bucket so far, and those beyond all bounds."""
+        return tuple(self._counts)
+
     def read(self) -> Distribution:
         """Return what was counted so far."""
         return Distribution(self._bounds, tuple(accumulate(self._counts)), self._total)
@@ -85,6 +95,10 @@ class BoundedNames:
     def __init__(self, most: int = 1000) -> None:
         self._most = most
         self._names: set[str] = set()
+
+    def keep(self, names: Container[str]) -> None:
+        """Forget all others: there is room for new ones."""
+        self._names = {name for name in self._names if name in names}
 
     def of(self, name: str) -> str:
         """Return the name, or `OTHER` where there are too many."""

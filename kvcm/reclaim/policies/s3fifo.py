@@ -26,11 +26,12 @@ class S3Fifo:
 
     Args:
         warmup: size of small beyond which new blocks go to main until the first eviction ever; None for no such rule.
+        blocks: size of the cache where it has one in blocks, which a simulated one has.
     """
 
-    __slots__ = ("_ghost", "_ghost_room", "_keys", "_links", "_main", "_small", "_states", "_warmup")
+    __slots__ = ("_blocks", "_ghost", "_ghost_room", "_keys", "_links", "_main", "_small", "_states", "_warmup")
 
-    def __init__(self, *, warmup: int | None = None) -> None:
+    def __init__(self, *, warmup: int | None = None, blocks: int | None = None) -> None:
         self._links = Links(queues=2)
         self._small, self._main = Queue(self._links, -1), Queue(self._links, -2)
         self._states = self._links.column("B")  # reads that still count, and `_IN_MAIN`
@@ -38,6 +39,7 @@ class S3Fifo:
         self._ghost = Ghost()
         self._ghost_room = 0
         self._warmup = warmup
+        self._blocks = blocks
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
@@ -79,7 +81,7 @@ class S3Fifo:
             self._main.remove(slot)
             return
         if evicted:
-            self._ghost_room = int(_GHOST_RATIO * len(self))
+            self._ghost_room = int(_GHOST_RATIO * self._size())
             self._ghost.add(self._keys[slot])
         self._small.remove(slot)
 
@@ -117,13 +119,16 @@ class S3Fifo:
         self._keys[slot] = key
 
     def _find(self, passed: set[int]) -> int:
-        total = len(self)
+        total = self._size()
         main_share = total - int(_SMALL_RATIO * total)
         if len(self._main) > main_share or not self._small:
             slot = self._find_in_main(passed)
             return slot if slot >= 0 else self._find_in_small(passed)
         slot = self._find_in_small(passed)
         return slot if slot >= 0 else self._find_in_main(passed)
+
+    def _size(self) -> int:
+        return len(self) if self._blocks is None else self._blocks
 
     def _find_in_small(self, passed: set[int]) -> int:
         small, states = self._small, self._states

@@ -138,6 +138,18 @@ def test_only_evictions_for_want_of_room_are_remembered_by_s3fifo() -> None:
     assert list(policy.victims()) == [0, 1, 2, 3, *range(6, 20), 5, 4]
 
 
+def test_s3fifo_keeps_shares_of_the_size_it_is_told() -> None:
+    """One block in small, nine in main: ten blocks are one too many in main for eight, and not for ten."""
+
+    def first_victim(blocks: int | None) -> int:
+        policy = S3Fifo(warmup=1, blocks=blocks)
+        for slot in range(10):
+            policy.insert(slot, slot)
+        return next(policy.victims())
+
+    assert [first_victim(blocks) for blocks in (None, 10, 8)] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_name_makes_a_policy_that_evicts(name: str) -> None:
     policy = POLICIES[name](lambda slot: slot != 0, EvictionPolicy(name))

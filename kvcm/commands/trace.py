@@ -1,0 +1,191 @@
+"""`kvcm trace`: files of recorded accesses: what is in them, in another format, without what tells whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvcm.commands.options import AsJson, first_line, noun, with_options
+from kvcm.commands.shown import print_fields, print_json
+from kvcm.refusals import CANNOT_RUN, refusals, refuse_to_run
+
+if TYPE_CHECKING:
+    from kvcm.optimizer.trace import BadLine, Trace
+
+__all__ = ["trace_app"]
+
+trace_app = noun("trace", "Files of recorded accesses, which `kvcm optimize` replays: look into them, convert them.")
+
+_SHOWN_BAD_LINES = 5
+
+Source = Annotated[Path, typer.Argument(metavar="IN", help="The trace to read, plain or .gz.")]
+Target = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, compressed where it ends in .gz.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT where it exists.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a trace is read."""
+
+    trace_format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="Of the trace; found from its first lines otherwise.")
+    ] = ""
+    block_tokens: Annotated[
+        int,
+        typer.Option("--block-tokens", "--block-size", metavar="N", min=0, help="Tokens per block; 0 to infer them."),
+    ] = 0
+
+
+@trace_app.command("info")
+@with_options
+def info(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace to look into, plain or .gz.")],
+    reading: Reading,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Neither read nor write the binary form beside the trace.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is in a trace: how many requests and blocks, over how long, and which lines are none."""
+    with refusals(CANNOT_RUN):
+        facts = _facts(_read(file, reading, use_cache=not no_cache))
+    if as_json:
+        print_json(facts)
+    else:
+        print_fields((name.replace("_", " "), _shown(value)) for name, value in facts.items())
+
+
+@trace_app.command("convert")
+@with_options
+def convert(
+    source: Source,
+    target: Target,
+    to: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help="One of mooncake, qwen_bailian, publisher_log and optimizer_schema."),
+    ],
+    reading: Reading,
+    force: Force = False,
+) -> None:
+    """Write a trace in another format. Blocks become numbers; what the format does not hold is told."""
+    with refusals(CANNOT_RUN):
+        from kvcm.optimizer.formats.sniffing import checked_format
+        from kvcm.optimizer.writers import lost_in, refuse_taken, write_trace
+
+        checked_format(to)  # what is asked for is looked at before a file that may take minutes
+        refuse_taken(target, force=force)
+        trace = _read(source, reading, use_cache=False)
+        write_trace(trace, target, to, force=force)
+        lost = lost_in(trace, to)
+    if lost:
+        typer.echo(f"kvcm: {to} does not hold {' and '.join(lost)}: left out", err=True)
+    typer.echo(f"wrote {target}: {len(trace):,} requests")
+
+
+@trace_app.command("anonymise")
+@with_options
+def anonymise(
+    source: Source,
+    target: Target,
+    reading: Reading,
+    salt_file: Annotated[
+        Path | None,
+        typer.Option(help="File with one secret line: files made with the same one fit together. Drawn otherwise."),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Write a trace that nobody can tell the owner of, in the same format.
+
+    Keys, sessions and names of instances and specs are replaced, tokens are dropped, times count from the first one.
+    Lengths, the gaps between times and which blocks are the same stay: they are what a replay needs.
+    """
+    with refusals(CANNOT_RUN):
+        from kvcm.optimizer.writers import Pseudonyms
+        from kvcm.optimizer.writers import anonymise as write_anonymous
+
+        salt = None if salt_file is None else first_line(salt_file, "salt file").strip().encode()
+        names = Pseudonyms(salt)
+        with _bar(f"anonymising {source.name}") as told:
+            done = write_anonymous(
+                source,
+                target,
+                names,
+                format_name=reading.trace_format or None,
+                block_tokens=reading.block_tokens or None,
+                force=force,
+                progress=told,
+            )
+    _tell_bad_lines(source, done.bad_lines, done.bad_line_count)
+    typer.echo(f"wrote {target}: {done.lines:,} lines of {done.format}")
+
+
+def _read(path: Path, reading: Reading, *, use_cache: bool) -> Trace:
+    try:
+        from kvcm.optimizer.readers import read_trace
+    except ModuleNotFoundError as missing:
+        refuse_to_run(f"{missing.name} is not installed; this needs: pip install 'kvcm[optimizer]'")
+    with _bar(f"reading {path.name}") as told:
+        trace = read_trace(
+            path,
+            format=reading.trace_format or None,
+            block_tokens=reading.block_tokens or None,
+            use_cache=use_cache,
+            progress=told,
+        )
+    for sentence in trace.assumed:
+        typer.echo(f"kvcm: {path}: {sentence}", err=True)
+    _tell_bad_lines(path, trace.bad_lines, trace.bad_line_count)
+    return trace
+
+
+def _tell_bad_lines(path: Path, first: Sequence[BadLine], count: int) -> None:
+    for bad in first[:_SHOWN_BAD_LINES]:
+        typer.echo(f"kvcm: {path}:{bad.number}: {bad.reason}", err=True)
+    if count:
+        typer.echo(f"kvcm: {path}: bad lines left out: {count:,}", err=True)
+
+
+def _facts(trace: Trace) -> dict[str, int | float | str | bool]:
+    totals = trace.totals
+    return {
+        "name": trace.name,
+        "requests": len(trace),
+        "reads": totals.requests,
+        "writes": int(trace.writes.sum()),
+        "accesses": trace.accesses,
+        "unique_blocks": trace.unique_blocks,
+        "block_tokens": trace.block_tokens,
+        "prompt_tokens": totals.tokens,
+        "generated_tokens": int(trace.output_tokens.sum()),
+        "span_seconds": trace.span_seconds,
+        "sessions": int(trace.sessions.max()) + 1,
+        "instances": len(trace.instance_names),
+        "is_prefix_tree": trace.has_one_parent,
+        "bad_lines": trace.bad_line_count,
+    }
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else f"{value:,}"
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield what is told bytes done and in all: a bar where somebody watches, nothing elsewhere."""
+    watched = Console(stderr=True)
+    if not watched.is_terminal:
+        yield lambda _done, _total: None
+        return
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=watched, transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)

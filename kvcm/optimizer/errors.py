@@ -1,0 +1,17 @@
+"""What the optimizer refuses; each message names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+__all__ = ["OptimizerError", "OptionError", "TraceError"]
+
+
+class OptimizerError(Exception):
+    """Something that was asked of the optimizer cannot be done."""
+
+
+class OptionError(OptimizerError):
+    """An option is none that there is, or out of its range."""
+
+
+class TraceError(OptimizerError):
+    """A file holds no trace that can be replayed."""

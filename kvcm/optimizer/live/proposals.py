@@ -1,0 +1,261 @@
+"""Settings that would have served the recorded accesses better, and how much that is to be believed.
+
+Of each group the policies are rehearsed at several quotas around the present one; then, with the best policy at the
+present quota, the smallest quota is searched that reaches the wanted part of what an unlimited cache would have found.
+An instance of several gets a policy of its own, and blocks an age, where that helps. What gains less than
+`Wish.least_gain` is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvcm.model.groups import EvictionPolicy, InstanceGroup
+from kvcm.optimizer.live.recording import Lookup, Recording
+from kvcm.optimizer.live.rehearsal import unlimited
+from kvcm.optimizer.live.situation import (
+    GroupState,
+    Situation,
+    measured_hit_rate,
+    unrehearsed,
+    with_policy,
+    with_quota,
+)
+from kvcm.optimizer.live.trials import Rehearse, Trial
+
+__all__ = ["POLICIES_WITH_AGE", "Proposal", "Wish", "propose"]
+
+POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
+_POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
+_MOST_INSTANCES = 8  # that are asked whether a policy of their own would help
+_SEARCH_RATIO = 1.02  # how exactly the smallest quota is found
+_AT_ONCE = 4  # quotas, beside each other
+_LEAST_PART = 1 << 12  # of all bytes: the smallest quota that is thought of
+_MARGINS = (1.0, 1.05, 1.1, 1.25, 1.5)
+_SMALL_CHANGE = 0.05  # of a quota: not worth it
+_MIB = 1 << 20
+_FEW_LOOKUPS = 200
+_LATE = 99.9  # per cent of the intervals between reads that an age has to outlast
+_ROOM_FOR_AGE = 1.5
+_LEAST_AGES = 4  # in what is recorded, for an age to be believed
+_FREED = 0.9  # of the bytes used: an age that frees less is not worth it
+_OFF_BY = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is wanted.
+
+    Attributes:
+        target: part of the attainable hits that the proposed quota is to reach; None leaves quotas as they are.
+        quota_ratios: quotas to rehearse, relative to the present one.
+        least_gain: in hit rate, for which a setting is changed.
+    """
+
+    target: float | None = 0.95
+    quota_ratios: Sequence[float] = (0.5, 0.75, 1.0, 1.5, 2.0)
+    least_gain: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What is proposed for one group.
+
+    Attributes:
+        state: the group as it is.
+        measured_hit_rate: of the recorded lookups.
+        attainable_hit_rate: of an unlimited cache.
+        present: its settings, rehearsed.
+        proposed: those that are proposed, likewise; the same where nothing is.
+        trials: everything that was rehearsed around the present settings.
+        confidence: `high`, `medium` or `low`.
+        warnings: why it is no higher, and what was passed over.
+    """
+
+    state: GroupState
+    measured_hit_rate: float
+    attainable_hit_rate: float
+    present: Trial
+    proposed: Trial
+    trials: Sequence[Trial] = ()
+    confidence: str = "high"
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def is_change(self) -> bool:
+        """Whether anything is proposed."""
+        return self.proposed.group != self.state.group
+
+    @property
+    def gain(self) -> float:
+        """Return by how much the hit rate would be higher."""
+        return self.proposed.outcome.hit_rate - self.present.outcome.hit_rate
+
+
+def propose(situation: Situation, rehearse: Rehearse, wish: Wish | None = None) -> list[Proposal]:
+    """Return a proposal for each group whose instances were asked for anything.
+
+    Args:
+        situation: the manager as it is.
+        rehearse: of its recording.
+        wish: what is wanted.
+    """
+    made = []
+    for state in situation.groups:
+        measured = measured_hit_rate(situation.recording, state.block_bytes)
+        if measured is not None:
+            made.append(_Search(state, situation.recording, rehearse, wish or Wish()).proposal(measured))
+    return made
+
+
+class _Search:
+    def __init__(self, state: GroupState, recording: Recording, rehearse: Rehearse, wish: Wish) -> None:
+        self._state = state
+        self._recording = recording
+        self._rehearse = rehearse
+        self._wish = wish
+
+    def proposal(self, measured: float) -> Proposal:
+        state, group = self._state, self._state.group
+        rule = group.policy_of("")
+        grid = self._tried(
+            [with_quota(with_policy(group, each), quota) for quota in self._quotas() for each in self._rules()]
+        )
+        present, endless = self._tried([group, unlimited(group)])
+        attainable = endless.outcome.hit_rate
+        same_quota = [trial for trial in grid if trial.group.quota.capacity == group.quota.capacity]
+        proposed = self._better(present, max(same_quota, key=_hit_rate, default=present))
+        proposed = self._with_own_policies(proposed)
+        confidence, warnings = self._confidence(measured, present)
+        if self._wish.target is not None and confidence != "low" and not group.quota.quota_config:
+            proposed = self._with_quota(present, proposed, self._wish.target * attainable)
+        if not rule.ttl_seconds:
+            proposed = self._with_age(proposed)
+        warnings += unrehearsed(state)
+        return Proposal(state, measured, attainable, present, proposed, (present, *grid), confidence, tuple(warnings))
+
+    def _tried(self, groups: Sequence[InstanceGroup]) -> list[Trial]:
+        return self._rehearse(groups, self._state.block_bytes, self._state.used_bytes)
+
+    def _quotas(self) -> list[int]:
+        capacity = self._state.group.quota.capacity
+        return sorted({max(1, int(capacity * ratio)) for ratio in self._wish.quota_ratios})
+
+    def _rules(self) -> list[EvictionPolicy]:
+        """Return the policies that the group may have; not all of them can have an age."""
+        rule = self._state.group.policy_of("")
+        allowed = POLICIES_WITH_AGE if rule.ttl_seconds else _POLICIES
+        return [replace(rule, name=name) for name in allowed]
+
+    def _better(self, before: Trial, after: Trial) -> Trial:
+        return after if after.outcome.hit_rate - before.outcome.hit_rate >= self._wish.least_gain else before
+
+    def _with_own_policies(self, trial: Trial) -> Trial:
+        """Try policies of their own for the instances that are asked for most."""
+        asked = trial.outcome.asked_blocks
+        busiest = sorted(asked, key=lambda name: -asked[name])[:_MOST_INSTANCES]
+        for name in busiest if len(asked) > 1 else ():
+            tried = self._tried([with_policy(trial.group, rule, name) for rule in self._rules()])
+            trial = self._better(trial, max(tried, key=_hit_rate))
+        return trial
+
+    def _distinct_bytes(self) -> int:
+        """Return the bytes of all blocks that were named."""
+        sizes = [self._state.block_bytes.get(name, 0) for name in self._recording.instance_names]
+        return sum(sizes[owner] for owner in self._recording.owners)
+
+    def _with_quota(self, present: Trial, proposed: Trial, wanted: float) -> Trial:
+        """Return the smallest quota that finds so much, unless it is nearly the present one. What is best where room
+        is short need not be where there is more: the present policy has its chance, too."""
+        trials = [present] if proposed is present else [present, proposed]
+        found = [smallest for trial in trials if (smallest := self._smallest_quota(trial, wanted)) is not None]
+        if not found:
+            return proposed
+        best = min(found, key=lambda trial: trial.group.quota.capacity)
+        capacity = present.group.quota.capacity
+        return best if abs(best.group.quota.capacity - capacity) >= _SMALL_CHANGE * capacity else proposed
+
+    def _smallest_quota(self, trial: Trial, wanted: float) -> Trial | None:
+        """Return the smallest quota that finds so much, None where none does."""
+        most = self._distinct_bytes()
+        low, high = max(1, most // _LEAST_PART), max(2 * most, _MIB)
+        best: Trial | None = None
+        while high > low * _SEARCH_RATIO and high - low > _AT_ONCE:
+            step = (high / low) ** (1 / (_AT_ONCE + 1))
+            quotas = [int(low * step**number) for number in range(1, _AT_ONCE + 1)]
+            for tried in self._tried([with_quota(trial.group, quota) for quota in quotas]):
+                if tried.outcome.hit_rate >= wanted:
+                    best, high = tried, tried.group.quota.capacity
+                    break
+                low = tried.group.quota.capacity
+        if best is None:
+            return None
+        # More room does not always find more, where engines walk in circles: it has to hold with more room, too.
+        capacity = best.group.quota.capacity
+        quotas = [-(-int(capacity * ratio) // _MIB) * _MIB for ratio in _MARGINS]
+        found = None
+        for tried in reversed(self._tried([with_quota(trial.group, quota) for quota in quotas])):
+            if tried.outcome.hit_rate < wanted:
+                break
+            found = tried
+        return found
+
+    def _with_age(self, trial: Trial) -> Trial:
+        """Try an age that nearly all reads keep within, where the recording is long enough to tell."""
+        rule = trial.group.policy_of("")
+        seconds = self._late_interval()
+        long_enough = self._recording.coverage.seconds >= _LEAST_AGES * seconds
+        if rule.name not in POLICIES_WITH_AGE or not seconds or not long_enough:
+            return trial
+        aged = replace(rule, ttl_seconds=seconds, ttl_sliding=not rule.orders_by_write)
+        (tried,) = self._tried([with_policy(trial.group, aged)])
+        before, after = trial.outcome, tried.outcome
+        keeps_hits = after.hit_rate >= before.hit_rate - self._wish.least_gain / 5
+        frees = after.mean_used_bytes <= _FREED * before.mean_used_bytes
+        return tried if keeps_hits and frees else self._better(trial, tried)
+
+    def _late_interval(self) -> int:
+        """Return seconds in which nearly every block is read again, of those that are; 0 where none is."""
+        names = self._recording.instance_names
+        own = {number for number, name in enumerate(names) if name in self._state.block_bytes}
+        last = np.full(len(self._recording.owners), -np.inf)
+        intervals = []
+        for access in self._recording.accesses:
+            if isinstance(access, Lookup) and access.instance in own:
+                since = access.at - last[list(access.blocks)]
+                intervals.append(since[np.isfinite(since)])
+                last[list(access.blocks)] = access.at
+        found = np.concatenate(intervals) if intervals else np.empty(0)
+        return int(np.ceil(_ROOM_FOR_AGE * np.percentile(found, _LATE))) if len(found) else 0
+
+    def _confidence(self, measured: float, present: Trial) -> tuple[str, list[str]]:
+        """Return how far the recording reaches, and what speaks against it."""
+        outcome, coverage = present.outcome, self._recording.coverage
+        size = max(self._state.block_bytes.values(), default=0)
+        quota = max(1, self._state.group.quota.capacity)
+        turnover = outcome.written_blocks * size / quota
+        has_all = not coverage.dropped_accesses
+        longer = "let the manager serve for longer" if has_all else "raise kvcm.optimizer.recent_keys"
+        low = {
+            f"only {self._recording.lookups} lookups are recorded": self._recording.lookups < _FEW_LOOKUPS,
+            f"what is recorded wrote {turnover:.0%} of the quota, so that reuse over longer times is not in it, and "
+            f"the quota is left as it is: {longer}": turnover < 1,
+        }
+        medium = {
+            f"what is recorded wrote {turnover:.1f} times the quota, more than 3 times are better: {longer}": 1
+            <= turnover
+            < 3,
+            f"with the present settings {outcome.hit_rate:.2%} are rehearsed where {measured:.2%} were measured: they "
+            "may have been changed meanwhile": abs(outcome.hit_rate - measured) > _OFF_BY,
+            f"the {coverage.seconds:,.0f} s since the manager started are all that is known": has_all,
+        }
+        warnings = [text for text, is_so in {**low, **medium}.items() if is_so]
+        level = "low" if any(low.values()) else "medium" if any(medium.values()) else "high"
+        return level, warnings
+
+
+def _hit_rate(trial: Trial) -> float:
+    return trial.outcome.hit_rate

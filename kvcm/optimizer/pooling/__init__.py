@@ -1,0 +1,19 @@
+"""N engines with caches of their own against one pool that all of them share."""
+
+from __future__ import annotations
+
+from kvcm.optimizer.pooling.comparing import Engines, compare_pooling
+from kvcm.optimizer.pooling.outcome import PoolingRow, PoolingStudy, PoolingWorth, Topology
+from kvcm.optimizer.pooling.router import DEFAULT_ROUTERS, Router, parse_routers
+
+__all__ = [
+    "DEFAULT_ROUTERS",
+    "Engines",
+    "PoolingRow",
+    "PoolingStudy",
+    "PoolingWorth",
+    "Router",
+    "Topology",
+    "compare_pooling",
+    "parse_routers",
+]

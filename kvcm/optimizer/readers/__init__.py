@@ -1,0 +1,9 @@
+"""Reads traces from files; each format is one file here, and `registry` knows them all."""
+
+from __future__ import annotations
+
+from kvcm.optimizer.formats.lines import Progress
+from kvcm.optimizer.formats.sniffing import FORMATS
+from kvcm.optimizer.readers.reading import read_trace, trace_of_lines
+
+__all__ = ["FORMATS", "Progress", "read_trace", "trace_of_lines"]

@@ -1,0 +1,36 @@
+"""The rows that other programs read: what each policy counts at each capacity, or is estimated to, as JSON and CSV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvcm.optimizer.results import Replay
+from kvcm.optimizer.study import Estimate
+from kvcm.optimizer.writers import write_whole
+
+__all__ = ["Row", "rows_of", "write_json"]
+
+Row = dict[str, str | int | float]
+
+
+def rows_of(traces: Sequence[tuple[str, Iterable[Replay | Estimate]]]) -> list[Row]:
+    """Return a row for each replay or estimate; where there are several traces, each says of which it is.
+
+    Args:
+        traces: their names and what was counted or estimated.
+    """
+    if len(traces) == 1:
+        return [each.row() for each in traces[0][1]]
+    return [{"trace": name, **each.row()} for name, counted in traces for each in counted]
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as a list.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = ",\n ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    write_whole(path, f"[{lines}]\n")

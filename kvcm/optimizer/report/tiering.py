@@ -1,0 +1,206 @@
+"""What a hierarchy of caches gives: each level, and how to split room and money among them."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from kvcm.optimizer.report import amounts
+from kvcm.optimizer.report.drawing import Chart, Pane, Table, figure
+from kvcm.optimizer.report.markup import Markup, table
+from kvcm.optimizer.report.palette import INK, MUTED, SERIES
+from kvcm.optimizer.report.scales import share_axis, time_axis
+from kvcm.optimizer.report.section import Section
+from kvcm.optimizer.study import Splits, Study, Tiering
+from kvcm.optimizer.tiers import TierUse
+
+__all__ = ["tiering"]
+
+_DASHES = ("-", "--", "-.", ":")
+
+
+def tiering(study: Study, key: str) -> Section:
+    """Return the section on tiers."""
+    found = study.tiering
+    charts = [_busy(study, found, f"{key}-busy")]
+    if found.splits is not None:
+        charts = [_split(found, found.splits, f"{key}-split"), *_budget_charts(found, found.splits, key), *charts]
+    return Section(
+        key,
+        "Tiers",
+        "An exclusive hierarchy under LRU: a block lies in one level, goes up when it is hit and down when it is "
+        "evicted, so all levels together hold what one cache of their size would. What differs is how long loading "
+        "takes. Bandwidths and prices are assumptions unless --tiers says others.",
+        (_levels(found), *map(figure, charts)),
+    )
+
+
+def _levels(found: Tiering) -> Markup:
+    replay = found.replay
+    columns = (
+        "tier", "blocks", "size", "blocks hit", "read", "written", "bandwidth", "saturated", "price per month",
+    )  # fmt: skip
+    rows = [_level(use, replay.totals.blocks) for use in replay.tiers]
+    rate = amounts.percent(replay.block_hit_rate)
+    times = replay.load_times
+    caption = (
+        f"All tiers together find {rate} of the blocks; loading takes {amounts.duration(times.mean)} on average and "
+        f"{amounts.duration(times.p99)} for 99 % of the requests that load"
+    )
+    return table(columns, rows, caption=caption)
+
+
+def _level(use: TierUse, read_blocks: int) -> tuple[str, ...]:
+    bandwidth = use.tier.bandwidth_bytes_per_second
+    return (
+        use.tier.name,
+        amounts.count(use.tier.capacity_blocks),
+        amounts.size(use.tier.capacity_blocks * use.block_bytes),
+        amounts.percent(use.prefix_blocks / max(1, read_blocks)),
+        amounts.size(use.read_bytes),
+        amounts.size(use.written_bytes),
+        "no limit" if np.isinf(bandwidth) else f"{bandwidth / 1e9:g} GB/s",
+        amounts.duration(use.saturated_seconds),
+        amounts.money(use.price_per_month),
+    )
+
+
+def _names(found: Tiering) -> list[str]:
+    return [use.tier.name for use in found.replay.tiers]
+
+
+def _split(found: Tiering, splits: Splits, key: str) -> Chart:
+    names = _names(found)
+    best = int(splits.saved_seconds.argmax())
+    rates = splits.hits.prefix_blocks / max(1, found.replay.totals.blocks)
+    rows = [
+        (amounts.percent(splits.shares[at], 0), *map(amounts.percent, rates[at]), _node_time(splits.saved_seconds[at]))
+        for at in range(0, len(splits.shares), 4)
+    ]
+    return Chart(
+        key,
+        "Where hits lie when room is split differently",
+        f"All room stays as it is, its share in the fastest tier ({names[0]}) varies, the others share the rest. "
+        "Prefill "
+        f"saved, less loading, is greatest with {amounts.percent(splits.shares[best], 0)} of the room in {names[0]}: "
+        f"{_node_time(splits.saved_seconds[best])} of a node, if the price does not matter.",
+        lambda pane: _draw_split(found, splits, pane),
+        Table((f"room in {names[0]}", *(f"hits in {name}" for name in names), "node time saved"), rows),
+        panels=2,
+        height=320,
+    )
+
+
+def _node_time(seconds: float) -> str:
+    return amounts.duration(float(seconds))
+
+
+def _draw_split(found: Tiering, splits: Splits, pane: Pane) -> None:
+    left, right = pane.axes
+    rates = splits.hits.prefix_blocks / max(1, found.replay.totals.blocks)
+    below = np.zeros(len(splits.shares))
+    for number, name in enumerate(_names(found)):
+        above = below + rates[:, number]
+        color = SERIES[number % len(SERIES)]
+        left.fill_between(splits.shares, below, above, color=color, alpha=0.75 - 0.15 * (number % 3), label=name, lw=0)
+        below = above
+    share_axis(left, "blocks hit", max(0.05, float(below.max()) * 1.1))
+    right.plot(splits.shares, splits.saved_seconds / 3600, color=SERIES[0])
+    best = int(splits.saved_seconds.argmax())
+    right.plot(splits.shares[best], splits.saved_seconds[best] / 3600, "o", color=INK)
+    right.set_ylabel("node hours of prefill saved")
+    for axes in pane.axes:
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{100 * each:g} %"))
+        axes.set_xlabel(f"room in {_names(found)[0]}")
+    pane.legend(left)
+
+
+def _budget_charts(found: Tiering, splits: Splits, key: str) -> list[Chart]:
+    return [_budgets(found, splits, f"{key}-budget")] if splits.budgets else []
+
+
+def _budgets(found: Tiering, splits: Splits, key: str) -> Chart:
+    names = _names(found)
+    rows = [
+        (
+            amounts.money(budget),
+            *(amounts.size(blocks * found.replay.tiers[0].block_bytes) for blocks in best.capacities),
+            amounts.percent(sum(best.prefix_blocks) / max(1, found.replay.totals.blocks)),
+            _node_time(best.saved_seconds),
+        )
+        for budget, best in zip(splits.budgets, splits.best, strict=True)
+    ]
+    return Chart(
+        key,
+        "The best split of a budget",
+        "For each monthly budget, the room in each tier that saves most prefill less loading, found by a search "
+        "over splits; "
+        "with more money, room in faster tiers.",
+        lambda pane: _draw_budgets(found, splits, pane),
+        Table(("budget per month", *names, "blocks hit", "node time saved"), rows),
+        panels=2,
+        height=320,
+    )
+
+
+def _draw_budgets(found: Tiering, splits: Splits, pane: Pane) -> None:
+    left, right = pane.axes
+    places = np.arange(len(splits.budgets))
+    bottom = np.zeros(len(places))
+    for number, name in enumerate(_names(found)):
+        blocks = np.array([best.capacities[number] for best in splits.best], np.float64)
+        size = blocks * found.replay.tiers[0].block_bytes / 2**30
+        color = SERIES[number % len(SERIES)]
+        left.bar(places, size, bottom=bottom, color=color, alpha=0.75 - 0.15 * (number % 3), label=name, width=0.75)
+        bottom += size
+    left.set_ylabel("room (GiB)")
+    left.yaxis.set_major_formatter(FuncFormatter(lambda each, _: amounts.short(each)))
+    right.bar(places, [best.saved_seconds / 3600 for best in splits.best], color=MUTED, width=0.75)
+    right.set_ylabel("node hours of prefill saved")
+    every = 2 if pane.is_narrow else 1
+    for axes in pane.axes:
+        axes.grid(visible=False, axis="x")
+        axes.set_xticks(places[::every], [f"${amounts.short(each)}" for each in splits.budgets[::every]])
+        axes.set_xlabel("budget per month")
+        if not pane.is_narrow:
+            axes.tick_params(axis="x", labelsize=10)
+    pane.legend(left)
+
+
+def _busy(study: Study, found: Tiering, key: str) -> Chart:
+    series = found.replay.series
+    names = _names(found)
+    every = range(0, len(series.starts_seconds), max(1, len(series.starts_seconds) // 12))
+    rows = [
+        (
+            amounts.duration(float(series.starts_seconds[at])),
+            *(f"{amounts.size(series.read_bytes_per_second[level, at])}/s" for level in range(len(names))),
+            *(amounts.percent(series.utilisation[level, at]) for level in range(len(names))),
+        )
+        for at in every
+    ]
+    most = [f"{name} {amounts.percent(float(series.utilisation[at].max(initial=0)))}" for at, name in enumerate(names)]
+    return Chart(
+        key,
+        "How busy tiers are",
+        "Bytes moved for loads, promotions, demotions and insertions, against the bandwidth, in windows of "
+        f"{amounts.duration(series.window_seconds)}; the busiest: {', '.join(most)}. Above 100 % a tier cannot "
+        "keep up.",
+        lambda pane: _draw_busy(study, found, pane),
+        Table(("from", *(f"{name} reads" for name in names), *(f"{name} busy" for name in names)), rows),
+        height=300,
+    )
+
+
+def _draw_busy(study: Study, found: Tiering, pane: Pane) -> None:
+    (axes,) = pane.axes
+    series = found.replay.series
+    for number, name in enumerate(_names(found)):
+        color, dashes = SERIES[number % len(SERIES)], _DASHES[number % len(_DASHES)]
+        axes.plot(series.starts_seconds, series.utilisation[number], dashes, color=color, label=name, linewidth=1.6)
+    axes.axhline(1.0, color=MUTED, linewidth=1)
+    most = float(series.utilisation.max(initial=0))
+    share_axis(axes, "bandwidth in use", max(0.01, min(most * 1.1, 20.0)))
+    time_axis(axes, study.trace.span_seconds, is_narrow=pane.is_narrow)
+    pane.legend()

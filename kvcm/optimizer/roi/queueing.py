@@ -1,0 +1,239 @@
+"""Requests that wait for each other: an event simulation of nodes, each with one link and one prefill at a time.
+
+Two ways to send requests to N nodes:
+
+* "fcfs": all wait in one queue; a node that is free takes the oldest, loads its hits, prefills the rest, and is taken
+  for all of that time. Links are never shared, and idle while the node prefills.
+* "least_loaded": each goes on arrival to the node with the fewest seconds of loads and prefills before it. Its load
+  starts at once and shares the link of the node equally with the other loads there; what is loaded waits for the
+  prefill in the order in which loads end. Loads are hidden behind prefills of others, which is what N(h) assumes.
+
+Hits are those of a replay, which knows no queues: they do not change with the time that requests wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from kvcm.optimizer.errors import OptionError
+from kvcm.optimizer.roi.first_token import Spread, Work, spread_of
+from kvcm.optimizer.roi.formulas import Floats
+
+__all__ = ["DISPATCHES", "Dispatch", "Queueing", "simulate"]
+
+Dispatch = Literal["fcfs", "least_loaded"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queueing:
+    """What n requests met.
+
+    Attributes:
+        dispatch: how they were sent to nodes.
+        nodes: N.
+        seconds: [n] from the arrival of each to its first token.
+        waited_seconds: mean time that a request spent on neither its load, as fast as a link is, nor its prefill.
+        prefill_busy: share of the time from the first arrival to the last token in which nodes prefill, 0 to 1.
+        link_busy: the same of their links, without latencies.
+    """
+
+    dispatch: Dispatch
+    nodes: int
+    seconds: Floats
+    waited_seconds: float
+    prefill_busy: float
+    link_busy: float
+
+    @property
+    def spread(self) -> Spread:
+        """Return how the times to the first token are spread."""
+        return spread_of(self.seconds)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the figures by name, without those of single requests."""
+        return {
+            "dispatch": self.dispatch,
+            "nodes": self.nodes,
+            "first_token_seconds": self.spread.as_json(),
+            "waited_seconds": self.waited_seconds,
+            "prefill_busy": self.prefill_busy,
+            "link_busy": self.link_busy,
+        }
+
+
+def simulate(work: Work, *, nodes: int, dispatch: Dispatch = "least_loaded") -> Queueing:
+    """Return what requests meet on so many nodes.
+
+    Args:
+        work: of the requests, see `work_of`.
+        nodes: from 1 on.
+        dispatch: one of `DISPATCHES`.
+
+    Raises:
+        OptionError: no nodes, or no such dispatch.
+    """
+    if nodes < 1:
+        raise OptionError(f"nodes: {nodes}; allowed: from 1")
+    if dispatch not in DISPATCHES:
+        raise OptionError(f"dispatch: {dispatch!r}; allowed: {', '.join(DISPATCHES)}")
+    seconds = np.array(DISPATCHES[dispatch](work, nodes), np.float64) - work.arrivals
+    span = float((work.arrivals + seconds).max(initial=0.0))
+    node_seconds = nodes * span if span > 0 else 1.0
+    waited = np.maximum(0.0, seconds - work.unqueued_seconds)
+    return Queueing(
+        dispatch=dispatch,
+        nodes=nodes,
+        seconds=seconds,
+        waited_seconds=float(waited.mean()) if len(waited) else 0.0,
+        prefill_busy=float(work.prefill_seconds.sum()) / node_seconds,
+        link_busy=float(work.link_seconds.sum()) / node_seconds,
+    )
+
+
+def _one_queue(work: Work, nodes: int) -> list[float]:
+    """Return when each request has its first token."""
+    free = [0.0] * nodes
+    ends = []
+    for arrival, service in zip(work.arrivals.tolist(), work.unqueued_seconds.tolist(), strict=True):
+        end = max(arrival, heappop(free)) + service
+        heappush(free, end)
+        ends.append(end)
+    return ends
+
+
+class _Link:
+    """Loads that share a link equally; `progress` is what a load has got that was there all the time."""
+
+    __slots__ = ("_loads", "_progress", "_since")
+
+    def __init__(self) -> None:
+        self._loads: list[tuple[float, int]] = []  # (progress at which it ends, request)
+        self._progress = 0.0
+        self._since = 0.0
+
+    def add(self, now: float, request: int, seconds: float) -> None:
+        """Start a load that would take so many seconds alone."""
+        self._advance(now)
+        heappush(self._loads, (self._progress + seconds, request))
+
+    def pop(self, now: float) -> int:
+        """End the load that ends now; return its request."""
+        self._advance(now)
+        self._progress, request = heappop(self._loads)
+        return request
+
+    def next_end(self) -> float | None:
+        """Return when the next load ends if none is added; None without loads."""
+        if not self._loads:
+            return None
+        return self._since + max(0.0, self._loads[0][0] - self._progress) * len(self._loads)
+
+    def _advance(self, now: float) -> None:
+        if self._loads:
+            self._progress += (now - self._since) / len(self._loads)
+        self._since = now
+
+
+class _Fleet:
+    """Nodes of "least_loaded", driven by events in order of time.
+
+    1. A request is in exactly one place: its latency, a link, a queue, a prefill, or done.
+    2. A link has one event in the heap that counts, that of its present `_turns`; loads that are added make older ones
+       void.
+    3. `_ahead[node]` is the seconds of load and prefill that its requests which are not done had asked for.
+    """
+
+    def __init__(self, work: Work, nodes: int) -> None:
+        self._prefills: list[float] = work.prefill_seconds.tolist()
+        self._transfers: list[float] = work.link_seconds.tolist()
+        self._asked: list[float] = (work.link_seconds + work.prefill_seconds).tolist()
+        self._loads: list[bool] = work.loads.tolist()
+        self._latency = work.latency_seconds
+        self._arrivals: list[float] = work.arrivals.tolist()
+        self._events: list[tuple[float, int, Callable[[float, int, int], None], int, int]] = []
+        self._count = 0
+        self._links = [_Link() for _ in range(nodes)]
+        self._turns = [0] * nodes
+        self._queues: list[deque[int]] = [deque() for _ in range(nodes)]
+        self._prefilling = [False] * nodes
+        self._present = [0] * nodes
+        self._ahead = np.zeros(nodes)
+        self.ends = [0.0] * len(self._arrivals)
+
+    def run(self) -> list[float]:
+        """Return when each request has its first token."""
+        for request, arrival in enumerate(self._arrivals):
+            self._run_until(arrival)
+            self._arrive(arrival, request)
+        self._run_until(float("inf"))
+        return self.ends
+
+    def _run_until(self, end: float) -> None:
+        while self._events and self._events[0][0] <= end:
+            now, _, happen, node, what = heappop(self._events)
+            happen(now, node, what)
+
+    def _at(self, time: float, happen: Callable[[float, int, int], None], node: int, what: int) -> None:
+        self._count += 1
+        heappush(self._events, (time, self._count, happen, node, what))
+
+    def _arrive(self, now: float, request: int) -> None:
+        node = int(self._ahead.argmin())
+        self._ahead[node] += self._asked[request]
+        self._present[node] += 1
+        if self._loads[request]:
+            self._at(now + self._latency, self._start_load, node, request)
+        else:
+            self._wait(now, node, request)
+
+    def _start_load(self, now: float, node: int, request: int) -> None:
+        self._links[node].add(now, request, self._transfers[request])
+        self._watch_link(node)
+
+    def _watch_link(self, node: int) -> None:
+        self._turns[node] += 1
+        end = self._links[node].next_end()
+        if end is not None:
+            self._at(end, self._end_load, node, self._turns[node])
+
+    def _end_load(self, now: float, node: int, turn: int) -> None:
+        if turn == self._turns[node]:
+            request = self._links[node].pop(now)
+            self._watch_link(node)
+            self._wait(now, node, request)
+
+    def _wait(self, now: float, node: int, request: int) -> None:
+        self._queues[node].append(request)
+        if not self._prefilling[node]:
+            self._start_prefill(now, node)
+
+    def _start_prefill(self, now: float, node: int) -> None:
+        request = self._queues[node].popleft()
+        self._prefilling[node] = True
+        self._at(now + self._prefills[request], self._end_prefill, node, request)
+
+    def _end_prefill(self, now: float, node: int, request: int) -> None:
+        self.ends[request] = now
+        self._prefilling[node] = False
+        self._present[node] -= 1
+        # A node without requests has nothing ahead, whatever the sum of floats says.
+        self._ahead[node] = self._ahead[node] - self._asked[request] if self._present[node] else 0.0
+        if self._queues[node]:
+            self._start_prefill(now, node)
+
+
+def _least_loaded(work: Work, nodes: int) -> list[float]:
+    return _Fleet(work, nodes).run()
+
+
+DISPATCHES: Mapping[Dispatch, Callable[[Work, int], list[float]]] = MappingProxyType(
+    {"least_loaded": _least_loaded, "fcfs": _one_queue}
+)
+"""By name: when each request has its first token on so many nodes."""

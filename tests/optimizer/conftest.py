@@ -1,0 +1,47 @@
+"""Real traces: they lie beside the project, not in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvcm.optimizer.readers import read_trace
+from kvcm.optimizer.trace import Trace
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def _directory() -> Path | None:
+    named = os.environ.get("KVCM_TRACES")
+    places = [Path(named)] if named else [each / "shared/data/traces" for each in (ROOT, *ROOT.parents)]
+    return next((each for each in places if each.is_dir()), None)
+
+
+@cache
+def _read(name: str) -> Trace:
+    return read_trace(_path(name), use_cache=False)
+
+
+def _path(name: str) -> Path:
+    directory = _directory()
+    path = directory / f"{name}.jsonl.gz" if directory is not None else None
+    if path is None or not path.exists():
+        pytest.skip(f"the trace {name} is not there: KVCM_TRACES names the directory of traces")
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_trace() -> Callable[[str], Trace]:
+    """Return what reads mooncake_conversation, mooncake_synthetic or agentic_composed, once each."""
+    return _read
+
+
+@pytest.fixture(scope="session")
+def real_trace_path() -> Callable[[str], Path]:
+    """Return what finds the file of a real trace."""
+    return _path

@@ -1,0 +1,147 @@
+"""Curves of one pass are what replays count at each capacity, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+from traces import HAND, flat_traces, prefix_traces, trace_of
+
+from kvcm.optimizer.capacities import DEFAULT_CAPACITIES, parse_capacities
+from kvcm.optimizer.curves import CURVES, leaf_lru_curve, lru_curve
+from kvcm.optimizer.errors import OptionError
+from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.replay import Job, reference_replay, replay_all
+from kvcm.optimizer.trace import QueryMode, Trace
+
+HAND_HITS = {"lru": (6, 9, 12, 18), "leaf_lru": (11, 12, 13, 18), "belady": (15, 16, 17, 18)}
+UNLIMITED = {
+    "mooncake_conversation": (0.3664, 0.3736),
+    "mooncake_synthetic": (0.6396, 0.6512),
+    "agentic_composed": (0.9573, 0.9570),
+}
+
+
+def assert_is_what_replays_count(trace: Trace, policy: str) -> None:
+    curve = CURVES[policy](trace)
+    assert not curve.at(0).hits.object_blocks
+    for capacity in range(1, trace.unique_blocks + 3):
+        replayed = reference_replay(trace, PolicySpec(policy), capacity)
+        assert curve.at(capacity).hits == replayed.hits, capacity
+        assert curve.totals == replayed.totals
+
+
+@pytest.mark.parametrize("policy", CURVES)
+def test_hits_of_the_hand_sized_trace(policy: str) -> None:
+    curve = CURVES[policy](HAND)
+    assert tuple(curve.at(capacity).hits.prefix_blocks for capacity in (4, 5, 6, 8)) == HAND_HITS[policy]
+    assert curve.at(8).hits.prefix_tokens == 168  # by hand: 20 + 35 + 28 + 30 + 20 + 35
+    assert_is_what_replays_count(HAND, policy)
+
+
+def all_write(trace: Trace) -> Trace:
+    return replace(trace, writes=np.ones(len(trace), np.bool_))
+
+
+@pytest.mark.parametrize("policy", CURVES)
+@settings(max_examples=examples(200), deadline=None)
+@given(trace=prefix_traces() | prefix_traces(separate=True).map(all_write))
+def test_curves_of_prefix_trees(policy: str, trace: Trace) -> None:
+    """Whatever holds a block holds those before it, so prefix hits are object hits."""
+    assert_is_what_replays_count(trace, policy)
+    curve = CURVES[policy](trace)
+    assert np.array_equal(curve.prefix_blocks, curve.object_blocks)
+
+
+@pytest.mark.parametrize("policy", [policy for policy in CURVES if policy != "leaf_lru"])
+@settings(max_examples=examples(200), deadline=None)
+@given(trace=flat_traces() | flat_traces(separate=True).map(all_write))
+def test_curves_of_any_ids(policy: str, trace: Trace) -> None:
+    assert_is_what_replays_count(trace, policy)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3).map(lambda chain: 64 * chain), max_size=3), min_size=1, max_size=6))
+def test_curves_of_runs_longer_than_a_word(starts: list[list[int]]) -> None:
+    """Runs of 70 blocks: they fill words, lie across their borders, and follow themselves."""
+    trace = trace_of([[start + each for start in row for each in range(70)] for row in starts])
+    curve = lru_curve(trace)
+    for capacity in (1, 63, 64, 65, 69, 70, 71, 128, 134, 200, 500):
+        assert curve.at(capacity).hits == reference_replay(trace, PolicySpec("lru"), capacity).hits, capacity
+
+
+@pytest.mark.parametrize("policy", CURVES)
+@pytest.mark.parametrize("name", UNLIMITED)
+def test_real_traces(policy: str, name: str, real_trace: Callable[[str], Trace]) -> None:
+    trace = real_trace(name)
+    curve = CURVES[policy](trace)
+    unlimited = curve.at(trace.unique_blocks)
+    assert (round(unlimited.block_hit_rate, 4), round(unlimited.token_hit_rate, 4)) == UNLIMITED[name]
+    for column in (curve.prefix_blocks, curve.prefix_tokens, curve.object_blocks, curve.full_requests):
+        assert column[0] == 0
+        assert np.all(np.diff(column) >= 0)
+
+
+@pytest.mark.parametrize("policy", CURVES)
+@pytest.mark.parametrize("name", UNLIMITED)
+def test_curves_of_real_traces_are_what_replays_count(
+    policy: str, name: str, real_trace: Callable[[str], Trace]
+) -> None:
+    trace = real_trace(name)
+    curve = CURVES[policy](trace)
+    capacities = parse_capacities(DEFAULT_CAPACITIES, trace.unique_blocks)
+    replays = replay_all(trace, [Job(PolicySpec(policy), capacity) for capacity in capacities], workers=1)
+    assert [curve.at(capacity).hits for capacity in capacities] == [each.hits for each in replays]
+
+
+@pytest.mark.parametrize(("policy", "rate"), [("lru", 0.2784), ("leaf_lru", 0.2789), ("belady", 0.3664)])
+def test_published_rates(policy: str, rate: float, real_trace: Callable[[str], Trace]) -> None:
+    trace = real_trace("mooncake_conversation")
+    assert round(CURVES[policy](trace).at(trace.unique_blocks // 10).block_hit_rate, 4) == rate
+
+
+@pytest.mark.parametrize("policy", CURVES)
+def test_hits_have_no_more_tokens_than_prompts(policy: str) -> None:
+    """The third block is new at first, so that hits come in two pieces."""
+    trace = trace_of([[1, 2], [3], [1, 2, 4], [1, 2, 4]], input_tokens=[20, 10, 13, 7])
+    assert CURVES[policy](trace).at(4).hits.prefix_tokens == 13 + 7
+    assert_is_what_replays_count(trace, policy)
+
+
+@pytest.mark.parametrize("policy", CURVES)
+def test_an_empty_trace_has_a_curve(policy: str) -> None:
+    assert CURVES[policy](trace_of([])).at(5).block_hit_rate == 0
+    assert CURVES[policy](trace_of([[]])).at(5).hits.full_requests == 0
+
+
+@pytest.mark.parametrize("policy", CURVES)
+def test_requests_that_only_read_have_no_curve(policy: str) -> None:
+    with pytest.raises(OptionError, match=r"1 requests of 'test' read without writing.*kvcm\.optimizer\.replay"):
+        CURVES[policy](trace_of([[1, 2], [1, 2]], writes=[True, False]))
+
+
+@pytest.mark.parametrize("policy", CURVES)
+def test_other_query_modes_have_no_curve(policy: str) -> None:
+    with pytest.raises(OptionError, match=r"query modes.*kvcm\.optimizer\.groups"):
+        CURVES[policy](replace(HAND, modes={0: QueryMode.BATCH}))
+
+
+def test_leaf_lru_has_no_curve_where_blocks_follow_several_others() -> None:
+    with pytest.raises(OptionError, match="follow several others"):
+        leaf_lru_curve(trace_of([[1, 2], [3, 2]]))
+
+
+def test_belady_has_no_curve_where_one_pass_takes_too_long() -> None:
+    """Nothing comes again in a row: the pass would take minutes, and its steps are counted in no time."""
+    ids = np.random.default_rng(5).integers(0, 100_000, 300_000)
+    trace = trace_of([ids.tolist()])
+    with pytest.raises(OptionError, match="too few blocks of 'test' come again in a row"):
+        CURVES["belady"](trace)
+    again = np.tile(np.arange(100_000), 3)
+    curve = CURVES["belady"](trace_of([again.tolist()]))
+    assert curve.object_blocks[-1] == 200_000

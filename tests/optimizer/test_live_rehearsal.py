@@ -1,0 +1,258 @@
+"""The rehearsal of a group against the manager's own core, lookup by lookup, and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reclaim"))
+from manager_rig import ManagerRig
+
+from kvcm.cache.sessions import WriteRequest
+from kvcm.model.errors import CapacityError
+from kvcm.model.groups import (
+    CacheConfig,
+    CacheReclaimStrategy,
+    EvictionPolicy,
+    InstanceGroup,
+    InstanceGroupQuota,
+    InstanceOverride,
+    TriggerStrategy,
+)
+from kvcm.model.masks import BlockMask
+from kvcm.model.storages import DummyStorageSpec, StorageConfig
+from kvcm.optimizer.live.recording import Lookup, Recording, read_recording
+from kvcm.optimizer.live.rehearsal import UNLIMITED_BYTES, rehearse, unlimited
+
+BLOCK_BYTES = 100
+SIZES = {"g-a": BLOCK_BYTES, "g-b": 2 * BLOCK_BYTES}
+POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
+
+
+def group_of(
+    blocks: int, policy: str = "lru", mark: float = 0.9, hysteresis: float = 0.1, share: str = "", **rule: Any
+) -> InstanceGroup:
+    strategy = CacheReclaimStrategy(
+        trigger_strategy=TriggerStrategy(0, mark, hysteresis), policy=EvictionPolicy(policy, **rule), share=share
+    )
+    quota = InstanceGroupQuota(blocks * BLOCK_BYTES)
+    return InstanceGroup("g", ("dummy",), "g", 10, quota, CacheConfig(strategy))
+
+
+class Core:
+    """The manager's core, and what it would have kept of what is asked of it."""
+
+    def __init__(self, group: InstanceGroup, sizes: dict[str, int]) -> None:
+        self.rig = ManagerRig([StorageConfig("dummy", DummyStorageSpec())], [group], sizes)
+        self.events: list[dict[str, Any]] = []
+        self.drain_at = 0.0
+
+    def recording(self) -> Recording:
+        recent = {"type": "recent", "from_us": 0, "until_us": int(self.rig.clock.now() * 1e6), "most_keys": 1}
+        return read_recording(json.dumps(event).encode() for event in (recent, *self.events))
+
+    async def advance(self, at: float) -> None:
+        """Let time pass; once a second reads are written down, and what is too old goes."""
+        if not self.events:
+            self.drain_at = at + 1.0
+        if at >= self.drain_at:
+            self.rig.clock.time = self.drain_at
+            await self.rig.manager.accesses.drain()
+            self.rig.clock.time = at
+            await self.rig.settle()
+            await self.rig.executor.run_due()
+            self.drain_at = at - (at - self.drain_at) % 1.0 + 1.0
+        self.rig.clock.time = at
+
+    def tell(self, instance: str, kind: str, **fields: Any) -> None:
+        at = {"source": instance, "type": kind, "trigger_time_us": int(self.rig.clock.now() * 1e6)}
+        self.events.append({**at, **fields})
+
+    async def read(self, instance: str, keys: list[int]) -> None:
+        hits = await self.rig.read(instance, keys)
+        self.tell(instance, "GetCacheLocation", keys=keys, query_type="prefix_match", hit_keys=hits)
+
+    async def write(self, instance: str, keys: list[int], failing: int) -> None:
+        """Write blocks; `failing` of the last ones are not written after all."""
+        manager = self.rig.manager
+        try:
+            started = await manager.start_write(instance, WriteRequest(keys))
+        except CapacityError:
+            self.tell(
+                *(instance, "StartWriteCache"),
+                **{"keys": keys, "write_session_id": "", "block_mask": len(keys), "refused_keys": len(keys)},
+            )
+            await self.evict()
+            return
+        mask, name = started.mask, started.session.id
+        shown = mask.offset if mask.offset is not None else list(mask.flags or ())
+        self.tell(
+            *(instance, "StartWriteCache"),
+            **{"keys": keys, "write_session_id": name, "block_mask": shown, "refused_keys": started.refused},
+        )
+        await self.evict()
+        written = max(0, len(started.chunks) - failing)
+        await manager.finish_write(instance, name, BlockMask(offset=written))
+        self.tell(instance, "FinishWriteCache", write_session_id=name, success_block=written)
+        await self.evict()
+
+    async def evict(self) -> None:
+        await self.rig.settle()
+        await self.rig.executor.run_due()
+
+
+def path(*steps: int) -> list[int]:
+    """Return the keys of a path through a tree, whose steps say which way it goes at each of its blocks."""
+    keys: list[int] = []
+    for step in steps:
+        keys.append((keys[-1] if keys else 0) * 4 + step + 1)
+    return keys
+
+
+Turn = tuple[str, list[int], float, int]
+"""Instance, path, seconds since the turn before, blocks whose writing fails."""
+
+
+def turns_of(seed: int) -> list[Turn]:
+    """Return turns of two instances whose engines come back to the same few paths."""
+    draw = random.Random(seed)
+    return [
+        (
+            draw.choice(["g-a", "g-a", "g-b"]),
+            [draw.randint(0, 2) for _ in range(draw.randint(1, 6))],
+            draw.choice([0.0, 0.1, 0.3, 0.7]),
+            draw.choice([0, 0, 0, 1, 3]),
+        )
+        for _ in range(draw.randint(5, 40))
+    ]
+
+
+async def played(core: Core, turns: list[Turn]) -> None:
+    at = 1000.0
+    for instance, steps, pause, failing in turns:
+        at = round(at + pause, 3)
+        await core.advance(at)
+        await core.read(instance, path(*steps))
+        await core.write(instance, path(*steps), failing)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from(POLICIES),
+    st.integers(4, 40),
+    st.sampled_from([0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.4]),
+    st.sampled_from(["", "proportional", "fixed"]),
+)
+def test_what_is_rehearsed_is_what_the_core_did(
+    seed: int,
+    policy: str,
+    blocks: int,
+    mark: float,
+    hysteresis: float,
+    share: str,
+) -> None:
+    """Every block that lookups found, for every policy, mark and share, with two instances of different block sizes."""
+    group = group_of(blocks, policy, mark, hysteresis, share)
+    core = Core(group, SIZES)
+    asyncio.run(played(core, turns_of(seed)))
+    recording = core.recording()
+    outcome = rehearse(recording, group, SIZES)
+    found = dict.fromkeys(outcome.found_blocks, 0)
+    for access in recording.accesses:
+        if isinstance(access, Lookup):
+            found[recording.instance_names[access.instance]] += access.found
+    assert outcome.found_blocks == found
+
+
+def recorded(*turns: tuple[float, list[int]], hits: int = 0) -> Recording:
+    """Turns that look up and then write, none of which found anything unless said."""
+    events: list[dict[str, Any]] = [{"type": "recent", "most_keys": 1, "until_us": 1}]
+    for number, (at, keys) in enumerate(turns):
+        base = {"source": "g-a", "trigger_time_us": int(at * 1e6)}
+        events += [
+            {**base, "type": "GetCacheLocation", "query_type": "prefix_match", "keys": keys, "hit_keys": hits},
+            {**base, "type": "StartWriteCache", "keys": keys, "write_session_id": str(number), "block_mask": hits},
+            {**base, "type": "FinishWriteCache", "write_session_id": str(number), "success_block": len(keys) - hits},
+        ]
+    return read_recording(json.dumps(event).encode() for event in events)
+
+
+def test_without_limits_everything_is_found_again() -> None:
+    turns = [(float(second), list(range(1, 11))) for second in range(5)]
+    outcome = rehearse(recorded(*turns), unlimited(group_of(3)), SIZES)
+    assert (outcome.found_blocks, outcome.asked_blocks) == ({"g-a": 40}, {"g-a": 50})
+    assert outcome.hit_rate == 0.8
+    assert unlimited(group_of(3)).quota.capacity == UNLIMITED_BYTES
+
+
+def test_a_larger_quota_finds_more() -> None:
+    turns = [(float(second), [100 * (second % 3) + block for block in range(10)]) for second in range(30)]
+    rates = [rehearse(recorded(*turns), group_of(blocks), SIZES).hit_rate for blocks in (10, 20, 40)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.2
+    assert rates[-1] == 0.9
+
+
+def test_an_age_frees_room() -> None:
+    turns = [(float(second), [100 * second + block for block in range(10)]) for second in range(60)]
+    plain = rehearse(recorded(*turns), group_of(1000), SIZES)
+    aged = rehearse(recorded(*turns), group_of(1000, ttl_seconds=5), SIZES)
+    assert aged.mean_used_bytes < plain.mean_used_bytes / 3
+    assert aged.evicted_blocks > 400
+
+
+def test_what_is_being_deleted_takes_room_for_so_long() -> None:
+    turns = [(float(second) / 10, [100 * second + block for block in range(10)]) for second in range(60)]
+    group = group_of(40, mark=0.5)
+    strategy = replace(group.cache_config.reclaim_strategy, delay_before_delete_ms=5000)
+    slow = replace(group, cache_config=replace(group.cache_config, reclaim_strategy=strategy))
+    assert rehearse(recorded(*turns), group, SIZES).refused_blocks == 0
+    assert rehearse(recorded(*turns), slow, SIZES).refused_blocks > 100
+
+
+def test_what_was_there_before_is_there_again() -> None:
+    """The blocks were found at once, so they were there; and a group that is full now was full then."""
+    recording = recorded((0.0, [1, 2, 3, 4]), hits=4)
+    assert rehearse(recording, group_of(10), SIZES).hit_rate == 1.0
+    assert rehearse(recording, group_of(10), SIZES, used_bytes=1000).mean_used_bytes == 800
+    assert rehearse(recording, group_of(3), SIZES).hit_rate < 1.0
+
+
+def test_an_engine_writes_again_what_it_missed() -> None:
+    """It found four blocks and wrote the fifth; where the four are gone it would have written them, too."""
+    recording = recorded((0.0, [1, 2, 3, 4]), (1.0, [11, 12, 13]), (2.0, [1, 2, 3, 4]), (3.0, [1, 2, 3, 4]))
+    only_new = [
+        access._replace(blocks=access.blocks[3:]) if place == 7 else access
+        for place, access in enumerate(recording.accesses)
+    ]
+    trimmed = replace(recording, accesses=only_new)
+    group = group_of(5, mark=1.0, hysteresis=0.0)
+    assert rehearse(trimmed, group, SIZES).found_blocks == rehearse(recording, group, SIZES).found_blocks
+
+
+def test_an_instance_may_have_a_policy_of_its_own() -> None:
+    turns = [(float(second), [1, 2, 3] if second % 2 else [10 * second + 100]) for second in range(40)]
+    group = group_of(5, "fifo", mark=1.0, hysteresis=0.0)
+    strategy = group.cache_config.reclaim_strategy
+    own = replace(strategy, instance_overrides=(InstanceOverride("g-a", EvictionPolicy("lru")),))
+    changed = replace(group, cache_config=replace(group.cache_config, reclaim_strategy=own))
+    sizes = {"g-a": BLOCK_BYTES}
+    assert rehearse(recorded(*turns), changed, sizes).hit_rate > rehearse(recorded(*turns), group, sizes).hit_rate
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_recorded_gives_nothing(policy: str) -> None:
+    outcome = rehearse(recorded(), group_of(5, policy), SIZES)
+    assert (outcome.hit_rate, outcome.mean_used_bytes) == (0.0, 0.0)

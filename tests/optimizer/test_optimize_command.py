@@ -1,0 +1,205 @@
+"""`kvcm optimize`: what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from optimize_runner import run
+from original_documents import document, group, instance
+from traces import HAND, HAND_IDS
+from typer.testing import CliRunner
+
+from kvcm.cli import app
+from kvcm.optimizer.groups.original import OriginalConfig, write_original_csv
+from kvcm.optimizer.policy_spec import parse_policy
+from kvcm.optimizer.readers import read_trace
+from kvcm.optimizer.replay import reference_replay
+
+FIELDS = [
+    "policy", "capacity_blocks", "prefix_hit_blocks", "prefix_hit_tokens", "object_hit_blocks", "full_hit_requests",
+    "block_hit_rate", "token_hit_rate", "accesses_per_second",
+]  # fmt: skip
+TABLE = {
+    "lru": [6, 9, 12, 18],
+    "fifo": [4, 7, 7, 18],
+    "lfu": [10, 12, 12, 18],
+    "sieve": [10, 12, 12, 18],
+    "leaf_lru": [11, 12, 13, 18],
+    "belady": [15, 16, 17, 18],
+}
+
+
+@pytest.fixture
+def hand_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "hand.jsonl"
+    columns = zip(HAND.times_us.tolist(), HAND.input_tokens.tolist(), HAND_IDS, strict=True)
+    rows = [
+        {"timestamp": time // 1000, "input_length": tokens, "output_length": 1, "hash_ids": ids}
+        for time, tokens, ids in columns
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_json_has_a_row_for_each_policy_and_capacity(hand_file: Path, tmp_path: Path) -> None:
+    run(hand_file, "--block-tokens", 10, "--policies", ",".join(TABLE), "--capacities", "4,5,6,8", "--json", "a.json")
+    rows = json.loads((tmp_path / "a.json").read_text())
+    assert [list(row) for row in rows] == [FIELDS] * 24
+    hits = {policy: [row["prefix_hit_blocks"] for row in rows if row["policy"] == policy] for policy in TABLE}
+    assert hits == TABLE
+    assert [row["policy"] for row in rows] == [policy for policy in TABLE for _ in range(4)]
+    assert [row["capacity_blocks"] for row in rows] == [4, 5, 6, 8] * 6
+    one = reference_replay(HAND, parse_policy("lfu"), 5).row()
+    (same,) = (row for row in rows if row["policy"] == "lfu" and row["capacity_blocks"] == 5)
+    assert {**same, "accesses_per_second": 0} == {**one, "accesses_per_second": 0}
+    assert all(row["accesses_per_second"] > 0 for row in rows)
+
+
+def test_csv_has_the_same_rows(hand_file: Path, tmp_path: Path) -> None:
+    run(hand_file, "--block-tokens", 10, "--json", "a.json", "--csv", "a.csv", "--capacities", "50%,3")
+    with (tmp_path / "a.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [{name: str(value) for name, value in row.items()} for row in json.loads(Path("a.json").read_text())] == read
+    assert {row["capacity_blocks"] for row in read} == {"4", "3"}
+
+
+def test_rows_of_several_traces_name_theirs(hand_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(hand_file.read_bytes())
+    run(hand_file, other, "--block-tokens", 10, "--policies", "fifo", "--capacities", 4, "--json", "a.json")
+    rows = json.loads((tmp_path / "a.json").read_text())
+    assert [(next(iter(row)), row["trace"]) for row in rows] == [("trace", "hand.jsonl"), ("trace", "other.jsonl")]
+
+
+def test_traces_of_one_name_are_told_apart(hand_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    other = tmp_path / "below" / hand_file.name
+    other.write_bytes(hand_file.read_bytes())
+    options = ("--block-tokens", 10, "--policies", "lru", "--capacities", 4, "--json", "a.json")
+    run(hand_file, other, *options)
+    assert {row["trace"] for row in json.loads(Path("a.json").read_text())} == {str(hand_file), str(other)}
+    assert "twice" in run(hand_file, hand_file, *options, fails=True)
+
+
+def test_bad_lines_are_told_with_their_numbers(hand_file: Path) -> None:
+    with hand_file.open("a") as file:
+        file.write("{}\n")
+    done = CliRunner().invoke(app, ["optimize", str(hand_file), "--block-tokens", "10", "--json", "a.json"])
+    assert done.exit_code == 0
+    first, second = done.stderr.splitlines()
+    assert f"{hand_file}:9: " in first
+    assert second.endswith("bad lines left out: 1")
+
+
+@pytest.mark.parametrize(("mode", "hits"), [("block", [0, 2]), ("request", [1, 2])])
+def test_mode_request_evicts_behind_the_request(tmp_path: Path, mode: str, hits: list[int]) -> None:
+    # With room for 2 blocks, block by block 3 takes the place of 1 before that is looked for.
+    path = tmp_path / "flat.jsonl"
+    rows = [{"timestamp": time, "input_length": 20, "hash_ids": ids} for time, ids in enumerate([[1, 2], [3, 1], [2]])]
+    path.write_text("".join(json.dumps(row | {"output_length": 0}) + "\n" for row in rows))
+    options = ("--block-tokens", 10, "--policies", "lru", "--capacities", "2,3", "--mode", mode)
+    run(path, *options, "--json", tmp_path / "a.json")
+    assert [row["object_hit_blocks"] for row in json.loads((tmp_path / "a.json").read_text())] == hits
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--policies", "lrx"), ("policies", "'lrx'", "did you mean lru?")),
+        (("--capacities", "ten"), ("capacities", "'ten'", "10%")),
+        (("--mode", "line"), ("--mode", "'line'", "block, request")),
+        (("--workers", "-1"), ("--workers", "-1", "1024")),
+        (("--block-tokens", "-5"), ("--block-tokens", "-5", "1 or more")),
+        (("--format", "xml"), ("format", "'xml'", "mooncake")),
+        (("--deployment", "deepseek_v9"), ("deployment", "'deepseek_v9'", "deepseek_v3")),
+    ],
+    ids=lambda value: value[0].strip("-"),
+)
+def test_a_wrong_option_is_one_line_that_names_what_is_allowed(
+    hand_file: Path, options: tuple[str, ...], named: tuple[str, ...]
+) -> None:
+    line = run(hand_file, "--block-tokens", 10, "--json", "a.json", *options, fails=True)
+    assert all(each in line for each in named), line
+    assert not Path("a.json").exists()
+
+
+def test_files_that_cannot_be_used_are_named(hand_file: Path, tmp_path: Path) -> None:
+    assert "missing.jsonl" in run(tmp_path / "missing.jsonl", "--json", "a", fails=True)
+    assert "nowhere" in run(hand_file, "--block-tokens", 10, "--json", "nowhere/a", "--policies", "lru", fails=True)
+
+
+def test_a_trace_is_never_written_over(hand_file: Path, tmp_path: Path) -> None:
+    trace = hand_file.rename(tmp_path / "hand.json")
+    before = trace.read_bytes()
+    for output in ((), ("--csv", "hand.json"), ("--report", tmp_path / "below" / ".." / "hand.json")):
+        (tmp_path / "below").mkdir(exist_ok=True)
+        assert "written over" in run("hand.json", "--block-tokens", 10, *output, fails=True)
+    assert trace.read_bytes() == before
+    assert not (tmp_path / "hand.html").exists()
+
+
+def test_results_have_a_file_each(hand_file: Path, tmp_path: Path) -> None:
+    options = (hand_file, "--block-tokens", 10, "--policies", "lru")
+    assert "a.json: is given for two results" in run(*options, "--json", "a.json", "--csv", "./a.json", fails=True)
+    (tmp_path / "below").mkdir()
+    assert "below: is a folder" in run(*options, "--json", "a.json", "--csv", "below", fails=True)
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_what_is_for_a_running_manager_is_refused_without_one(hand_file: Path) -> None:
+    assert "--apply" in run(hand_file, "--block-tokens", 10, "--apply", fails=True)
+
+
+def test_outputs_are_named_like_the_trace_unless_said(hand_file: Path, tmp_path: Path) -> None:
+    run(hand_file, "--block-tokens", 10, "--policies", "lru", "--capacities", 4)
+    assert {path.name for path in tmp_path.iterdir()} >= {"hand.html", "hand.json", "hand.csv"}
+    assert "Take" in (tmp_path / "hand.html").read_text()
+
+
+def test_requests_that_do_more_than_read_a_prefix_are_replayed_as_groups(tmp_path: Path) -> None:
+    path = tmp_path / "schema.jsonl"
+    read = {"instance_id": "a", "trace_id": "t", "tokens": [], "sw_size": 0, "location_spec_names": []}
+    write = {"instance_id": "a", "trace_id": "t", "timestamp_us": 1, "tokens": [], "keys": [1, 2, 3]}
+    batch = {**read, "timestamp_us": 2, "keys": [3, 9, 1], "query_type": "batch_get", "block_mask": []}
+    masked = {**read, "timestamp_us": 3, "keys": [1, 2], "query_type": "prefix_match", "block_mask": [True, False]}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (write, batch, masked)))
+    trace = read_trace(path, block_tokens=10, use_cache=False)
+    assert not trace.is_plain
+    run(path, "--block-tokens", 10, "--no-cache", "--capacities", "100%", "--json", tmp_path / "a.json")
+    rows = json.loads((tmp_path / "a.json").read_text())
+    assert [row["policy"] for row in rows] == ["lru", "leaf_lru", "lfu", "fifo", "sieve", "s3fifo"]
+    assert {row["prefix_hit_blocks"] for row in rows} == {4}, "what is there, wherever it stands, masked or not"
+    line = run(path, "--block-tokens", 10, "--no-cache", "--report", tmp_path / "a.html", fails=True)
+    assert "query modes" in line
+
+
+def test_the_originals_files_come_from_plain_options(hand_file: Path, tmp_path: Path) -> None:
+    options = ("--block-tokens", 10, "--policies", "leaf_lru", "--capacities", 5)
+    assert "out/instance_hit_rates.csv" in run(hand_file, *options, "--csv-original", "out")
+    config = OriginalConfig.plain(["instance"], 5, policy="leaf_lru")
+    (expected,) = write_original_csv(read_trace(hand_file, block_tokens=10), config, tmp_path / "expected")
+    assert (tmp_path / "out/instance_hit_rates.csv").read_bytes() == expected.read_bytes()
+    assert not (tmp_path / "hand.html").exists(), "results that were not asked for"
+
+
+def test_the_originals_files_come_from_its_configuration(hand_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(document(group(instance("instance")), trace_type="qwen_bailian"))
+    run(hand_file, "--original-config", "config.json", "--csv-original", "out")
+    assert len((tmp_path / "out/instance_hit_rates.csv").read_text().splitlines()) == 1 + len(HAND)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--csv-original", "out"), "one of each"),
+        (("--original-config", "config.json"), "--csv-original DIR"),
+        (("--csv-original", "out", "--original-config", "missing.json"), "missing.json"),
+    ],
+    ids=["several", "no folder", "no file"],
+)
+def test_what_the_original_cannot_do_is_refused(hand_file: Path, options: tuple[str, ...], named: str) -> None:
+    assert named in run(hand_file, "--block-tokens", 10, *options, fails=True)

@@ -1,0 +1,110 @@
+"""The formats qwen_bailian and optimizer_schema, and how formats are told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+
+from kvcm.model.keys import block_keys_from_tokens
+from kvcm.optimizer.readers import read_trace, trace_of_lines
+from kvcm.optimizer.readers.numbering import chained
+from kvcm.optimizer.trace import QueryMode, Trace
+
+
+def bailian(*lines: dict[str, object]) -> Trace:
+    base: dict[str, object] = {"timestamp": 0.5, "input_length": 32, "output_length": 1, "hash_ids": [1, 2]}
+    return trace_of_lines([json.dumps(base | line).encode() for line in lines], "qwen_bailian", name="test")
+
+
+def schema(*lines: dict[str, object], block_tokens: int | None = 10) -> Trace:
+    base: dict[str, object] = {"instance_id": "a", "trace_id": "t", "timestamp_us": 7, "tokens": [], "keys": [1, 2]}
+    texts = [json.dumps(base | line).encode() for line in lines]
+    return trace_of_lines(texts, "optimizer_schema", name="test", block_tokens=block_tokens)
+
+
+class TestBailian:
+    def test_seconds_are_read_whole_or_not(self) -> None:
+        trace = bailian({"timestamp": 3}, {"timestamp": 3.25}, {"timestamp": 1_700_000_000.000001})
+        assert trace.times_us.tolist() == [3_000_000, 3_250_000, 1_700_000_000_000_001]
+        assert trace.block_tokens == 16
+
+    def test_equal_content_behind_another_prefix_is_another_block(self) -> None:
+        trace = bailian({"hash_ids": [1, 2, 1]}, {"hash_ids": [2, 1]}, {"hash_ids": [1, 2, 2]})
+        assert trace.blocks.tolist() == [0, 1, 2, 3, 4, 0, 1, 5]
+        assert trace.has_one_parent
+
+    @settings(max_examples=examples(200), deadline=None)
+    @given(st.lists(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=8), max_size=5))
+    def test_ids_are_chained_as_tokens_are(self, requests: list[list[int]]) -> None:
+        ids = np.array([each for request in requests for each in request], np.int64)
+        offsets = np.cumsum([0, *map(len, requests)]).astype(np.int64)
+        wanted = [key for request in requests for key in block_keys_from_tokens(request, 1)]
+        assert chained(ids, offsets).tolist() == wanted
+
+    def test_turns_are_followed_to_the_first_of_their_dialogue(self) -> None:
+        chats: list[tuple[object, object]] = [(1, -1), (2, -1), (3, 1), (4, 3), (5, 2), (7, 99), (8, 99), (None, None)]
+        trace = bailian(*({"chat_id": chat, "parent_chat_id": parent} for chat, parent in chats))
+        assert trace.sessions.tolist() == [0, 1, 0, 0, 1, 2, 2, -1]
+
+
+class TestSchema:
+    def test_a_turn_reads_its_keys_and_writes_what_was_generated_too(self) -> None:
+        trace = schema({"input_len": 25, "output_len": 9, "total_keys": [1, 2, 3]})
+        assert trace.blocks.tolist() == [0, 1, 2]
+        assert (trace.read_blocks.tolist(), trace.writes.tolist()) == ([2], [True])
+        assert (trace.input_tokens.tolist(), trace.output_tokens.tolist()) == ([25], [9])
+
+    def test_a_turn_that_writes_something_else_is_a_read_and_a_write(self) -> None:
+        trace = schema({"input_len": 20, "total_keys": [1, 3]}, {"input_len": 20, "total_keys": []})
+        assert trace.offsets.tolist() == [0, 2, 4, 6]
+        assert trace.read_blocks.tolist() == [2, 0, 2]
+        assert trace.writes.tolist() == [False, True, False]
+
+    def test_reads_and_writes_are_told_by_their_fields(self) -> None:
+        trace = schema({}, {"query_type": "batch_get"}, {"query_type": "prefix_match", "block_mask": [True]})
+        assert trace.read_blocks.tolist() == [0, 2, 2]
+        assert trace.writes.tolist() == [True, False, False]
+        assert trace.modes == {1: QueryMode.BATCH}
+        assert trace.masks[2].tolist() == [True, False]
+
+    def test_the_size_of_blocks_is_found_out_from_turns(self) -> None:
+        turn: dict[str, object] = {"keys": list(range(10)), "input_len": 165, "total_keys": []}
+        trace = schema(turn, {}, block_tokens=None)
+        assert trace.block_tokens == 16
+
+    def test_bad_lines(self) -> None:
+        trace = schema({}, {"input_len": -3}, {"total_keys": 5}, {"instance_id": None}, {"query_type": ""})
+        reasons = [each.reason for each in trace.bad_lines]
+        assert [each.number for each in trace.bad_lines] == [2, 3, 4, 5]
+        for field, reason in zip(("input_len: -3", "total_keys: 5", "instance_id: None", "query_type: ''"), reasons,
+                                 strict=True):  # fmt: skip
+            assert reason.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ('{"timestamp": 1, "input_length": 10, "hash_ids": [4]}', "mooncake"),
+        ('{"timestamp": 1, "input_length": 16, "hash_ids": [4], "chat_id": 3, "type": "text"}', "qwen_bailian"),
+        ('{"timestamp": 1, "input_length": 16, "hash_ids": [4], "turn": 3}', "qwen_bailian"),
+        ('{"type": "GetCacheLocation", "source": "a", "trigger_time_us": 3, "keys": [4]}', "publisher_log"),
+        ('{"type": "dropped", "source": "", "trigger_time_us": 3, "count": 4}', "publisher_log"),
+        ('{"instance_id": "a", "timestamp_us": 3, "keys": [4]}', "optimizer_schema"),
+    ],
+)
+def test_formats_are_told_apart(tmp_path: Path, line: str, name: str) -> None:
+    first = line.replace("dropped", "GetCacheLocation").replace('"count": 4', '"keys": [4]')
+    path = tmp_path / "trace"
+    path.write_text(f"no JSON\n{line}\n{first}\n")
+    told = read_trace(path, block_tokens=16, use_cache=False)
+    named = read_trace(path, format=name, block_tokens=16, use_cache=False)
+    for trace in (told, named):
+        assert trace.unique_blocks == 1
+        assert trace.bad_lines[0].number == 1
+    assert told.times_us.tolist() == named.times_us.tolist()

@@ -1,0 +1,280 @@
+"""The time to the first token: by formula without queues, by simulation with them, and what theory says of both."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+from traces import HAND, trace_of
+
+from kvcm.optimizer.errors import OptionError
+from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.replay import replay
+from kvcm.optimizer.roi import (
+    DISPATCHES,
+    Deployment,
+    LengthProfile,
+    Target,
+    Work,
+    first_tokens,
+    simulate,
+    smallest_fleet,
+    spread_of,
+    work_of,
+)
+
+SMALL = Deployment(prefill_tokens_per_second=100, kv_bytes_per_token=10, bandwidth_bytes_per_second=4000)
+LRU = PolicySpec("lru")
+
+
+def work(arrivals: list[float], links: list[float], prefills: list[float], latency: float = 0.0) -> Work:
+    return Work(np.array(arrivals), np.array(links) > 0, np.array(links), np.array(prefills), latency)
+
+
+def poisson(count: int, rate: float, prefills: np.ndarray, links: np.ndarray | None = None, seed: int = 7) -> Work:
+    arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
+    links = np.zeros(count) if links is None else links
+    return Work(arrivals - arrivals[0], links > 0, links, prefills, 0.0)
+
+
+works = st.integers(1, 12).flatmap(
+    lambda count: st.builds(
+        lambda gaps, links, prefills, latency: work(np.cumsum(gaps).tolist(), links, prefills, latency),
+        *(st.lists(st.sampled_from([0.0, 0.25, 1.0, 2.5]), min_size=count, max_size=count) for _ in range(3)),
+        st.sampled_from([0.0, 0.5]),
+    )
+)
+
+
+def test_a_request_takes_its_load_and_the_prefill_of_the_rest() -> None:
+    # 30 of 35 tokens are loaded: 0.1 s and 2.5 ms each; 5 are computed, 10 ms each.
+    hits = np.array([0, 0, 0, 3, 0, 0, 0, 0], np.int32)
+    asked = work_of(HAND, replace(SMALL, latency_seconds=0.1), hits)
+    assert asked.unqueued_seconds[3] == pytest.approx(0.1 + 30 * 2.5e-3 + 5 * 10e-3)
+    assert asked.unqueued_seconds[0] == pytest.approx(0.35)
+    assert asked.loads.tolist() == [False] * 3 + [True] + [False] * 4
+    assert asked.arrivals.tolist() == [0, 1, 2, 3, 5, 9, 10, 12]
+
+
+def test_hits_that_are_not_worth_loading_are_computed() -> None:
+    hits = np.array([0, 0, 0, 3, 0, 0, 0, 1], np.int32)
+    asked = work_of(HAND, replace(SMALL, latency_seconds=0.1), hits)  # the threshold is 13.3 tokens
+    assert asked.loads.tolist() == [False] * 3 + [True] + [False] * 4
+    assert asked.unqueued_seconds[7] == pytest.approx(0.35)
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.sampled_from([0.0, 0.013, 0.21, 3.7]),
+    st.sampled_from([500.0, 1000.0, 1500.0, 1e5]),
+    st.sampled_from([None, LengthProfile(0.01, 0.0), LengthProfile(0.001, 0.003), LengthProfile(0.0, 1e-4)]),
+)
+def test_a_longer_hit_is_never_slower(latency: float, bandwidth: float, profile: LengthProfile | None) -> None:
+    deployment = replace(SMALL, latency_seconds=latency, bandwidth_bytes_per_second=bandwidth, profile=profile)
+    trace = trace_of([list(range(60))], input_tokens=[597])
+    times = [float(work_of(trace, deployment, np.array([k], np.int32)).unqueued_seconds[0]) for k in range(61)]
+    assert (np.diff(times) <= 1e-9).all()
+
+
+def test_a_prefill_of_a_profile_computes_the_last_tokens() -> None:
+    profile = LengthProfile(0.01, 0.002)
+    asked = work_of(HAND, replace(SMALL, profile=profile), np.array([0, 0, 0, 3, 0, 0, 0, 0], np.int32))
+    assert asked.prefill_seconds[3] == pytest.approx(0.01 * 5 + 0.002 * (35**2 - 30**2) / 2)
+
+
+def test_more_load_brings_requests_closer() -> None:
+    assert work_of(HAND, replace(SMALL, load_factor=4.0)).arrivals == pytest.approx(work_of(HAND, SMALL).arrivals / 4)
+    said = work_of(HAND, replace(SMALL, offered_tokens_per_second=241.0))
+    assert said.arrivals[-1] == pytest.approx(1.0)
+
+
+def test_requests_that_only_write_have_no_first_token() -> None:
+    trace = trace_of([[1], [1], [2]], read_blocks=[1, 0, 1], times_seconds=[3, 4, 5])
+    assert work_of(trace, SMALL).arrivals.tolist() == [0, 2]
+
+
+def test_hits_of_another_trace_are_refused() -> None:
+    with pytest.raises(OptionError, match="hits: 1 requests; allowed: those of the trace, 8"):
+        work_of(HAND, SMALL, np.array([1], np.int32))
+
+
+@settings(max_examples=examples(200))
+@given(works, st.sampled_from(list(DISPATCHES)))
+def test_with_a_node_for_each_nothing_waits(asked: Work, dispatch: str) -> None:
+    met = simulate(asked, nodes=len(asked.arrivals), dispatch=dispatch)
+    if dispatch == "fcfs" or (asked.prefill_seconds + asked.link_seconds > 0).all():
+        assert met.seconds == pytest.approx(asked.unqueued_seconds)
+    assert (met.seconds >= asked.unqueued_seconds - 1e-9).all()
+    assert met.prefill_busy <= 1 + 1e-9
+    assert met.link_busy <= 1 + 1e-9
+
+
+@settings(max_examples=examples(200))
+@given(works)
+def test_one_node_with_one_queue_is_lindleys_recursion(asked: Work) -> None:
+    end, seconds = 0.0, []
+    for arrival, service in zip(asked.arrivals, asked.unqueued_seconds, strict=True):
+        end = max(arrival, end) + service
+        seconds.append(end - arrival)
+    assert simulate(asked, nodes=1, dispatch="fcfs").seconds == pytest.approx(seconds)
+
+
+def shared_link_ends(starts: list[float], needs: list[float]) -> list[float]:
+    """Return when loads end that share a link, step by step from one change to the next."""
+    left, ends = dict(enumerate(needs)), [0.0] * len(needs)
+    now = 0.0
+    while left:
+        running = [load for load in left if starts[load] <= now]
+        coming = [starts[load] for load in left if starts[load] > now]
+        step = min([left[load] * len(running) for load in running] + [start - now for start in coming])
+        for load in running:
+            left[load] -= step / len(running)
+        now += step
+        for load in [load for load in running if left[load] <= 1e-9]:
+            ends[load] = now
+            del left[load]
+    return ends
+
+
+@settings(max_examples=examples(300))
+@given(works)
+def test_loads_of_a_node_share_its_link_and_prefills_follow(asked: Work) -> None:
+    """One node against steps through time: loads first, then prefills in the order in which loads end."""
+    loads = np.flatnonzero(asked.loads).tolist()
+    starts = [float(asked.arrivals[load]) + asked.latency_seconds for load in loads]
+    ready = asked.arrivals.copy()
+    ready[loads] = shared_link_ends(starts, [float(asked.link_seconds[load]) for load in loads])
+    end, ends = 0.0, {}
+    for request in sorted(range(len(ready)), key=lambda each: (ready[each], each)):
+        end = max(end, ready[request]) + asked.prefill_seconds[request]
+        ends[request] = end
+    met = simulate(asked, nodes=1)
+    # Loads that end together are prefilled in either order: the last one ends at the same time.
+    if len(np.unique(np.round(ready, 6))) == len(ready):
+        expected = [ends[request] - asked.arrivals[request] for request in range(len(ready))]
+        assert met.seconds == pytest.approx(expected, abs=1e-6)
+    assert (met.seconds + asked.arrivals).max() == pytest.approx(max(ends.values()), abs=1e-6)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_the_wait_at_one_node_is_that_of_pollaczek_and_khinchine(dispatch: str) -> None:
+    count, rate = 30_000, 0.6
+    fixed = np.ones(count)
+    mixed = np.where(np.random.default_rng(3).random(count) < 0.2, 3.0, 0.5)
+    for prefills in (fixed, mixed):
+        wait = rate * np.square(prefills).mean() / (2 * (1 - rate * prefills.mean()))
+        met = simulate(poisson(count, rate, prefills), nodes=1, dispatch=dispatch)
+        assert met.waited_seconds == pytest.approx(wait, rel=0.08)
+        assert met.prefill_busy == pytest.approx(rate * prefills.mean(), rel=0.03)
+
+
+def test_the_wait_at_several_nodes_is_that_of_erlang() -> None:
+    count, nodes, rate = 30_000, 3, 2.1
+    prefills = np.random.default_rng(5).exponential(1.0, count)
+    busy = rate / nodes
+    terms = [rate**k / math.factorial(k) for k in range(nodes)]
+    last = rate**nodes / math.factorial(nodes) / (1 - busy)
+    wait = last / (sum(terms) + last) / (nodes - rate)
+    met = simulate(poisson(count, rate, prefills), nodes=nodes, dispatch="fcfs")
+    assert met.waited_seconds == pytest.approx(wait, rel=0.1)
+
+
+def test_a_load_on_a_shared_link_takes_as_long_as_processor_sharing_says() -> None:
+    count, rate = 20_000, 0.6
+    links = np.where(np.random.default_rng(3).random(count) < 0.2, 3.0, 0.5)
+    met = simulate(poisson(count, rate, np.zeros(count), links), nodes=1)
+    assert met.seconds.mean() == pytest.approx(links.mean() / (1 - rate * links.mean()), rel=0.05)
+    assert met.link_busy == pytest.approx(rate * links.mean(), rel=0.03)
+
+
+def test_nodes_are_as_busy_as_the_formula_of_nodes_says() -> None:
+    # 30 tokens four times a second, of which 20 are loaded: 0.4 nodes prefill and 0.2 links load, on 2 nodes.
+    trace = trace_of([[1, 2, 3]] * 2000, times_seconds=np.linspace(0, 500, 2000).tolist())
+    asked = work_of(trace, SMALL, np.full(2000, 2, np.int32))
+    for dispatch in DISPATCHES:
+        met = simulate(asked, nodes=2, dispatch=dispatch)
+        assert met.prefill_busy * 2 == pytest.approx(4 * 10 / 100, rel=0.01)
+        assert met.link_busy * 2 == pytest.approx(4 * 20 * 2.5e-3, rel=0.01)
+
+
+def test_more_nodes_and_more_hits_wait_less() -> None:
+    count = 4000
+    none = poisson(count, 2.5, np.ones(count))
+    hits = poisson(count, 2.5, np.full(count, 0.6), np.full(count, 0.1))
+    for dispatch in DISPATCHES:
+        means = [simulate(none, nodes=nodes, dispatch=dispatch).spread.mean for nodes in (2, 3, 4, 8)]
+        assert means == sorted(means, reverse=True)
+        assert (
+            simulate(hits, nodes=3, dispatch=dispatch).spread.p99
+            < simulate(none, nodes=3, dispatch=dispatch).spread.p99
+        )
+
+
+def test_loads_are_hidden_behind_prefills_of_others() -> None:
+    # Two requests at once on one node, 1 s of load and 1 s of prefill each: links are shared until 2 s.
+    asked = work([0, 0], [1, 1], [1, 1])
+    assert sorted(simulate(asked, nodes=1).seconds.tolist()) == pytest.approx([3, 4])
+    assert sorted(simulate(asked, nodes=1, dispatch="fcfs").seconds.tolist()) == pytest.approx([2, 4])
+    staggered = work([0, 1, 2], [1, 1, 1], [1, 1, 1])
+    assert simulate(staggered, nodes=1).seconds.tolist() == pytest.approx([2, 2, 2])
+    assert simulate(staggered, nodes=1, dispatch="fcfs").seconds.tolist() == pytest.approx([2, 3, 4])
+
+
+def test_the_smallest_fleet_is_the_first_that_meets_the_target() -> None:
+    count = 2000
+    asked = poisson(count, 5.5, np.ones(count))
+    for target in (Target(99, 1.5), Target(50, 1.0), Target(99, 30)):
+        for dispatch in DISPATCHES:
+            met = [target.is_met(simulate(asked, nodes=nodes, dispatch=dispatch).seconds) for nodes in range(1, 20)]
+            assert smallest_fleet(asked, target, dispatch=dispatch) == met.index(True) + 1
+    assert smallest_fleet(asked, Target(99, 0.99)) is None
+    assert smallest_fleet(asked, Target(99, 1.0), most_nodes=3) is None
+
+
+def test_percentiles_are_times_of_requests() -> None:
+    spread = spread_of(np.arange(1.0, 101.0))
+    assert (spread.mean, spread.p50, spread.p90, spread.p95, spread.p99, spread.most) == (50.5, 50, 90, 95, 99, 100)
+    assert set(spread_of(np.array([])).as_json().values()) == {0.0}
+
+
+def test_the_time_to_the_first_token_with_and_without_a_cache() -> None:
+    replays = [replay(HAND, LRU, capacity, keep_requests=True) for capacity in (4, 8)]
+    found = first_tokens(HAND, replays, SMALL, nodes=1, target=Target(100, 0.4))
+    assert [(each.policy, each.capacity_blocks) for each in found] == [("none", 0), ("lru", 4), ("lru", 8)]
+    # Requests are a second apart and take 0.4 s at most: nobody waits.
+    for each, hits in zip(found, [None, *(each.request_hits for each in replays)], strict=True):
+        assert each.queued.seconds == pytest.approx(work_of(HAND, SMALL, hits).unqueued_seconds)
+        assert each.queued.waited_seconds == pytest.approx(0, abs=1e-12)
+        assert each.queued.spread.mean == pytest.approx(each.unqueued.mean)
+        assert each.nodes_for_target == 1
+    assert found[0].unqueued.mean > found[1].unqueued.mean > found[2].unqueued.mean
+    json.dumps([each.as_json() for each in found], allow_nan=False)
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(OptionError, match="lru kept no requests"):
+        first_tokens(HAND, [replay(HAND, LRU, 4)], SMALL, nodes=1)
+    with pytest.raises(OptionError, match="nodes: 0"):
+        simulate(work_of(HAND, SMALL), nodes=0)
+    with pytest.raises(OptionError, match="dispatch: 'random'; allowed: least_loaded, fcfs"):
+        simulate(work_of(HAND, SMALL), nodes=1, dispatch="random")
+    for percent, seconds in ((0, 1), (101, 1), (math.nan, 1), (50, -1), (50, math.inf)):
+        with pytest.raises(OptionError, match="target: "):
+            Target(percent, seconds)
+
+
+@pytest.mark.parametrize(
+    "trace", [trace_of([]), trace_of([[]]), trace_of([[1]]), trace_of([[1], [1]], times_seconds=[4, 4])]
+)
+def test_traces_without_requests_or_span(trace: object) -> None:
+    for dispatch in DISPATCHES:
+        met = simulate(work_of(trace, SMALL), nodes=2, dispatch=dispatch)
+        assert np.isfinite(met.seconds).all()
+        json.dumps(met.as_json(), allow_nan=False)
+    assert smallest_fleet(work_of(trace, SMALL), Target(99, 10)) == 1

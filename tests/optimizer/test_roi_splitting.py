@@ -1,0 +1,238 @@
+"""Which service the next GiB is worth most to, how a budget is split among several, and what hangs on each input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+from traces import HAND, trace_of
+
+from kvcm.optimizer.errors import OptionError
+from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.replay import replay
+from kvcm.optimizer.results import Replay
+from kvcm.optimizer.roi import (
+    RANGES,
+    Deployment,
+    Returns,
+    Service,
+    grid,
+    rank_services,
+    returns,
+    sensitivity,
+    split_budget,
+)
+from kvcm.optimizer.roi.formulas import GIB, HOURS_PER_MONTH
+
+PLAIN = Deployment(
+    prefill_tokens_per_second=100, kv_bytes_per_token=1, gpus_per_node=1, price_per_gpu_hour=1, price_per_gib_month=0
+)
+
+
+def service(name: str, saved: list[float], *, block: float = 1.0, price: float = 0.0) -> Service:
+    """Return a service that saves so much money at 0, 1, 2, ... blocks; `price` is that of a byte for an hour."""
+    nodes = 1000.0 - np.array(saved, np.float64)
+    zeros = np.zeros(len(saved))
+    deployment = replace(PLAIN, price_per_gib_month=price * GIB * HOURS_PER_MONTH)
+    capacities = np.arange(len(saved))
+    return Service(
+        name, Returns("lru", deployment, block, 1.0, 0.5, 1000.0, capacities, zeros, zeros, nodes, zeros, None)
+    )  # fmt: skip
+
+
+def brute_force(services: list[Service], budget: float, floors: list[float]) -> float:
+    best = -math.inf
+    for places in itertools.product(*(range(len(each.returns.nodes)) for each in services)):
+        stored = [float(each.stored_bytes[place]) for each, place in zip(services, places, strict=True)]
+        enough = [
+            got >= min(floor, float(each.stored_bytes[-1]))
+            for got, floor, each in zip(stored, floors, services, strict=False)
+        ]
+        if sum(stored) <= budget and all(enough):
+            nets = [float(each.returns.net_per_hour[at]) for each, at in zip(services, places, strict=True)]
+            best = max(best, sum(nets))
+    return best
+
+
+savings = st.lists(st.integers(0, 20), max_size=7).map(lambda steps: [0.0, *np.cumsum(steps).tolist()])
+concave = st.lists(st.integers(0, 20), max_size=7).map(
+    lambda steps: [0.0, *np.cumsum(sorted(steps, reverse=True)).tolist()]
+)
+floors = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.5, 4.0]), min_size=3, max_size=3)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(savings, min_size=1, max_size=3),
+    st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=3, max_size=3),
+    st.sampled_from([0.0, 0.7, 3.0]),
+    st.floats(0, 40),
+    floors,
+)
+def test_a_split_is_as_good_as_all_splits_tried(
+    curves: list[list[float]], blocks: list[float], price: float, budget: float, least: list[float]
+) -> None:
+    services = [
+        service(str(number), saved, block=block, price=price)
+        for number, (saved, block) in enumerate(zip(curves, blocks, strict=False))
+    ]
+    asked = {each.name: floor for each, floor in zip(services, least, strict=False)}
+    expected = brute_force(services, budget, least[: len(services)])
+    if expected == -math.inf:
+        with pytest.raises(OptionError, match="which the floors take"):
+            split_budget(services, budget, floors=asked)
+        return
+    found = split_budget(services, budget, floors=asked)
+    assert found.is_exact
+    assert found.net_per_hour == pytest.approx(expected)
+    assert found.at_most == pytest.approx(expected)
+    assert sum(share.stored_bytes for share in found.shares) <= budget
+    for share, each in zip(found.shares, services, strict=True):
+        assert share.net_per_hour == pytest.approx(each.returns.net_per_hour[share.capacity_blocks])
+        assert share.stored_bytes >= min(asked[each.name], float(each.stored_bytes[-1]))
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(concave, min_size=1, max_size=3), st.integers(0, 25))
+def test_concave_returns_need_no_grid(curves: list[list[float]], budget: int) -> None:
+    services = [service(str(number), saved) for number, saved in enumerate(curves)]
+    found = split_budget(services, budget)
+    assert (found.method, found.is_exact) == ("hull", True)
+    assert found.net_per_hour == pytest.approx(brute_force(services, budget, [0.0] * 3))
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(savings, min_size=2, max_size=3), st.floats(0.5, 12))
+def test_blocks_without_a_common_size_have_a_bound(curves: list[list[float]], budget: float) -> None:
+    sizes = (1.37, math.pi, 0.71)
+    services = [
+        service(str(at), saved, block=size) for at, (saved, size) in enumerate(zip(curves, sizes, strict=False))
+    ]
+    found = split_budget(services, budget)
+    best = brute_force(services, budget, [0.0] * 3)
+    assert found.net_per_hour <= best + 1e-9
+    assert best <= found.at_most + 1e-6
+    assert found.net_per_hour >= 0.98 * best
+    assert sum(share.stored_bytes for share in found.shares) <= budget * (1 + 1e-9)
+
+
+def test_a_cliff_is_jumped_where_steps_up_to_it_gain_nothing() -> None:
+    # Three blocks give nothing to the first, the fourth all; the second gains a little from each.
+    cliff, slope = service("cliff", [0, 0, 0, 0, 10]), service("slope", [0, 3, 6, 9, 12])
+    for budget, cliffs, total in ((3, 0, 9), (4, 0, 12), (5, 4, 13), (8, 4, 22)):
+        found = split_budget([cliff, slope], budget)
+        assert (found.shares[0].capacity_blocks, found.net_per_hour) == (cliffs, total)
+    assert split_budget([cliff, slope], 5).method == "grid"
+
+
+def test_what_costs_more_than_it_saves_is_left() -> None:
+    found = split_budget([service("one", [0, 5, 6, 6.5], price=2.0)], 3)
+    assert found.shares[0].capacity_blocks == 1
+    assert found.net_per_hour == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("budget", "least", "message"),
+    [
+        (-1.0, {}, "budget_bytes: -1; allowed: from 0"),
+        (math.nan, {}, "budget_bytes: nan"),
+        (1.0, {"one": 2.0}, "budget_bytes: 1; allowed: from 2"),
+        (9.0, {"two": 2.0}, "floors: 'two' is 2.0; allowed: from 0, for one"),
+        (9.0, {"one": -2.0}, "floors: 'one' is -2.0"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(budget: float, least: dict[str, float], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        split_budget([service("one", [0, 1, 2, 3])], budget, floors=least)
+
+
+def test_services_have_names_of_their_own() -> None:
+    twice = [service("one", [0, 1]), service("one", [0, 2])]
+    for ask in (rank_services, lambda each: split_budget(each, 1)):
+        with pytest.raises(OptionError, match="'one' comes twice"):
+            ask(twice)
+
+
+def test_no_services_share_nothing() -> None:
+    assert rank_services([]) == ()
+    assert split_budget([], 5).shares == ()
+    nothing = service("nothing", [0])
+    assert rank_services([nothing])[0].per_gib_hour == 0
+    assert split_budget([nothing], 5).net_per_hour == 0
+
+
+def test_services_are_ranked_by_their_steepest_step() -> None:
+    flat, late = service("flat", [0, 2, 3, 3]), service("late", [0, 1, 1, 9], block=2.0)
+    ranks = rank_services([late, flat])
+    assert [each.name for each in ranks] == ["flat", "late"]
+    assert [each.per_gib_hour / GIB for each in ranks] == [2, 9 / 6]
+    assert [each.next_bytes for each in ranks] == [1, 6]
+    held = rank_services([late, flat], held_bytes={"flat": 1, "late": 4})
+    assert [(each.name, each.per_gib_hour / GIB, each.next_bytes) for each in held] == [("late", 4, 2), ("flat", 1, 1)]
+    assert rank_services([flat], held_bytes={"flat": 99})[0].per_gib_hour == 0
+    json.dumps([each.as_json() for each in held], allow_nan=False)
+
+
+LRU = PolicySpec("lru")
+SMALL = replace(PLAIN, kv_bytes_per_token=10, bandwidth_bytes_per_second=4000, price_per_gib_month=1e4)
+
+
+def all_replays() -> list[Replay]:
+    return [replay(HAND, LRU, capacity, keep_requests=True) for capacity in range(1, 9)]
+
+
+def test_each_input_swings_the_answer_as_it_does_alone() -> None:
+    swings = sensitivity(all_replays(), HAND, SMALL, change=0.25, ranges={"price_per_gib_month": (0.0, 1e9)})
+    assert {each.input for each in swings} == set(RANGES)
+    assert [each.width for each in swings] == sorted((each.width for each in swings), reverse=True)
+    now = returns(all_replays(), HAND, SMALL).best
+    for each in swings:
+        for value, net, kept, blocks in (
+            (each.low, each.low_net, each.low_kept, each.low_blocks),
+            (each.high, each.high_net, each.high_kept, each.high_blocks),
+        ):
+            alone = returns(all_replays(), HAND, replace(SMALL, **{each.input: value}))
+            assert net == alone.net_per_hour[alone.best]
+            assert kept == alone.net_per_hour[now]
+            assert kept <= net
+            assert blocks == alone.capacity_blocks[alone.best]
+    found = {each.input: each for each in swings}
+    assert (found["usable_share"].low, found["usable_share"].high) == (0.75, 1.0)
+    assert (found["price_per_gib_month"].low, found["price_per_gib_month"].high) == (0.0, 1e9)
+    assert found["price_per_gib_month"].low_blocks > found["price_per_gib_month"].high_blocks
+    assert found["price_per_gpu_hour"].low_net < found["price_per_gpu_hour"].high_net
+    json.dumps([each.as_json() for each in swings], allow_nan=False)
+
+
+def test_what_is_no_swing_is_refused() -> None:
+    for change in (0.0, 1.0, math.nan):
+        with pytest.raises(OptionError, match="change: "):
+            sensitivity(all_replays(), HAND, SMALL, change=change)
+    with pytest.raises(OptionError, match="ranges: 'price' is no input"):
+        sensitivity(all_replays(), HAND, SMALL, ranges={"price": (1, 2)})
+
+
+def test_the_grid_is_the_best_of_each_pair() -> None:
+    bandwidths, prices = (500.0, 2000.0, 8000.0), (0.0, 1e4, 1e9)
+    found = grid(all_replays(), HAND, SMALL, bandwidths=bandwidths, prices=prices)
+    for (row, bandwidth), (column, price) in itertools.product(enumerate(bandwidths), enumerate(prices)):
+        alone = returns(
+            all_replays(), HAND, replace(SMALL, bandwidth_bytes_per_second=bandwidth, price_per_gib_month=price)
+        )
+        assert found.best_blocks[row, column] == alone.capacity_blocks[alone.best]
+        assert found.net_per_hour[row, column] == alone.net_per_hour[alone.best]
+    assert not found.best_blocks[0].any()
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_swings_of_a_trace_without_reuse_are_nothing() -> None:
+    trace = trace_of([[1], [2], [3]])
+    swings = sensitivity([replay(trace, LRU, 3, keep_requests=True)], trace, SMALL)
+    assert {each.low_net for each in swings} | {each.high_net for each in swings} == {0.0}

@@ -1,0 +1,182 @@
+"""The binary form beside a file: everything is kept, and nothing is believed that was not made from this very file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from request_traces import assert_same, request_traces
+from thoroughness import examples
+from traces import HAND
+
+from kvcm.optimizer.readers import read_trace
+from kvcm.optimizer.readers.trace_cache import cache_path
+from kvcm.optimizer.readers.trace_file import Origin, packed, unpacked
+from kvcm.optimizer.trace import BadLine, QueryMode, Trace
+
+ORIGIN = Origin("00", "mooncake", 10)
+
+
+def line(ids: list[int], **changes: object) -> str:
+    return json.dumps({"timestamp": 1, "input_length": 10 * len(ids), "hash_ids": ids, **changes}) + "\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line([1, 2, 3]) + "bad\n" + line([1, 2, 4]))
+    return path
+
+
+def read(path: Path, **options: object) -> Trace:
+    return read_trace(path, **{"block_tokens": 10, **options})  # type: ignore[arg-type]
+
+
+def is_from_cache(path: Path) -> bool:
+    """Whether reading leaves the file that is kept as it is."""
+    before = cache_path(path).stat().st_ino
+    read(path)
+    return cache_path(path).stat().st_ino == before
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(request_traces(), st.lists(st.builds(BadLine, st.integers(1, 9), st.text(max_size=5)), max_size=3))
+def test_everything_is_kept(trace: Trace, bad: list[BadLine]) -> None:
+    trace = replace(trace, bad_lines=tuple(bad), bad_line_count=len(bad))
+    kept = unpacked(bytearray(b"".join(packed(trace, ORIGIN))), ORIGIN, "kept")
+    assert kept is not None
+    assert kept.name == "kept"
+    assert_same(kept, trace)
+    for column in (kept.blocks, kept.times_us, kept.writes):
+        assert not len(column) or (column.flags.writeable and column.flags.aligned)  # one machine code for all traces
+
+
+def test_the_second_reading_takes_what_the_first_one_kept(path: Path) -> None:
+    first = read(path)
+    assert is_from_cache(path)
+    assert_same(read(path), first, but=frozenset())
+    assert read(path).bad_lines[0].number == 2
+    assert [each.name for each in path.parent.iterdir() if each != path] == ["trace.jsonl.kvtrace"]
+
+
+def test_without_a_cache_nothing_is_kept(path: Path) -> None:
+    read(path, use_cache=False)
+    assert not cache_path(path).exists()
+
+
+def test_a_file_that_changed_is_read_anew_even_if_its_times_say_it_did_not(path: Path) -> None:
+    read(path)
+    before = path.stat()
+    path.write_text(path.read_text().replace("4", "5").replace("[1, 2, 3]", "[6, 7, 8]"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    assert read(path).unique_blocks == 6
+
+
+def test_a_copy_with_other_times_takes_what_is_kept(path: Path) -> None:
+    read(path)
+    os.utime(path, ns=(1, 1))
+    assert is_from_cache(path)
+
+
+def test_other_options_are_read_anew(path: Path) -> None:
+    read(path)
+    assert read(path, block_tokens=11).block_tokens == 11
+    assert read(path, format="qwen_bailian").block_tokens == 10
+    assert read(path, format="qwen_bailian").times_us[0] == 1_000_000
+    assert read(path, block_tokens={"instance": 12}).block_tokens == 12
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_one_changed_byte_is_noticed(data: st.DataObject) -> None:
+    content = bytearray(b"".join(packed(HAND, ORIGIN)))
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    assert unpacked(content, ORIGIN, "x") is None
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.binary(max_size=200) | st.integers(0, 900).map(lambda end: b"".join(packed(HAND, ORIGIN))[:end]))
+def test_what_is_no_trace_is_none(content: bytes) -> None:
+    assert unpacked(bytearray(content), ORIGIN, "x") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"KVTRACE\x01", b"KVTRACE\x02", b"x" * 1000])
+def test_a_damaged_cache_is_made_anew(path: Path, content: bytes) -> None:
+    first = read(path)
+    cache_path(path).write_bytes(content)
+    assert_same(read(path), first)
+    assert is_from_cache(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocks": np.full_like(HAND.blocks, 99)},
+        {"blocks": np.full_like(HAND.blocks, -1)},
+        {"parents": np.full_like(HAND.parents, 7)},
+        {"parents": np.full_like(HAND.parents, -2)},
+        {"offsets": HAND.offsets + 1},
+        {"offsets": HAND.offsets[::-1]},
+        {"offsets": HAND.offsets[:-1]},
+        {"instances": HAND.instances + 1},
+        {"sessions": HAND.sessions - 1},
+        {"read_blocks": HAND.read_blocks + 1},
+        {"read_blocks": HAND.read_blocks * -1},
+        {"times_us": HAND.times_us[::-1]},
+        {"times_us": HAND.times_us - 1},
+        {"writes": HAND.writes[1:]},
+        {"instance_block_tokens": ()},
+        {"modes": {99: QueryMode.BATCH}},
+        {"modes": {1: 7}},
+        {"masks": {1: np.ones(99, np.bool_)}},
+    ],
+)
+def test_a_trace_that_cannot_be_is_none_even_with_the_right_hash(change: dict[str, object]) -> None:
+    content = bytearray(b"".join(packed(replace(HAND, **change), ORIGIN)))  # type: ignore[arg-type]
+    assert unpacked(content, ORIGIN, "x") is None
+
+
+def test_where_nothing_can_be_kept_reading_goes_on_and_the_log_says_so_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache_path(path).mkdir()
+    with caplog.at_level(logging.WARNING, "kvcm.optimizer"):
+        assert len(read(path)) == 2
+        assert len(read(path)) == 2
+    assert len(caplog.records) == 1
+    assert str(path.parent) in caplog.text
+    assert sorted(each.name for each in path.parent.iterdir()) == ["trace.jsonl", "trace.jsonl.kvtrace"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser gives files away")
+def test_what_somebody_else_put_there_is_not_believed(path: Path) -> None:
+    read(path)
+    os.chown(cache_path(path), 12_345, -1)
+    assert not is_from_cache(path)
+    assert is_from_cache(path)
+
+
+def test_a_directory_that_is_not_for_writing_stays_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.chmod(0o555)
+    try:
+        assert len(read(path)) == 2
+    finally:
+        path.parent.chmod(0o755)
+    assert not cache_path(path).exists()
+    assert "Permission denied" in caplog.text
+
+
+def test_who_cannot_read_the_file_cannot_read_what_is_kept(path: Path) -> None:
+    path.chmod(0o640)
+    read(path)
+    assert stat.S_IMODE(cache_path(path).stat().st_mode) == 0o640
