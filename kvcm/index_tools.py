@@ -18,6 +18,8 @@ from kvcm.cache.audit_report import AuditReport, Finding, Repair
 from kvcm.cache.export import Exported, Exporter, head_of
 from kvcm.cache.importing import Imported, Importer
 from kvcm.cache.open_caches import OpenCaches
+from kvcm.cache.pin_transfer import PinImport, exported_pins
+from kvcm.cache.recount import UsageRecount
 from kvcm.cache.shared_usage import SharedLedger
 from kvcm.config import Settings
 from kvcm.index.backends.audited import AuditedIndex, PlainAudit
@@ -31,6 +33,7 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Placement
 from kvcm.registry.closed import ClosedStorages
 from kvcm.registry.registry import Registry
+from kvcm.registry.schema import check_schema
 from kvcm.registry.shelf import Shelf
 from kvcm.store.rocks.log import CommitLog, Fsync
 
@@ -73,7 +76,8 @@ class IndexTools:
             head = head_of(self._settings.cluster_id or known or "", group_name, self._clock.now())
             writer = ArchiveWriter(file, head)
             exporter = Exporter(registry, metadata.new_backend, writer, self._told("export"))
-            return await exporter.run(group_name, with_accounts=with_accounts)
+            pins = await exported_pins(metadata.store, registry, self._clock.now(), group_name)
+            return await exporter.run(group_name, with_accounts=with_accounts, pins=pins)
 
     async def import_(self, file: BinaryIO, name: str, group_name: str, *, dry_run: bool, is_file: bool) -> Imported:
         """Add what an archive holds.
@@ -109,9 +113,30 @@ class IndexTools:
                 file.seek(0)
             for frame in ArchiveReader(file, name).frames():
                 await importer.take(frame)
+            await self._restore_pins(metadata, registry, importer, dry_run=dry_run)
             if isinstance(metadata.usage, SharedLedger):
                 await metadata.usage.flush()
+                if not dry_run:
+                    await self._recount(metadata.usage, metadata, registry)
             return importer.imported
+
+    async def _restore_pins(self, metadata: Metadata, registry: Registry, importer: Importer, *, dry_run: bool) -> None:
+        imported = importer.imported
+        if dry_run:
+            imported.pins = len(importer.pins)
+            return
+        pins = PinImport(registry, _caches(metadata, registry), metadata.store, self._clock)
+        await pins.restore(importer.pins)
+        imported.pins, imported.refused_pins = len(pins.restored), pins.refused
+
+    async def _recount(self, ledger: SharedLedger, metadata: Metadata, registry: Registry) -> None:
+        """Put right what an import that was cut off stored and did not report any more; nobody may lead yet."""
+        recount = UsageRecount(registry, _caches(metadata, registry), ledger, self._clock)
+        before = await recount.different(recount.accounts())
+        if before:
+            await _pause()  # reports of managers that work on the store are on their way
+            again = await recount.different(before)
+            await recount.recount(sorted(each for each, by in again.items() if by.items() & before[each].items()))
 
     async def verify(self, repair: Repair) -> AuditReport:
         """Look at everything, and mend what may be mended.
@@ -130,7 +155,7 @@ class IndexTools:
                 return report
             records = rows.records
         async with self._opened(settings) as (metadata, registry):
-            caches = OpenCaches(registry, ClosedStorages(), metadata.new_backend, metadata.usage, CacheBudget())
+            caches = _caches(metadata, registry)
             auditor = IndexAuditor(
                 audited_store(metadata, registry, caches, records), self._clock, _pause, repair, self._told("verify")
             )
@@ -171,7 +196,9 @@ class IndexTools:
             settings, self._clock, node_id, self._told("load"), least_timeout_seconds=_PATIENCE_SECONDS
         )
         try:
-            registry = Registry(ClosedStorages(), metadata.store.table("registry"), metadata.store.flush, metadata.kind)
+            table = metadata.store.table("registry")
+            await check_schema(table)
+            registry = Registry(ClosedStorages(), table, metadata.store.flush, metadata.kind)
             await registry.load()
             yield metadata, registry
         finally:
@@ -205,6 +232,10 @@ def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, re
 
     assert isinstance(metadata.usage, SharedLedger)
     return AuditedStore(metadata.store, registry, caches, in_redis, RedisBlocks(client), metadata.usage)
+
+
+def _caches(metadata: Metadata, registry: Registry) -> OpenCaches:
+    return OpenCaches(registry, ClosedStorages(), metadata.new_backend, metadata.usage, CacheBudget())
 
 
 async def _pause() -> None:

@@ -5,8 +5,8 @@
     file     "KVCMIDX" · format version (1 byte) · frame · frame · ... · trailer
     frame    kind (1 byte) · length of the body (uint32, big endian) · xxh3_128 of kind and body (16 bytes) · body
     head     "H"  msgpack [release, cluster id, group or "", unix seconds]
-    document "D"  msgpack [kind, document]            kind: storage, quota, group, instance, account; document:
-                                                      kvcm/registry/codec.py
+    document "D"  msgpack [kind, document]            kind: storage, quota, group, instance, account, key, taken_key,
+                                                      pin; document: kvcm/registry/codec.py
     records  "R"  msgpack [instance id, [[key, record, last access, reads], ...]]       record: kvcm/index/codec.py
     trailer  "E"  msgpack [documents, records, xxh3_128 of all bytes before the trailer]
 
@@ -66,7 +66,7 @@ class Document(NamedTuple):
     """A document of the registry.
 
     Attributes:
-        kind: storage, quota, group, instance or account.
+        kind: as above.
         document: as the registry encodes it.
     """
 

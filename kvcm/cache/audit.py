@@ -38,7 +38,7 @@ from kvcm.store.store import Store
 __all__ = ["AuditedStore", "IndexAuditor", "StoredBlocks"]
 
 _SESSION_SHARDS: Final = 16
-_TRIES: Final = 5
+_COUNTER_PAUSES: Final = 12  # whoever leads recounts what differed in two looks, five seconds apart
 _MOST_PAIRS: Final = 10_000
 
 
@@ -244,23 +244,23 @@ class IndexAuditor:
         await ledger.flush()
         recount = UsageRecount(self._store.registry, self._store.caches, ledger, self._clock)
         titles = recount.accounts()
-        last: dict[str, dict[str, int] | None] = dict.fromkeys(titles)
-        for attempt in range(_TRIES):
-            if attempt and last:
-                await self._pause()
-            for account, difference in (await self._counter_differences(recount, last)).items():
-                if difference and difference != last[account]:
-                    last[account] = difference
-                    continue
-                if difference:
-                    await self._found_counters(recount, account, titles[account], difference)
-                del last[account]
-        for account in last:
-            self.report.unsettled.append(f"shared counters of {titles[account]}, which change all the time")
+        first = last = await self._counter_differences(recount, titles)
+        changing: set[str] = set()
+        for _ in range(_COUNTER_PAUSES):
+            if not last:
+                return
+            await self._pause()
+            last = await self._counter_differences(recount, last)
+            changing |= {account for account, difference in last.items() if difference != first[account]}
+        for account, difference in last.items():
+            if account in changing:
+                self.report.unsettled.append(f"shared counters of {titles[account]}, which change all the time")
+            else:
+                await self._found_counters(recount, account, titles[account], difference)
 
     async def _counter_differences(self, recount: UsageRecount, accounts: Collection[str]) -> dict[str, dict[str, int]]:
-        different = await recount.different(accounts) if accounts else {}
-        return {account: different.get(account, {}) for account in accounts}
+        different = await recount.different(accounts)
+        return {account: different[account] for account in accounts if different.get(account)}
 
     async def _found_counters(
         self, recount: UsageRecount, account: str, title: str, difference: dict[str, int]

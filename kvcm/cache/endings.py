@@ -5,10 +5,10 @@ A session is a document. It ends in three steps, each of which may be the last t
 1. The decision (which blocks succeeded) takes the place of the open session by compare-and-set: of a finish, an expiry
    and another finish exactly one wins.
 2. The blocks follow it (settling.py). Doing this twice changes nothing.
-3. The document goes.
+3. The document goes; how a finish ended is remembered for a while (ended_sessions.py).
 
 Whoever finds a document with a decision carries it out, so a finish that was decided is never lost, and a client that
-asks again gets its answer. What is still open past its deadline is decided as failed.
+asks again gets its answer, at whatever manager. What is still open past its deadline is decided as failed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import structlog
 
 from kvcm.cache.checksums import checksums_of
 from kvcm.cache.deadlines import DeadlineTable
+from kvcm.cache.ended_sessions import EndedSession, EndedSessions, check_same
 from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.observer import UNOBSERVED, CacheObserver, WriteEnd
 from kvcm.cache.pages import pages
@@ -81,6 +82,7 @@ class SessionEndings:
         events: EventLog | None = None,
     ) -> None:
         self._table = table
+        self._ended = EndedSessions(table, clock)
         self._find_cache = find
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
@@ -145,17 +147,19 @@ class SessionEndings:
             told: checksums of the locations, in the order of the start; the same holds for them.
 
         Raises:
-            InvalidArgumentError: no such session is open for the instance, the mask or the checksums do not fit it, or
-                the retention is out of range; the session stays open then.
+            InvalidArgumentError: no such session is open for the instance, or was finished lately with this mask; the
+                mask or the checksums do not fit it, or the retention is out of range; the session stays open then.
             StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
         """
         retention.check()
         for _ in range(_MOST_ATTEMPTS):
-            session, document = await self._find(cache, session_id)
+            found = await self._find(cache, session_id)
+            if found is None:
+                return await self._told_before(cache, session_id, success)
+            session, document = found
             decision = tuple(_success_flags(success, len(session.keys)))
-            if session.decision not in {None, decision}:
-                raise InvalidArgumentError("write_session_id is being finished with other success_blocks")
             if session.decision is not None:
+                check_same(session.decision, decision)
                 return await self._carry_out(cache, session)
             decided = replace(
                 session,
@@ -168,13 +172,23 @@ class SessionEndings:
                 return await self._carry_out(cache, decided)
         raise NotReadyError("the write session keeps changing: finish it again")
 
+    async def _told_before(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
+        """Return what was told of a session that was finished lately."""
+        ended = await self._ended.get(session_id)
+        if ended is None or not _may_end(ended, cache):
+            raise _unknown()
+        check_same(ended.decision, _success_flags(success, len(ended.decision)))
+        return ended.finished
+
     async def renew(self, cache: InstanceCache, session_id: str, seconds: int) -> WriteSession:
         """Move a session's deadline to so many seconds from now.
 
         Raises:
             InvalidArgumentError: no such session is open for the instance.
         """
-        session, document = await self._find(cache, session_id)
+        if (found := await self._find(cache, session_id)) is None:
+            raise _unknown()
+        session, document = found
         renewed = replace(session, deadline=self._clock.now() + timeout_seconds(seconds))
         if session.decision is not None or not await self._table.replace(
             session_id, document, renewed.encoded(), renewed.deadline
@@ -196,9 +210,9 @@ class SessionEndings:
                 await self._put_off(session_id)
         return ended
 
-    async def due_count(self) -> int:
-        """Return how many sessions `expire` would look at now, all in all."""
-        return len(await self._table.due(self._clock.now(), _MOST_COUNTED))
+    async def due_count(self, overdue_seconds: float = 0.0) -> int:
+        """Return how many sessions `expire` would look at now, all in all; those alone that are due for so long."""
+        return len(await self._table.due(self._clock.now() - overdue_seconds, _MOST_COUNTED))
 
     async def _put_off(self, session_id: str) -> None:
         """Come back to a session later, so that what cannot be ended now does not hide what is due behind it."""
@@ -232,8 +246,8 @@ class SessionEndings:
         await self._end_due(session_id)
         document = await self._table.get(session_id)
         if document is None:
-            orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys), (False,) * len(keys))
-            await self._settle(cache, orphaned, has_expired=True)
+            orphaned = WriteSession(session_id, cache.placement.uid, 0.0, "", tuple(keys))
+            await self._settle(cache, orphaned.lapsed())
             return
         session = WriteSession.decoded(session_id, document)
         if session.decision is None:
@@ -249,14 +263,18 @@ class SessionEndings:
                 deadlines[session_id] = session.deadline
         return deadlines
 
-    async def _find(self, cache: InstanceCache, session_id: str) -> tuple[WriteSession, bytes]:
+    async def _find(self, cache: InstanceCache, session_id: str) -> tuple[WriteSession, bytes] | None:
+        """Return a session that its writer can end, or has begun to, and its document; None where it has ended."""
         document = await self._table.get(session_id)
-        session = WriteSession.decoded(session_id, document) if document is not None else None
-        if session is not None and session.decision is None and session.deadline <= self._clock.now():
+        if document is None:
+            return None
+        session = WriteSession.decoded(session_id, document)
+        if not _may_end(session, cache):
+            raise _unknown()
+        is_overdue = session.decision is None and session.deadline <= self._clock.now()
+        if is_overdue or session.has_lapsed:
             await self._end_due(session_id)
-            session = None
-        if session is None or document is None or session.uid != cache.placement.uid or _is_foreign(session):
-            raise InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")
+            return None
         return session, document
 
     async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bool:
@@ -272,11 +290,10 @@ class SessionEndings:
         if document is None:
             return False
         session = WriteSession.decoded(session_id, document)
-        has_expired = session.decision is None
-        if has_expired:
+        if session.decision is None:
             if session.deadline > self._clock.now():
                 return False  # renewed
-            session = replace(session, decision=(False,) * len(session.keys))
+            session = session.lapsed()
             # Who has nothing to write need not finish.
             if not await self._decide(document, session, WriteEnd.EXPIRED if session.keys else WriteEnd.COMMITTED):
                 return False  # another manager was faster
@@ -284,23 +301,25 @@ class SessionEndings:
         if cache is None:  # its instance is gone, and all its blocks with it
             await self._forget(session)
         else:
-            await self._carry_out(cache, session, has_expired=has_expired)
+            await self._carry_out(cache, session)
         return True
 
-    async def _carry_out(
-        self, cache: InstanceCache, decided: WriteSession, *, has_expired: bool = False
-    ) -> FinishedWrite:
-        finished = await self._settle(cache, decided, has_expired=has_expired)
-        await self._forget(decided)
-        return finished
+    async def _carry_out(self, cache: InstanceCache, decided: WriteSession) -> FinishedWrite:
+        finished = await self._settle(cache, decided)
+        if decided.has_lapsed:
+            await self._forget(decided)
+            return finished
+        told = await self._ended.put(decided, finished)
+        self._opened.take(decided.id)
+        return told
 
     async def _forget(self, decided: WriteSession) -> None:
         await self._table.replace(decided.id, decided.encoded(), None)
         self._opened.take(decided.id)
 
-    async def _settle(self, cache: InstanceCache, session: WriteSession, *, has_expired: bool = False) -> FinishedWrite:
+    async def _settle(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
         def note(changes: Sequence[Change]) -> None:
-            if has_expired:
+            if session.has_lapsed:
                 self._events.expired(cache.instance, changes, "session")
 
         return await settle(cache, session, self._clock.now(), note)
@@ -339,7 +358,13 @@ def _success_flags(success: BlockMask, count: int) -> Sequence[bool]:
     return flags
 
 
-def _is_foreign(session: WriteSession) -> bool:
-    """Return whether it was started by somebody else than who asks now; while nobody is asked who he is, it was not."""
+def _may_end(session: WriteSession | EndedSession, cache: InstanceCache) -> bool:
+    """Return whether it is of the instance, and whoever asks now has started it; while nobody is asked who he is, all
+    have."""
     asking = errand.get().principal
-    return bool(session.starter) and asking is not EVERYBODY and asking.name != session.starter
+    has_started = not session.starter or asking is EVERYBODY or asking.name == session.starter
+    return has_started and session.uid == cache.placement.uid
+
+
+def _unknown() -> InvalidArgumentError:
+    return InvalidArgumentError("write_session_id is unknown, finished or expired: start the write again")

@@ -3,7 +3,7 @@
 Managers may go on working on a shared store meanwhile: every record is read at one moment, different records at
 different ones. Locations that are being written are left out, since their sessions are not exported; a block that has
 no other location is left out with them. What is being deleted comes along: it counts as usage until its bytes are
-freed.
+freed. Pins come as documents of their own, behind the blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvcm import __version__
 from kvcm.cache.archive import ArchiveWriter, Document, Head, Row, Rows
 from kvcm.cache.pages import PAGE_KEYS
+from kvcm.cache.pin_transfer import ExportedPin
 from kvcm.index.backends.backend import Access, IndexBackend
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.locations import BlockRecord, LocationStatus
@@ -36,12 +37,14 @@ class Exported:
         instances: number of them.
         records: by instance id.
         left_out: blocks that were only being written.
+        pins: number of them.
         unknown_storages: storages of locations that are configured no more.
     """
 
     instances: int = 0
     records: dict[str, int] = field(default_factory=dict)
     left_out: int = 0
+    pins: int = 0
     unknown_storages: set[str] = field(default_factory=set)
 
 
@@ -74,19 +77,22 @@ class Exporter:
         self._storages_written: set[str] = set()
         self._exported = Exported()
 
-    async def run(self, group_name: str = "", *, with_accounts: bool = False) -> Exported:
+    async def run(
+        self, group_name: str = "", *, with_accounts: bool = False, pins: Sequence[ExportedPin] = ()
+    ) -> Exported:
         """Write everything and the trailer.
 
         Args:
             group_name: of the only group to export, "" for all.
-            with_accounts: whether to export the accounts, with the hashes of their passwords.
+            with_accounts: whether to export the accounts and the keys, with the hashes of passwords and secrets.
+            pins: of the instances that are exported.
 
         Raises:
             InvalidArgumentError: there is no such group.
             StorageIOError: the store cannot be asked, or a record cannot be read.
         """
         selection = self._select(group_name)
-        self._write_documents(selection, group_name, with_accounts=with_accounts)
+        await self._write_documents(selection, group_name, with_accounts=with_accounts)
         backends = {}
         for instance in selection.instances:
             backend = self._new_backend(self._registry.instances.placement(instance.instance_id))
@@ -95,7 +101,10 @@ class Exporter:
         total = sum(backend.key_count for backend in backends.values())
         for instance_id, backend in backends.items():
             await self._write_blocks(instance_id, backend, total)
+        for pin in pins:
+            self._write_document("pin", pin)
         self._writer.finish()
+        self._exported.pins = len(pins)
         self._exported.instances = len(selection.instances)
         return self._exported
 
@@ -106,7 +115,7 @@ class Exporter:
         self._registry.groups.get(group_name)
         return _Selection([group_name], self._registry.instances.all(group_name))
 
-    def _write_documents(self, selection: _Selection, group_name: str, *, with_accounts: bool) -> None:
+    async def _write_documents(self, selection: _Selection, group_name: str, *, with_accounts: bool) -> None:
         groups = [self._registry.groups.get(name) for name in selection.groups]
         wanted = (
             {name for group in groups for name in group.storage_candidates}
@@ -122,8 +131,17 @@ class Exporter:
             self._write_document("group", group)
         for instance in selection.instances:
             self._write_document("instance", instance)
-        for account in self._registry.accounts.all() if with_accounts else ():
+        if with_accounts:
+            await self._write_principals()
+
+    async def _write_principals(self) -> None:
+        for account in self._registry.accounts.all():
             self._write_document("account", account)
+        for key in self._registry.keys.all():
+            if not key.account:  # a login is of an hour
+                self._write_document("key", key)
+        for taken in await self._registry.taken_keys.all():
+            self._write_document("taken_key", taken)
 
     def _write_storages(self, names: Iterable[str]) -> None:
         missing = set(names) - self._storages_written

@@ -12,35 +12,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvcm.cache.archive import Document, Row, Rows, Trailer
-from kvcm.cache.fitting import fitted, with_store_of
+from kvcm.cache.fitting import fitted
+from kvcm.cache.imported_documents import KINDS, check_valid, decoded, difference_of, title, title_parts
+from kvcm.cache.pin_transfer import ExportedPin
 from kvcm.cache.usage import Ledger
 from kvcm.index.backends.backend import Change, IndexBackend
 from kvcm.model.accounts import Account
+from kvcm.model.api_keys import ApiKey
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.locations import Place
 from kvcm.model.storages import StorageConfig
-from kvcm.registry.codec import decode_document
 from kvcm.registry.registry import Registry
 from kvcm.registry.shelf import Shelf
-from kvcm.registry.validation import check_global_quota, check_group, check_instance, check_storage
+from kvcm.registry.taken_keys import TakenKey
 from kvcm.store.store import Store
 
 __all__ = ["Imported", "Importer"]
 
-_KINDS: Mapping[str, type[Any]] = {
-    "storage": StorageConfig,
-    "quota": GlobalQuota,
-    "group": InstanceGroup,
-    "instance": Instance,
-    "account": Account,
-}
 _TOUCHES_AT_ONCE = 64
 
 
@@ -54,6 +48,8 @@ class Imported:
         skipped: records whose key was there already, by instance id.
         exceeded: a sentence per quota that the imported groups exceed now.
         fitted: a sentence per setting that this store takes otherwise than the export has it.
+        pins: number of those that hold something now.
+        refused_pins: a sentence per pin that does not.
     """
 
     created: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -61,6 +57,8 @@ class Imported:
     skipped: Counter[str] = field(default_factory=Counter)
     exceeded: list[str] = field(default_factory=list)
     fitted: list[str] = field(default_factory=list)
+    pins: int = 0
+    refused_pins: list[str] = field(default_factory=list)
 
 
 class Importer:
@@ -75,6 +73,10 @@ class Importer:
         store_kind: memory, rocksdb or redis: what groups may name.
         dry_run: whether to write nothing, and only tell what would be.
         progress: told how many records were seen.
+
+    Attributes:
+        imported: what was done so far.
+        pins: that the archive has, of instances that are wanted; they are begun when all blocks are there.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Importer:
         self._quota_names: set[str] = set()
         self._seen = 0
         self.imported = Imported()
+        self.pins: list[ExportedPin] = []
 
     def check(self, documents: Iterable[Document]) -> None:
         """Return if every document can be added, before anything is written.
@@ -117,7 +120,7 @@ class Importer:
             InvalidArgumentError: a document is malformed, or something that it needs is missing.
             StorageIOError: a document is of another release.
         """
-        self._check(list(map(_decoded, documents)))
+        self._check([value for value in map(decoded, documents) if isinstance(value, tuple(KINDS.values()))])
 
     async def take(self, frame: Document | Rows | Trailer) -> None:
         """Take the next frame.
@@ -126,7 +129,7 @@ class Importer:
             KvcmError: as `check`, or the store failed; what was stored before stays.
         """
         if isinstance(frame, Document):
-            self._waiting.append(_decoded(frame))
+            await self._take_document(decoded(frame))
             return
         if self._waiting:
             waiting, self._waiting = self._waiting, []
@@ -137,6 +140,16 @@ class Importer:
         else:
             await self._store.flush()
             await self._report_exceeded()
+
+    async def _take_document(self, value: object) -> None:
+        if isinstance(value, ExportedPin):
+            if value.instance_id not in self._left_out:
+                self.pins.append(value)
+        elif isinstance(value, TakenKey):
+            if not self._dry_run and not self._group_name:
+                await self._registry.taken_keys.remember(value)
+        else:
+            self._waiting.append(value)
 
     # ── the registry ──
 
@@ -156,19 +169,19 @@ class Importer:
         if not self._is_wanted(value):
             return
         value, _ = self._fitted(value)
-        _check_valid(value, self._store_kind)
+        check_valid(value, self._store_kind)
         known = self._known(value)
-        if known is not None and (difference := _difference(known, value)):
-            raise DuplicateEntityError(f"{_title(value)} exists and differs: {difference}; nothing is changed")
+        if known is not None and (difference := difference_of(known, value)):
+            raise DuplicateEntityError(f"{title(value)} exists and differs: {difference}; nothing is changed")
         if isinstance(value, StorageConfig) and known is None:
             self._registry.storages.check_new(value)  # a name that is still being forgotten is nobody's yet
         if isinstance(value, Instance) and known is None:
             group_name = value.instance_group_name
             if group_name not in groups and self._registry.groups.find(group_name) is None:
-                raise InvalidArgumentError(f"{_title(value)} belongs to group {group_name!r}, which exists nowhere")
+                raise InvalidArgumentError(f"{title(value)} belongs to group {group_name!r}, which exists nowhere")
 
     async def _add_all(self, values: Sequence[object]) -> None:
-        for kind in _KINDS.values():  # storages before groups before instances, in whatever order they came
+        for kind in KINDS.values():  # in whatever order they came
             for value in values:
                 if isinstance(value, kind):
                     await self._add(value)
@@ -187,7 +200,7 @@ class Importer:
         if self._known(value) is not None:
             return
         self.imported.fitted += changes
-        kind, name = _title_parts(value)
+        kind, name = title_parts(value)
         self.imported.created[kind].append(name)
         if not self._dry_run:
             await self._create(value)
@@ -204,6 +217,11 @@ class Importer:
         elif isinstance(value, Account):
             shelf = Shelf(self._store.table("registry"), "account/", Account)
             await shelf.change(value.user_name, lambda known: known or value)
+        elif isinstance(value, ApiKey):
+            keys = Shelf(self._store.table("registry"), "key/", ApiKey)
+            await keys.change(value.id, lambda known: known or value)
+        elif isinstance(value, TakenKey):
+            await self._registry.taken_keys.remember(value)
 
     def _fitted(self, value: object) -> tuple[object, list[str]]:
         return fitted(value, self._store_kind) if isinstance(value, InstanceGroup) else (value, [])
@@ -217,7 +235,7 @@ class Importer:
             return value.instance_group_name == self._group_name
         if isinstance(value, GlobalQuota):
             return value.name in self._quota_names
-        return not isinstance(value, Account)
+        return isinstance(value, StorageConfig)
 
     def _known(self, value: object) -> object | None:
         registry = self._registry
@@ -229,6 +247,8 @@ class Importer:
             return registry.groups.find(value.name)
         if isinstance(value, Instance):
             return next((i for i in registry.instances.all() if i.instance_id == value.instance_id), None)
+        if isinstance(value, ApiKey):
+            return registry.keys.find(value.id)
         assert isinstance(value, Account)
         return next((each for each in registry.accounts.all() if each.user_name == value.user_name), None)
 
@@ -300,65 +320,3 @@ def _exceeded(group: InstanceGroup, used: Counter[Place]) -> list[str]:
             kind = quota.storage_type.kind
             found.append(f"group {group.name!r} uses {on_type} bytes on {kind}, its quota is {quota.capacity}")
     return found
-
-
-def _decoded(document: Document) -> object:
-    kind = _KINDS.get(document.kind)
-    if kind is None:
-        raise InvalidArgumentError(f"the export holds a {document.kind!r}, which this release does not know")
-    value: object = decode_document(kind, document.document)
-    return value
-
-
-def _check_valid(value: object, store_kind: str) -> None:
-    if isinstance(value, StorageConfig):
-        check_storage(value)
-    elif isinstance(value, GlobalQuota):
-        check_global_quota(value)
-    elif isinstance(value, InstanceGroup):
-        check_group(value, store_kind)
-    elif isinstance(value, Instance):
-        check_instance(value)
-
-
-def _title_parts(value: object) -> tuple[str, str]:
-    if isinstance(value, StorageConfig):
-        return "storage", value.global_unique_name
-    if isinstance(value, GlobalQuota):
-        return "global quota", value.name
-    if isinstance(value, InstanceGroup):
-        return "group", value.name
-    if isinstance(value, Instance):
-        return "instance", value.instance_id
-    assert isinstance(value, Account)
-    return "account", value.user_name
-
-
-def _title(value: object) -> str:
-    return "{} {!r}".format(*_title_parts(value))
-
-
-def _difference(known: object, new: object) -> str:
-    """Return in what two documents differ, "" when an import may take one for the other."""
-    if isinstance(known, Instance) and isinstance(new, Instance):
-        return known.difference(new) or ""
-    if isinstance(known, InstanceGroup) and isinstance(new, InstanceGroup):
-        known = with_store_of(known, new)
-    ignored = {"is_available", "draining_since"} if isinstance(new, StorageConfig) else {"version"}
-    return _first_difference(known, new, ignored)
-
-
-def _first_difference(known: object, new: object, ignored: set[str], path: str = "") -> str:
-    if known == new:
-        return ""
-    if isinstance(known, Account):
-        return "role or password"  # neither is shown
-    if not is_dataclass(known) or type(known) is not type(new):
-        return f"{path or 'its type'} is {known!r} here and {new!r} in the export"
-    for each in fields(known):
-        if each.name not in ignored:
-            below = f"{path}.{each.name}" if path else each.name
-            difference = _first_difference(getattr(known, each.name), getattr(new, each.name), set(), below)
-            if difference:
-                return difference
-    return ""

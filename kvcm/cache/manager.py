@@ -16,6 +16,7 @@ from kvcm.cache.meta import BlockMeta, block_metas
 from kvcm.cache.missing import MissingPart, MissingParts, MissingReport
 from kvcm.cache.observer import UNOBSERVED, CacheObserver
 from kvcm.cache.open_caches import OpenCaches
+from kvcm.cache.open_sessions import OpenSessions
 from kvcm.cache.pin_budget import PinBudgets
 from kvcm.cache.pins import Pin, PinRequest, Pins
 from kvcm.cache.read_modes import ReadModes
@@ -89,15 +90,14 @@ class CacheManager:
         self.usage: Ledger = usage if usage is not None else UsageLedger()
         self.budget = budget if budget is not None else CacheBudget()
         self._caches = OpenCaches(registry, storages, new_backend, self.usage, self.budget)
-        is_shared = self._store.is_shared
-        leases = self._store.table("leases", _SESSION_SHARDS)
+        is_shared, leases = self._store.is_shared, self._store.table("leases", _SESSION_SHARDS)
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
         self._remover = Remover(clock, registry.groups.find, events)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
         self.endings = SessionEndings(sessions, self._find, clock, events)
-        limits_of = LimitBook(registry).of
+        self.open_sessions = OpenSessions(sessions, self._caches, clock.now)
         self._sessions = WriteSessions(
-            self.endings, storages, self.usage, clock, new_id, limits_of, crossed, on_pressure
+            *(self.endings, storages, self.usage, clock, new_id, LimitBook(registry).of, crossed, on_pressure)
         )
         budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
         pins = self._store.table("pins", _SESSION_SHARDS)
@@ -311,8 +311,8 @@ class CacheManager:
         Raises:
             UnknownInstanceError: the instance is not registered.
         """
-        cache = self.cache(instance_id)
-        return await self._durably(self._remover.remove(cache, [keys[i] for i in mask.unmasked(len(keys))]))
+        unmasked = [keys[i] for i in mask.unmasked(len(keys))]
+        return await self._durably(self._remover.remove(self.cache(instance_id), unmasked))
 
     async def trim(self, instance_id: str) -> int:
         """Remove every block of an instance."""
@@ -330,8 +330,8 @@ class CacheManager:
         """
         if begin >= end:
             raise InvalidArgumentError(f"begin_timestamp is {begin}, must be below end_timestamp, {end}")
-        cache = self.cache(instance_id)
-        return await self._durably(self._remover.remove_all(cache, lambda location: begin <= location.written_at < end))
+        removal = self._remover.remove_all(self.cache(instance_id), lambda each: begin <= each.written_at < end)
+        return await self._durably(removal)
 
     def group_usage_bytes(self, group_name: str) -> Mapping[Place, int]:
         """Return the bytes that a group uses, by place; of a shared store as last heard."""

@@ -109,6 +109,31 @@ class Pins:
                     await uninterrupted(self._end(cache, pin))
                 raise
 
+    async def restore(self, cache: InstanceCache, group: InstanceGroup, pin: Pin) -> Pin | None:
+        """Begin a pin of another store again, or go on with one that was begun so and cut off.
+
+        Args:
+            cache: of the pin's instance.
+            group: of that.
+            pin: with the number of the instance here.
+
+        Returns:
+            What it holds now, its own locations that are left; None when it holds nothing, or has ended.
+
+        Raises:
+            CapacityError: the group's budget does not allow it.
+            NotReadyError: as `pin`.
+            StorageIOError: the store failed.
+        """
+        async with self._turns[group.name]:
+            document = await self._table.get(pin.id)
+            if document is None:
+                return await self._begin(cache, group, pin)
+            begun = Pin.decoded(pin.id, document)
+            if begun.is_ended or begun.uid != pin.uid:
+                return None
+            return await self._hold(cache, begun)
+
     async def unpin(self, cache: InstanceCache, pin_id: str) -> None:
         """End a pin. One that has ended already is fine.
 
@@ -168,6 +193,10 @@ class Pins:
         await self._budgets.take(group, pin.id, PinEntry(pin.uid, pin.size_bytes, pin.deadline))
         if not await self._table.replace(pin.id, None, pin.encoded(), pin.deadline):
             raise NotReadyError("the id of the new pin is taken: pin again")
+        return await self._hold(cache, pin)
+
+    async def _hold(self, cache: InstanceCache, pin: Pin) -> Pin | None:
+        """Mark what a stored pin holds, and give back what is not there any more."""
         held = pin.holding(await self._mark(cache, pin))
         if held != pin:
             return await self._shrink(cache, pin, held)

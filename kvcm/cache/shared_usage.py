@@ -122,6 +122,10 @@ class SharedLedger:
         """Ask the store what a group uses, and what all groups use on some storages."""
         await self.refresh([group_account(group_name), *map(storage_account, storages)])
 
+    async def hear_groups(self, group_names: Collection[str]) -> None:
+        """Ask the store what groups use, all at once."""
+        await self.refresh([group_account(name) for name in group_names])
+
     async def refresh(self, accounts: Collection[str]) -> dict[str, Counters]:
         """Hear what stands in accounts."""
         answers = await self._counters.read_many(list(accounts))

@@ -65,6 +65,9 @@ class Ledger(Protocol):
     async def hear(self, group_name: str, storages: Collection[str] = ()) -> None:
         """Ask the store what a group uses, and what all groups use on some storages."""
 
+    async def hear_groups(self, group_names: Collection[str]) -> None:
+        """Ask the store what groups use, all at once."""
+
     async def room(self, limits: Limits, uid: int, index: MetaIndex) -> Room:
         """Return what an instance of a group may still take right now."""
 
@@ -135,6 +138,9 @@ class UsageLedger:
         return self._used.groups
 
     async def hear(self, group_name: str, storages: Collection[str] = ()) -> None:
+        """Everything is known here already."""
+
+    async def hear_groups(self, group_names: Collection[str]) -> None:
         """Everything is known here already."""
 
     async def room(self, limits: Limits, uid: int, index: MetaIndex) -> Room:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,6 +16,7 @@ __all__ = ["NO_HINT", "FinishedWrite", "Retention", "StartedWrite", "Told", "Wri
 
 _FORMAT = 1
 _PRIORITIES = range(-100, 101)
+_LAPSED = 1.0  # a deadline that no open session has; to releases that do not know it, one that is over like any other
 _LONGEST_SECONDS = 1_000_000_000  # of a stored time; some thirty years, so that it fits wherever it is shown
 
 
@@ -137,6 +138,15 @@ class WriteSession:
     keep_until: float = 0.0
     checksums: Checksums = NO_CHECKSUMS
     starter: str = ""
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether its deadline decided, and not its writer."""
+        return self.decision is not None and self.deadline == _LAPSED
+
+    def lapsed(self) -> WriteSession:
+        """Return the session as its deadline decides it: nothing succeeded."""
+        return replace(self, deadline=_LAPSED, decision=(False,) * len(self.keys))
 
     def encoded(self) -> bytes:
         """Return the session's document; its id is the document's name."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from kvcm.model.clock import Clock
 from kvcm.store.due_queue import DueQueue
+from kvcm.store.outcomes import Outcomes
 from kvcm.store.store import LeaseState, Replacement
 
 __all__ = ["MemoryLease", "MemoryStore", "MemoryTable"]
@@ -20,6 +21,7 @@ class MemoryTable:
     def __init__(self) -> None:
         self._documents: dict[str, bytes] = {}
         self._due: DueQueue[str] = DueQueue()
+        self._outcomes = Outcomes()
         self._version = 0
 
     async def get(self, name: str) -> bytes | None:
@@ -42,6 +44,15 @@ class MemoryTable:
             self._put(each.name, each.new, 0.0)
         self._version += bool(replacements)
         return True
+
+    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+        if not await self.replace(name, old, None):
+            return False
+        self._outcomes.keep(name, outcome, now + seconds, now)
+        return True
+
+    async def outcome(self, name: str, now: float) -> bytes | None:
+        return self._outcomes.get(name, now)
 
     def _put(self, name: str, new: bytes | None, due: float) -> None:
         if new is None:

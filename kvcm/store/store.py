@@ -60,6 +60,24 @@ class Table(Protocol):
             Whether every `old` was there. False: nothing is changed.
         """
 
+    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+        """Remove `old`, and keep how it ended for a while, atomically. An outcome is no document: it is never due, no
+        call but `outcome` tells it, and it goes by itself.
+
+        Args:
+            name: of the document.
+            old: what must be there now.
+            outcome: how it ended; in the place of an earlier one of that name.
+            now: unix time.
+            seconds: how long it is kept.
+
+        Returns:
+            Whether `old` was there. False: nothing is changed.
+        """
+
+    async def outcome(self, name: str, now: float) -> bytes | None:
+        """Return how the document of that name ended, None where that is not known or was too long before `now`."""
+
     async def due(self, now: float, most: int) -> list[str]:
         """Return names of documents that are due at unix time `now`, the earliest first, at most so many."""
 

@@ -15,6 +15,7 @@ from fake_clock import FakeClock
 
 from kvcm.cache.archive import ArchiveReader, ArchiveWriter
 from kvcm.cache.audit import IndexAuditor
+from kvcm.cache.audit_blocks import Pause
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.cache.export import Exported, Exporter, head_of
 from kvcm.cache.importing import Imported, Importer
@@ -158,13 +159,18 @@ class IndexRig:
         return importer.imported
 
     async def verified(
-        self, *, repair: bool = False, drop_unreadable: bool = False, rows: Counter[int] | None = None
+        self,
+        *,
+        repair: bool = False,
+        drop_unreadable: bool = False,
+        rows: Counter[int] | None = None,
+        pause: Pause | None = None,
     ) -> AuditReport:
         metadata = self.metadata
         await self.registry.refresh()
         caches = OpenCaches(self.registry, ClosedStorages(), metadata.new_backend, metadata.usage, CacheBudget())
         store = audited_store(metadata, self.registry, caches, rows or Counter())
-        return await IndexAuditor(store, self.clock, self._pause, Repair(repair, drop_unreadable)).run()
+        return await IndexAuditor(store, self.clock, pause or self._pause, Repair(repair, drop_unreadable)).run()
 
     async def _pause(self) -> None:
         self.pauses += 1

@@ -161,3 +161,45 @@ async def test_reports_that_were_dropped_are_made_up_for(rig: IndexRig, redis_st
         await recount.look()
         rig.clock.time += 5
     assert await epochs(rig) == {0, 2}
+
+
+class _Leader:
+    """Looks after the counters while a verification waits, once in as many of its pauses."""
+
+    def __init__(self, rig: IndexRig, every: int) -> None:
+        self._recount = recount_of(rig)
+        self._clock = rig.clock
+        self._every = every
+        self._pauses = 0
+
+    async def pause(self) -> None:
+        self._pauses += 1
+        self._clock.time += 1
+        if self._pauses % self._every == 0:
+            await self._recount.look()
+
+
+async def test_a_verification_leaves_the_leader_the_time_to_recount(
+    rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    spoil(rig, redis_standalone, "g.g")
+    assert (await rig.verified(pause=_Leader(rig, every=5).pause)).is_clean
+    assert await used(rig) == dict.fromkeys(ACCOUNTS, USED)
+
+
+async def test_what_nobody_recounts_is_found(rig: IndexRig, redis_standalone: Standalone) -> None:
+    spoil(rig, redis_standalone, "g.g")
+    (finding,) = (await rig.verified(pause=_Leader(rig, every=1_000).pause)).findings
+    assert (finding.check, finding.where) == ("usage", "group 'g'")
+
+
+async def test_counters_that_change_all_the_time_are_said_to_be_unsettled(
+    rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    spoil(rig, redis_standalone, "a.all")
+
+    async def pause() -> None:
+        spoil(rig, redis_standalone, "a.all", change=1)
+
+    report = await rig.verified(pause=pause)
+    assert (report.findings, report.unsettled) == ([], ["shared counters of all groups, which change all the time"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -181,6 +182,64 @@ async def test_of_many_writers_exactly_one_wins_each_time(kind: Kind) -> None:
         wins = await asyncio.gather(*(count(at) for at in range(8)))
         assert await store.table("things").get("counter") == b"%d" % sum(wins) == b"40"
         assert await store.table("things").version() == 40
+
+
+ENDS = st.tuples(NAMES, st.sampled_from([b"", b"1", b"\x00\xff\r\n", b"x" * 3000]), st.booleans(), st.booleans())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(ENDS, max_size=20), parts=st.sampled_from([1, 4]))
+async def test_how_documents_ended_is_told_beside_those_that_are_there(
+    kind: Kind, steps: list[tuple[str, bytes, bool, bool]], parts: int
+) -> None:
+    documents: dict[str, bytes] = {}
+    outcomes: dict[str, bytes] = {}
+    now = 1763700000.5
+    async with kind.open() as (store, other):
+        table, seen_by_other = store.table("things", parts), other.table("things", parts)
+        for name, body, ends, is_right in steps:
+            if not ends:
+                assert await table.replace(name, documents.get(name), body, now)
+                documents[name] = body
+                continue
+            old = documents.get(name, b"?") if is_right else b"other"
+            before = await table.version()
+            concluded = await table.conclude(name, old, body, now, 60.0)
+            assert concluded == (old == documents.get(name))
+            assert (await table.version() > before) == concluded
+            if concluded:
+                del documents[name]
+                outcomes[name] = body
+            assert await seen_by_other.outcome(name, now) == outcomes.get(name)
+        assert await seen_by_other.all() == documents
+        assert set(await seen_by_other.due(now, 100)) == documents.keys()
+        for name in ("a", "b", "ä/{x}", "", "long" * 50):
+            assert await seen_by_other.outcome(name, now) == outcomes.get(name)
+            assert await store.table("things2", parts).outcome(name, now) is None
+
+
+async def test_of_many_who_end_a_document_one_does_and_its_outcome_is_told(kind: Kind) -> None:
+    async with kind.open() as (store, other):
+        tables = [store.table("things", 4), other.table("things", 4)]
+        for name in ("a", "b", "c"):
+            assert await tables[0].replace(name, None, b"open", 5.0)
+            ends = [tables[at % 2].conclude(name, b"open", b"%d" % at, 1.0, 60.0) for at in range(8)]
+            won = await asyncio.gather(*ends)
+            assert sum(won) == 1
+            assert await tables[1].outcome(name, 1.0) == b"%d" % won.index(True)
+
+
+async def test_an_outcome_is_forgotten_in_time(kind: Kind) -> None:
+    async with kind.open() as (store, other):
+        table, begun = store.table("things"), time.time()
+        assert await table.replace("name", None, b"x")
+        assert await table.conclude("name", b"x", b"short", begun, 0.2)
+        while True:
+            if await other.table("things").outcome("name", time.time()) is None:
+                break
+            await asyncio.sleep(0.01)
+        assert time.time() >= begun + 0.19, "a server counts milliseconds"
+        assert await other.table("things").get("name") is None
 
 
 async def test_tables_are_apart(kind: Kind) -> None:

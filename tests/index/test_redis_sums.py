@@ -18,6 +18,7 @@ from kvcm.index.backends.redis import RedisBackend
 from kvcm.index.backends.redis_keys import ShardKeys
 from kvcm.index.backends.redis_sums import SharedSums
 from kvcm.index.backends.tally import Sum
+from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
@@ -154,3 +155,57 @@ async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(redis_sta
     assert list(outcome.lost) == [1]
     assert await client.execute([(b"KEYS", client.prefix.encode() + b"*")]) == [[]]
     await client.close()
+
+
+async def _turns() -> None:
+    """Let what can go on go on."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def _refreshed(server: Server, sums: SharedSums, count: int) -> list[asyncio.Task[None]]:
+    """Return so many refreshes that began while another one was under way."""
+    tasks = [asyncio.create_task(sums.refresh(server.run))]
+    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(sums.refresh(server.run)) for _ in range(count)]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_who_comes_while_sums_are_asked_for_shares_what_is_asked_next() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    tasks = await _refreshed(server, sums, 5)
+    server.write(0, 7, is_ours=False)  # after what is under way, before the others hear
+    server.answer()
+    await tasks[0]
+    assert sums.usage[PLACE] == 0
+    await _turns()
+    server.answer()
+    await asyncio.gather(*tasks)
+    assert (sums.usage[PLACE], server.answers) == (7, []), "asked twice, not six times"
+
+
+async def test_who_waits_behind_a_store_that_does_not_answer_shares_its_failure() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    tasks = await _refreshed(server, sums, 5)
+    for _ in range(2):
+        await _turns()
+        server.answers.pop(0)[0].set_exception(StorageIOError("no answer"))
+    assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [StorageIOError] * 6
+    again = asyncio.create_task(sums.refresh(server.run))
+    await asyncio.sleep(0)
+    server.answer()
+    await again
+
+
+async def test_who_goes_away_leaves_the_others_their_answer() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    tasks = await _refreshed(server, sums, 2)
+    server.answer()
+    await _turns()
+    tasks[1].cancel()
+    server.answers.clear()
+    await _turns()
+    server.answer()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in results] == [type(None), asyncio.CancelledError, type(None)]

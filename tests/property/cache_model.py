@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from cache_world import DecodedChunk, FakeClock
-from model_parts import DELETING, SERVING, WRITING, Block, Lease, Place, Plan, Session, Shelf, Wanted
+from model_parts import DELETING, SERVING, WRITING, Block, Finished, Lease, Place, Plan, Session, Shelf, Wanted
 
+from kvcm.cache.ended_sessions import REPEAT_SECONDS
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import FinishedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
@@ -33,6 +34,7 @@ class CacheModel:
         self.shelves = shelves
         self.blocks: dict[tuple[str, int, int], Block] = {}
         self.sessions: dict[str, Session] = {}
+        self.finished: dict[str, Finished] = {}
         self.leases: dict[str, Lease] = {}
 
     # What is there.
@@ -157,8 +159,9 @@ class CacheModel:
 
     def finish(self, instance_id: str, session_id: str, success: BlockMask) -> FinishedWrite | Refusal:
         self.expire()
-        session = self._session(instance_id, session_id)
-        if session is None:
+        before = self.finished.get(session_id)
+        session = before.session if before is not None else self.sessions.get(session_id)
+        if session is None or not self._is_of(session, instance_id):
             return InvalidArgumentError
         count = len(session.keys)
         if success.offset is not None:
@@ -167,12 +170,14 @@ class CacheModel:
             flags = list(success.flags or ())
         if flags is None or len(flags) != count:
             return InvalidArgumentError
-        return self._end(session, flags)
+        if before is None:
+            before = Finished(session, flags, self._end(session, flags), self._clock.now() + REPEAT_SECONDS)
+            self.finished[session_id] = before
+        is_same = before.flags == flags and self._clock.now() < before.until
+        return before.told if is_same else InvalidArgumentError
 
-    def _session(self, instance_id: str, session_id: str) -> Session | None:
-        session = self.sessions.get(session_id)
-        mine = session is not None and (session.instance_id, session.epoch) == (instance_id, self.epochs[instance_id])
-        return session if mine else None
+    def _is_of(self, session: Session, instance_id: str) -> bool:
+        return (session.instance_id, session.epoch) == (instance_id, self.epochs[instance_id])
 
     def _end(self, session: Session, flags: list[bool]) -> FinishedWrite:
         del self.sessions[session.id]
@@ -189,8 +194,8 @@ class CacheModel:
 
     def renew(self, instance_id: str, session_id: str, timeout: int) -> float | Refusal:
         self.expire()
-        session = self._session(instance_id, session_id)
-        if session is None:
+        session = self.sessions.get(session_id)
+        if session is None or not self._is_of(session, instance_id):
             return InvalidArgumentError
         session.deadline = self._clock.now() + (min(timeout, 3600) if timeout > 0 else 30)
         for block in self.blocks.values():

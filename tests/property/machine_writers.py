@@ -115,13 +115,22 @@ class WriterRules(MachineCore):
             return
         session = self.model.sessions.get(session_id)
         if session is None:
-            self.finish_call(INSTANCES[pick % 2].instance_id, session_id, mask(0))
+            count = len(self.uris_of[session_id])
+            self.finish_call(INSTANCES[pick % 2].instance_id, session_id, mask(count))
             return
         success = mask(len(session.keys))
         for position, uris in enumerate(self.uris_of[session_id]):
             if success.offset is None or position < success.offset:
                 self.put_bytes(uris)
         self.finish_call(session.instance_id, session_id, success)
+
+    @rule(pick=PICKS, owner=st.none() | OWNERS)
+    def repeat_a_finish(self, pick: int, owner: str | None) -> None:
+        """Whatever was removed, evicted or written since: the answer is the first one."""
+        finished = list(self.model.finished.values())
+        if finished:
+            before = finished[pick % len(finished)]
+            self.finish_call(owner or before.session.instance_id, before.session.id, BlockMask(flags=before.flags))
 
     def finish_call(self, owner: str, session_id: str, success: BlockMask) -> None:
         """Invariant 3: what is refused does not end the session, what is accepted ends it for good."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvcm.cache.write_values import FinishedWrite
 from kvcm.model.locations import LocationStatus
 from kvcm.model.storages import StorageType
 
@@ -61,6 +62,14 @@ class Session:
     deadline: float
     place_id: str
     keys: list[int]
+
+
+@dataclass
+class Finished:
+    session: Session
+    flags: list[bool]
+    told: FinishedWrite
+    until: float
 
 
 @dataclass

@@ -133,6 +133,18 @@ class SharedTable:
         await self._pause()
         return replaced
 
+    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+        await self._pause()
+        concluded = await self._inner.conclude(name, old, outcome, now, seconds)
+        await self._pause()
+        return concluded
+
+    async def outcome(self, name: str, now: float) -> bytes | None:
+        await self._pause()
+        outcome = await self._inner.outcome(name, now)
+        await self._pause()
+        return outcome
+
     async def due(self, now: float, most: int) -> list[str]:
         await self._pause()
         names = await self._inner.due(now, most)

@@ -5,6 +5,7 @@ Whatever was going on, when everything has come to rest (numbers as in design.md
 * 1: what one manager answers is what the store holds, and the other answers the same.
 * 2: no block and spec ever had two writers.
 * 3: nothing is left writing, no session is left; each ended one way, and an acknowledged finish serves unless removed.
+  A finish that is repeated, at whichever manager, is answered as the first one was.
 * 4: usage is the recount, and what each manager that lived was told adds up to it.
 * 6: no bytes were deleted that a reader was given within the delay, or holds a lease on, or that were still written.
 """
@@ -12,8 +13,7 @@ Whatever was going on, when everything has come to rest (numbers as in design.md
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from cache_world import CountingIds, FakeClock, decoded, dummy, group_of, instance
@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from shared_store import Node, SharedStore
 from thoroughness import examples
+from two_managers_parts import CRASHES, OPS, POOL, Op, Written
 
+from kvcm.cache.ended_sessions import REPEAT_SECONDS
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession
 from kvcm.index.backends.backend import Change
-from kvcm.model.errors import KvcmError
+from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.locations import LocationStatus, decode_chunk
 from kvcm.model.masks import NO_MASK, BlockMask
@@ -34,54 +36,12 @@ from kvcm.model.masks import NO_MASK, BlockMask
 pytestmark = pytest.mark.timeout(400)  # seconds to make a failure small; a pass takes ten
 
 WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, LocationStatus.DELETING
-POOL = tuple(range(6))
 DELAY_SECONDS = 1.0
 INSTANCE = instance("i", {"tp0": 10, "tp1": 10}, {"half": ("tp0",), "all": ("tp0", "tp1")})
 GROUP = group_of(["d"], delay_ms=1000, indexer=MetaIndexerConfig(mutex_shard_num=2, batch_key_size=1))
 
 Place = tuple[int, int, str]
 """Uid, key, location id."""
-
-
-class Op(NamedTuple):
-    """What a client asks of a manager, or a duty of it."""
-
-    node: int
-    verb: str
-    keys: list[int]
-    pick: int
-    flag: bool
-
-
-VERBS = ("start", "start", "write", "write", "finish", "contest", "contest", "renew", "remove", "trim", "read", "lease")
-DUTIES = ("expire", "expire", "delete", "delete", "purge")
-OPS = st.builds(
-    Op,
-    st.integers(0, 1),
-    st.sampled_from([*VERBS, *DUTIES, "reinstall", "tick"]),
-    st.one_of(
-        st.integers(1, len(POOL)).map(lambda end: list(POOL[:end])),
-        st.lists(st.sampled_from(POOL), min_size=1, max_size=4),
-    ),
-    st.integers(0, 30),
-    st.booleans(),
-)
-CRASHES = st.one_of(st.none(), st.none(), st.tuples(st.integers(0, 1), st.integers(0, 40)))
-"""(which node, after how many turns of the loop)"""
-
-
-@dataclass
-class Written:
-    """A session as its client knows it.
-
-    Attributes:
-        since: step at which it was asked for.
-        decisions: what accepted finishes asked for.
-    """
-
-    session: WriteSession
-    since: int
-    decisions: set[tuple[bool, ...]] = field(default_factory=set)
 
 
 class TwoManagers(RuleBasedStateMachine):
@@ -97,6 +57,7 @@ class TwoManagers(RuleBasedStateMachine):
         self.writer_of: dict[Place, str] = {}
         self.served: set[Place] = set()
         self.known: list[Written] = []
+        self.reinstalled_at = -1.0
         self.removed_at: dict[int, float] = dict.fromkeys(POOL, -1.0)
         self.readable_until: dict[Place, float] = {}
         self.crashed: list[Node] = []
@@ -214,7 +175,7 @@ class TwoManagers(RuleBasedStateMachine):
         except KvcmError:
             return
 
-    async def start(self, node: Node, op: Op) -> Written:
+    async def start(self, node: Node, op: Op, *, is_known: bool = True) -> Written:
         since = self.step
         groups = ("half",) * len(op.keys) if op.flag else ()
         timeout = (2, 5, 20)[op.pick % 3]
@@ -222,7 +183,7 @@ class TwoManagers(RuleBasedStateMachine):
         started = await node.ask(node.manager.start_write("i", request))
         assert isinstance(started, StartedWrite)
         written = Written(started.session, since)
-        self.known.append(written)
+        self.known += [written] if is_known else []
         return written
 
     async def write(self, node: Node, op: Op) -> None:
@@ -232,6 +193,38 @@ class TwoManagers(RuleBasedStateMachine):
     async def finish(self, node: Node, op: Op) -> None:
         if self.known:
             await self.end(node, self.known[-1 - op.pick % min(4, len(self.known))], op)
+
+    async def repeat(self, node: Node, op: Op) -> None:
+        """Ask again for what was acknowledged: refused only when that is long ago, or its instance was removed."""
+        ended = [written for written in self.known if written.decisions]
+        if not ended:
+            return
+        written = ended[-1 - op.pick % len(ended)]
+        (flags,) = written.decisions
+        try:
+            await self.finished(node, written, flags)
+        except InvalidArgumentError:
+            assert self.clock.now() >= written.known_until or self.reinstalled_at >= written.since
+        if op.flag and flags:
+            contrary = (not flags[0], *flags[1:])
+            with pytest.raises(KvcmError):
+                await self.finished(node, written, contrary)
+
+    async def insist(self, node: Node, op: Op) -> None:
+        """A client whose manager dies asks the other one, as does one that waits no longer: whatever became of the
+        first finish, the second is refused only when the session's time was over, or its instance was removed."""
+        written = await self.start(node, op, is_known=False)
+        flags = tuple(op.flag or (op.pick >> n) % 2 == 0 for n in range(len(written.session.keys)))
+        asked = asyncio.ensure_future(self.finished(node, written, flags))
+        await asyncio.wait({asked}, timeout=None if op.flag else 0)
+        try:
+            await self.finished(self.nodes[1 - op.node], written, flags)
+        except InvalidArgumentError:
+            is_over = self.clock.now() >= written.session.deadline
+            assert is_over or self.reinstalled_at >= written.since
+        finally:
+            await asyncio.gather(asked, return_exceptions=True)
+            self.known.append(written)
 
     async def contest(self, node: Node, op: Op) -> None:
         """Both managers are asked to end a session at the same time, each with what the other is not asked for."""
@@ -254,11 +247,14 @@ class TwoManagers(RuleBasedStateMachine):
         await self.finished(node, written, tuple(op.flag or (op.pick >> n) % 2 == 0 for n in range(count)))
 
     async def finished(self, node: Node, written: Written, flags: tuple[bool, ...]) -> None:
+        until = self.clock.now() + REPEAT_SECONDS
         finished = await node.ask(node.manager.finish_write("i", written.session.id, BlockMask(flags=flags)))
         assert isinstance(finished, FinishedWrite)
         assert finished.served + finished.vanished == sum(flags)
         assert finished.dropped == len(flags) - sum(flags)
         written.decisions.add(flags)
+        written.told.add(finished)
+        written.known_until = written.known_until or until
 
     async def renew(self, node: Node, op: Op) -> None:
         if self.known:
@@ -272,8 +268,13 @@ class TwoManagers(RuleBasedStateMachine):
         await self.removing(POOL, node.ask(node.manager.trim("i")))
 
     async def reinstall(self, node: Node, op: Op) -> None:
-        await self.removing(POOL, node.ask(node.manager.remove_instance("i")))
-        await node.ask(node.manager.register_instance(INSTANCE))
+        self.reinstalled_at = float("inf")
+        try:
+            await self.removing(POOL, node.ask(node.manager.remove_instance("i")))
+            await node.ask(node.manager.register_instance(INSTANCE))
+        finally:
+            self.step += 1
+            self.reinstalled_at = self.step
 
     async def removing(self, keys: Sequence[int], removal: Awaitable[Any]) -> None:
         self.note_removal(keys, float("inf"))
@@ -323,6 +324,7 @@ class TwoManagers(RuleBasedStateMachine):
     def invariant_3_a_session_has_one_end(self) -> None:
         for written in self.known:
             assert len(written.decisions) <= 1
+            assert len(written.told) <= 1, "a repeated finish was told something else"
             for key, success in zip(written.session.keys, next(iter(written.decisions), ()), strict=False):
                 assert success or (written.session.uid, key, written.session.location_id) not in self.served
 

@@ -85,6 +85,27 @@ async def test_what_changed_together_is_there_together_after_a_restart(tmp_path:
     await store.close()
 
 
+async def test_how_documents_ended_is_known_after_a_restart_and_goes_with_those_that_come_later(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for at in range(6):
+        await store.table("s").replace(f"n{at}", None, b"x", due=5.0)
+        assert await store.table("s").conclude(f"n{at}", b"x", b"%d" % at, now=10.0 - at, seconds=60.0)
+    await store.close()
+    store = opened(tmp_path)
+    table = store.table("s")
+    assert (await table.all(), await table.due(9.0, 9)) == ({}, [])
+    assert [await table.outcome(f"n{at}", 66.0) for at in range(6)] == [b"0", b"1", b"2", b"3", None, None]
+    assert len(list(store.log.read(b"t\x07s.ended"))) == 6
+    for name in ("late", "later"):
+        await table.replace(name, None, b"y")
+        assert await table.conclude(name, b"y", b"end", now=100.0, seconds=60.0)
+    await store.flush()
+    assert [key[9:] for key, _ in store.log.read(b"t\x07s.ended")] == [b"late", b"later"]
+    await store.close()
+    with pytest.raises(StorageIOError, match="is closed"):
+        await table.conclude("late", b"y", b"", 100.0, 60.0)
+
+
 async def test_a_change_that_cannot_be_written_is_not_applied(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert await store.table("s").replace("a", None, b"1")

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from kvcm.index.backends.redis_keys import ShardKeys
 from kvcm.index.backends.tally import Sum
+from kvcm.model.errors import KvcmError
 from kvcm.model.locations import Place
 from kvcm.store.redis.script import Script, ScriptCall
 
@@ -55,6 +56,8 @@ class SharedSums:
     def __init__(self, shards: Sequence[ShardKeys]) -> None:
         self._calls = [ScriptCall(_TOTALS, [shard.order, shard.usage]) for shard in shards]
         self._one_at_a_time = asyncio.Lock()
+        self._asked = self._told = 0  # how often, and the number of the last time that was answered or failed
+        self._trouble: KvcmError | None = None  # of that time
         self._during: list[_Written] | None = None  # told while the sums are being asked for
         self.clear()
 
@@ -66,18 +69,34 @@ class SharedSums:
         self.deleting: Counter[Place] = Counter()
 
     async def refresh(self, run: Run) -> None:
-        """Ask for the sums.
+        """Ask for the sums. All who come while they are asked for share what is asked next, or that it fails: behind a
+        store that does not answer there is no queue.
 
         Args:
             run: runs scripts on the store, and returns their answers in order.
+
+        Raises:
+            KvcmError: of `run`.
         """
+        came = self._asked
         async with self._one_at_a_time:  # of two answers the older one could come last
-            during: list[_Written] = []
-            self._during = during
-            try:
-                answers = await run(self._calls)
-            finally:
-                self._during = None
+            if self._told <= came:
+                await self._ask(run)
+            elif self._trouble is not None:
+                raise self._trouble
+
+    async def _ask(self, run: Run) -> None:
+        self._asked += 1
+        during: list[_Written] = []
+        self._during = during
+        try:
+            answers = await run(self._calls)
+        except KvcmError as error:
+            self._told, self._trouble = self._asked, error
+            raise
+        finally:
+            self._during = None
+        self._told, self._trouble = self._asked, None
         self.clear()
         for shard, (keys, fields) in enumerate(answers):
             self._hear(shard, keys, dict(zip(fields[::2], map(int, fields[1::2]), strict=True)))

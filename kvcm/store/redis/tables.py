@@ -1,6 +1,7 @@
 """Documents in Redis: per part of a table a hash of documents, a sorted set of due times and a counter of changes.
 
-The three share a hash tag and change in one script, so that no crash leaves one of them behind.
+The three share a hash tag and change in one script, so that no crash leaves one of them behind. How a document ended is
+a string of its own of the same hash tag, which the server forgets in time: nobody has to sweep.
 """
 
 from __future__ import annotations
@@ -57,8 +58,17 @@ end
 redis.call('INCR', KEYS[3])
 return 1
 """
+_CONCLUDE = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('INCR', KEYS[3])
+redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
+return 1
+"""
 _CREATE = Script(_REPLACE)
 _CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server what is there can be decided, ended and removed
+_END = Script(_CONCLUDE, allow_oom=True)  # what it keeps takes the place of more, and goes soon
 _CREATE_TOGETHER = Script(_REPLACE_TOGETHER)
 _CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
 # Written by operators and by managers that start: few, and removing an instance begins with a new document.
@@ -79,8 +89,8 @@ class RedisTable:
         self._create = _CHANGE if name in _ALWAYS else _CREATE
         self._create_together = _CHANGE_TOGETHER if name in _ALWAYS else _CREATE_TOGETHER
         self._parts = range(shard_count)
-        self._documents, self._due, self._versions = (
-            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdv"
+        self._documents, self._due, self._versions, self._outcomes = (
+            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvo"
         )
 
     async def get(self, name: str) -> bytes | None:
@@ -109,6 +119,20 @@ class RedisTable:
         args = [argument for each in replacements for argument in _arguments(each)]
         (done,) = await self._client.run([ScriptCall(script, self._keys(parts.pop()), args)])
         return bool(done)
+
+    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
+        keys = (*self._keys(self._part(name)), self._outcome_key(name))
+        args = (name.encode(), old, outcome, max(1, round(seconds * 1000)))
+        (done,) = await self._client.run([ScriptCall(_END, keys, args)])
+        return bool(done)
+
+    async def outcome(self, name: str, now: float) -> bytes | None:
+        (outcome,) = await self._client.execute([(b"GET", self._outcome_key(name))])
+        assert outcome is None or isinstance(outcome, bytes)
+        return outcome
+
+    def _outcome_key(self, name: str) -> bytes:
+        return self._outcomes[self._part(name)] + name.encode()
 
     def _keys(self, part: int) -> tuple[bytes, bytes, bytes]:
         return self._documents[part], self._due[part], self._versions[part]
