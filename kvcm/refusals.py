@@ -10,6 +10,7 @@ import typer
 
 from kvcm.config import ConfigError
 from kvcm.model.errors import KvcmError, NotLeaderError, NotReadyError
+from kvcm.optimizer.errors import OptimizerError
 
 __all__ = [
     "CANNOT_RUN",
@@ -54,7 +55,7 @@ def refusals(exit_code: int, unavailable: int | None = None) -> Iterator[None]:
         _refuse(str(error), NOT_ALLOWED)
     except (NotReadyError, NotLeaderError) as error:
         _refuse(str(error), exit_code if unavailable is None else unavailable)
-    except (ConfigError, KvcmError) as error:
+    except (ConfigError, KvcmError, OptimizerError) as error:
         _refuse(str(error), exit_code)
     except OSError as error:
         _refuse(f"{error.filename or 'the file'}: {error.strerror or error}", exit_code)

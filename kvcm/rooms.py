@@ -39,7 +39,10 @@ from kvcm.reclaim.wakes import SharedWakes
 from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.service.alerts.watch import AlertSources, AlertWatch
 from kvcm.service.calls import Plane
+from kvcm.service.capacity_view import CapacityView
+from kvcm.service.drain_view import DrainView
 from kvcm.service.node import refuse_unless_leading
 from kvcm.service.prometheus_counts import Counts
 from kvcm.service.prometheus_evictions import EvictionMetrics
@@ -211,6 +214,9 @@ class Rooms:
         counts: what is counted all the time.
         audit: makes entries of the audit log.
         audit_log: what was changed, and by whom.
+        clock: time source.
+        view: what is used.
+        alerts: tells what is wrong.
     """
 
     settings: Settings
@@ -232,6 +238,9 @@ class Rooms:
     counts: Counts
     audit: AuditTrail
     audit_log: AuditLog
+    clock: Clock
+    view: CapacityView
+    alerts: AlertWatch
 
     @classmethod
     def build(
@@ -266,11 +275,15 @@ class Rooms:
         garbage, scrubber = ground.garbage(custody, told), ground.scrubber(custody)
         drains, purges = ground.drains(cache, remover, turns), ground.purges(cache, remover, turns)
         leaks, prober = ground.leaks(cache, scrubber), ground.prober()
+        view = CapacityView(cache, registry, deletions)
+        drain_view = DrainView(drains, storages, deletions, leadership)
+        lag, rooms = counts.lag.standing_seconds, (cache, registry, view, storages, deletions, drain_view, leadership)
         return cls(
             *(settings, metadata, registry, storages, leadership, events),
             *(cache, reclaimer, deletions, garbage, scrubber, drains),
             *(purges, leaks, prober, sharing),
             *(counts, audit, audit_log),
+            *(clock, view, AlertWatch(AlertSources(*rooms, lag, metadata.store.is_shared), clock.now)),
         )
 
     def duties(self) -> list[Duty]:
@@ -294,6 +307,7 @@ class Rooms:
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
             ("events", self.events.run),
             ("loop_lag", self.counts.lag.run),
+            ("alerts", self.alerts.run),
             ("audit", self.audit_log.run),
             ("keys", partial(_every, _KEYS_SECONDS, self.registry.keys.tidy)),
         ]

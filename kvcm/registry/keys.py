@@ -213,6 +213,16 @@ class KeyRegistry:
         await self._forget(key_id)
         await self._flush()
 
+    async def log_out(self, key_id: str) -> None:
+        """End a key at once if it is of a login; others are used elsewhere, too.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        key = self.find(key_id)
+        if key is not None and key.account:
+            await self._forget_all([key])
+
     async def revoke_logins(self, account: str) -> None:
         """End the keys of whoever logged in to an account, as far as they are known here."""
         await self._forget_all(self._logins(account))

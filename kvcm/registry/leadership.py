@@ -105,6 +105,14 @@ class Leadership:
         except StorageIOError as error:
             _log.warning("node_not_published", reason=str(error))
 
+    async def nodes(self) -> list[tuple[Endpoint, float]]:
+        """Return where the managers are that live, and when each said so, in unix seconds.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        return await self._nodes.all()
+
     async def tick(self) -> None:
         """Do one round of the election: renew the lease, or take it when it is free and the campaign delay is over.
 

@@ -5,6 +5,7 @@ A node's document has a deadline and is renewed long before it, so that nodes th
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvcm.model.clock import Clock
@@ -90,6 +91,20 @@ class Nodes:
             return self._own
         document = await self._table.get(node_id)
         return None if document is None else decode_document(_Node, document).endpoint
+
+    async def all(self) -> list[tuple[Endpoint, float]]:
+        """Return where the nodes are that live, and when each said so, in unix seconds.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        now, found = self._clock.now(), []
+        for document in (await self._table.all()).values():
+            with suppress(StorageIOError):  # of a release that knows better
+                node = decode_document(_Node, document)
+                if node.until > now:
+                    found.append((node.endpoint, node.until - _LIFE_SECONDS))
+        return found
 
     async def _forget_dead(self, now: float) -> None:
         for node_id in await self._table.due(now, _MOST_FORGOTTEN):

@@ -6,6 +6,8 @@ though it still lies in the file at the next start.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvcm.model.api_keys import ApiKey, PresentedKey
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError
@@ -14,7 +16,20 @@ from kvcm.registry.batch import Batch
 from kvcm.registry.shelf import Flush, Shelf
 from kvcm.store.store import Table
 
-__all__ = ["TakenKeys"]
+__all__ = ["TakenKey", "TakenKeys"]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenKey:
+    """That a key was taken over.
+
+    Attributes:
+        id: names the key.
+        at: when, unix seconds.
+    """
+
+    id: str
+    at: float
 
 
 class TakenKeys:
@@ -57,6 +72,23 @@ class TakenKeys:
         if known is not None and not known.is_proven_by(presented):
             raise InvalidArgumentError(f"key {presented.id!r} has another secret")
         return known if known is not None and not known.is_over(now) else None
+
+    async def all(self) -> list[TakenKey]:
+        """Return what was taken over so far, ordered by id.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        self._taken.take(await self._table.all(), ())
+        return [TakenKey(key_id, at) for key_id in self._taken.names() if (at := self._taken.get(key_id)) is not None]
+
+    async def remember(self, taken: TakenKey) -> None:
+        """Note that a key was taken over, elsewhere; what is noted already stays.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        await self._taken.change(taken.id, lambda known: known or taken.at)
 
     async def _take(self, new: ApiKey) -> None:
         known, batch = await self._keys.read(new.id), Batch()

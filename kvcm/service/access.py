@@ -71,6 +71,13 @@ class Access(Protocol):
             ForbiddenError: he may not.
         """
 
+    def check_page(self, path: str, principal: Principal) -> None:
+        """Refuse a page of its own policy to somebody who is known and may not see it.
+
+        Raises:
+            ForbiddenError: he may not.
+        """
+
     def holds(self, principal: Principal) -> bool:
         """Return whether the key of somebody who was let in a while ago still counts."""
 
@@ -95,6 +102,9 @@ class OpenAccess:
     def page_principal(self, _path: str, _credentials: Credentials) -> Principal:
         """Return everybody."""
         return EVERYBODY
+
+    def check_page(self, _path: str, _principal: Principal) -> None:
+        """Refuse nothing."""
 
     def holds(self, _principal: Principal) -> bool:
         """Return that it does."""
@@ -133,13 +143,20 @@ class KeyedAccess:
 
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
         """Return who asks for a page."""
-        is_resource = path.startswith("/v1/") and path not in PAGE_POLICIES
-        policy = ANYBODY if is_resource else PAGE_POLICIES[path]  # the calls of resources have their own
+        has_calls = path.startswith(("/v1/", "/console/")) and path not in PAGE_POLICIES
+        policy = ANYBODY if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
         if policy.is_open:
             return self._perhaps(credentials)
         principal = self.principal(policy, credentials)
         self._check_scope(policy, None, principal)
         return principal
+
+    def check_page(self, path: str, principal: Principal) -> None:
+        """Refuse a page; one without a policy of its own makes calls, which have theirs."""
+        policy = PAGE_POLICIES.get(path, ANYBODY)
+        if not policy.is_open:
+            self._check_verbs(policy, principal)
+            self._check_scope(policy, None, principal)
 
     def holds(self, principal: Principal) -> bool:
         """Return whether the key is there and has not ended; to go on is a use of it."""
@@ -223,6 +240,8 @@ class KeyedAccess:
             return
         if policy.scope is Scope.INSTANCE:
             self._check_instance(policy, request.instance_id, principal)
+        elif policy.scope is Scope.OWN_GROUPS:
+            self._check_own_groups(policy, request, principal)
         elif policy.scope is Scope.DEPLOYMENT or not getattr(request, policy.field):
             raise self._denied(policy, f"{principal.name} may not do this for all instance groups")
         else:
@@ -230,6 +249,13 @@ class KeyedAccess:
                 raise self._denied(policy, f"{principal.name} may not {_either(policy)} in this instance group")
             if policy.field == "instance_group" and hasattr(request, "instance_id"):
                 self._check_instance(policy, request.instance_id, principal)
+
+    def _check_own_groups(self, policy: Policy, request: Any, principal: Principal) -> None:
+        group = getattr(request, policy.field)
+        if group and group not in principal.groups:
+            raise self._denied(policy, f"{principal.name} may not {_either(policy)} in this instance group")
+        if hasattr(request, "instance_id"):
+            self._check_instance(policy, request.instance_id, principal)
 
     def _check_instance(self, policy: Policy, instance_id: str, principal: Principal) -> None:
         group = self._group_of(instance_id)

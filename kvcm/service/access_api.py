@@ -68,6 +68,7 @@ class AccessApi:
             call("RotateKey", pb.RotateKeyRequest, pb.CreateKeyResponse, self.rotate),
             call("RevokeKey", pb.RevokeKeyRequest, admin_pb.CommonResponse, self.revoke),
             call("Login", pb.LoginRequest, pb.CreateKeyResponse, self.log_in),
+            call("Logout", pb.LogoutRequest, admin_pb.CommonResponse, self.log_out),
             call("SetPassword", pb.SetPasswordRequest, admin_pb.CommonResponse, self.set_password),
             call("WhoAmI", pb.WhoAmIRequest, pb.WhoAmIResponse, self.who_am_i),
         ]
@@ -124,6 +125,11 @@ class AccessApi:
                 await self._keys.revoke(key.id)
             raise UnauthenticatedError(_WRONG, "unauthenticated")
         return _made(key, presented)
+
+    async def log_out(self, _request: Any) -> Reply:
+        """End the key that was shown if it is of a login."""
+        await self._keys.log_out(errand.get().principal.key_id)
+        return Reply(admin_pb.CommonResponse())
 
     async def set_password(self, request: Any) -> Reply:
         """Change the password of an account and end its logins. Whoever is logged in as it proves the present one, for

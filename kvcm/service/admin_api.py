@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import structlog
 
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
+from kvcm.cache.pages import pages
 from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import InstanceGroup
@@ -36,6 +38,7 @@ _log = structlog.get_logger("kvcm.service")
 
 _ADMIN = "kv_cache_manager.proto.admin.AdminService"
 _GROUP = "kvcm.v1.GroupService"
+_FILLED_AT_ONCE = 128
 # Answered by every manager, whether it leads or not.
 _ANY_NODE = {
     "GetMetrics",
@@ -250,8 +253,10 @@ class AdminApi:
     async def list_instance_info(self, request: Any) -> Reply:
         """List the instances of a group; of all groups when no name is given."""
         message = pb.ListInstanceInfoResponse()
-        for instance in self._registry.instances.all(request.instance_group_name):
-            fill(message.instance_info.add(), as_seen(instance))
+        for page in pages(self._registry.instances.all(request.instance_group_name), _FILLED_AT_ONCE):
+            for instance in page:
+                fill(message.instance_info.add(), as_seen(instance))
+            await asyncio.sleep(0)
         return Reply(message)
 
     async def add_account(self, request: Any) -> Reply:

@@ -79,6 +79,18 @@ class CallMetrics:
         reason = self._reasons.of(reason)
         self._rejected[reason] = self._rejected.get(reason, 0) + 1
 
+    def answers(self, name: str) -> tuple[int, int]:
+        """Return how many calls of a name were answered, and how many of those with an outcome that is not OK."""
+        method = self._methods.get(name)
+        if method is None:
+            return 0, 0
+        answered = sum(method.codes) - method.codes[ErrorCode.UNSPECIFIED]
+        return answered, answered - method.codes[ErrorCode.OK]
+
+    def durations(self, call: Call) -> Histogram:
+        """Return how long calls took, in seconds."""
+        return self._method(call).seconds
+
     def readings(self) -> Iterator[Reading]:
         """Yield what was counted."""
         yield Reading(catalog.RPC_INFLIGHT, self._inflight)

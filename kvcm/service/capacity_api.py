@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from kvcm.model.groups import GlobalQuota
@@ -73,7 +74,8 @@ class CapacityApi:
     async def get_usage(self, request: Any) -> Reply:
         """Tell what is used and allowed."""
         message = pb.GetUsageResponse()
-        fill(message, await self._view.look(request.instance_group))
+        report = await self._view.look(request.instance_group)
+        await asyncio.to_thread(fill, message, report)  # thousands of instances take a while
         return Reply(message)
 
     async def set_quota(self, request: Any) -> Reply:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvcm.cache.manager import CacheManager, IndexInCustody
+from kvcm.cache.pages import pages
 from kvcm.model.errors import KvcmError
 from kvcm.model.principals import errand
 from kvcm.reclaim.executor import DeletionExecutor
@@ -48,7 +49,7 @@ class CapacityView:
         if group:
             self._registry.groups.get(group)
         await self.hear()
-        return self._report(group)
+        return await self.as_heard(group)
 
     async def hear(self) -> None:
         """Hear from the store what the indexes hold and what pins take.
@@ -71,22 +72,33 @@ class CapacityView:
         """Return the usage of everything as the store has it now, or as last heard while it does not answer."""
         with suppress(KvcmError):
             return await self.look()
-        return self._report("")
+        return await self.as_heard()
 
-    def _report(self, group: str) -> UsageReport:
+    async def as_heard(self, group: str = "") -> UsageReport:
+        """Return the same as last heard, without asking the store. Of many instances that is much to sum up: a thread
+        does it, while lookups are answered."""
         sources = UsageSources(
             self._registry.groups.all(),
             self._registry.storages.all(),
             self._registry.quotas.all(),
-            [_usage_of(custody) for custody in self._cache.indexes()],
+            await self._held(),
             self.pinned,
-            self._cache.usage.refusals,
+            dict(self._cache.usage.refusals),
             self._deletions.backlogs(),
         )
         principal = errand.get().principal
-        return usage_report(sources if principal.has_all_groups else sources.of_groups(principal.groups), group)
+        seen = sources if principal.has_all_groups else sources.of_groups(principal.groups)
+        return await asyncio.to_thread(usage_report, seen, group)
+
+    async def _held(self) -> list[IndexUsage]:
+        held: list[IndexUsage] = []
+        for page in pages(list(self._cache.indexes()), _SLICE):
+            held += map(_usage_of, page)
+            await asyncio.sleep(0)
+        return held
 
 
 def _usage_of(custody: IndexInCustody) -> IndexUsage:
     index = custody.meta_index
-    return IndexUsage(custody.instance, index.key_count, index.max_key_count, index.usage_bytes, index.deleting_bytes)
+    used, deleting = dict(index.usage_bytes), dict(index.deleting_bytes)  # which change while a thread reads them
+    return IndexUsage(custody.instance, index.key_count, index.max_key_count, used, deleting)

@@ -34,6 +34,7 @@ ARRIVAL: Final = "kvcm.arrival"
 """Key of the scope of a request for a resource: how it came."""
 
 _RESOURCES: Final = b"/v1/"
+_CONSOLE: Final = b"/console/"
 _MOST_RESOURCE_BYTES: Final = 1 << 21  # is read on the event loop
 _JSON: Headers = [(b"content-type", b"application/json")]
 _CLOSE = (b"connection", b"close")
@@ -76,6 +77,7 @@ class HttpApp:
         self._caller: Caller | None = None
         self._bodies: BodyReader | None = None
         self._resources: Resources | None = None
+        self._console: Resources | None = None
 
     def serve(
         self,
@@ -86,6 +88,7 @@ class HttpApp:
         *,
         bodies: BodyReader,
         resources: Resources | None = None,
+        console: Resources | None = None,
     ) -> None:
         """Answer calls from now on, as far as the gate is open.
 
@@ -96,8 +99,9 @@ class HttpApp:
             pages: further pages.
             bodies: reads requests.
             resources: answers what is below /v1.
+            console: answers browsers, at / and below /console.
         """
-        self._resources = resources
+        self._resources, self._console = resources, console
         self._calls.update((call.path, call) for call in calls)
         self._caller, self._bodies = caller, bodies
         self._streams.update(streams or {})
@@ -121,8 +125,12 @@ class HttpApp:
             return
         if self._gate.is_leaving:
             send = _closing(send, self._gate)
-        if scope.get("raw_path", b"").startswith(_RESOURCES):
+        path = scope.get("raw_path", b"")
+        is_page = path.startswith(_CONSOLE) or (path == b"/" and scope["method"] == "GET")
+        if path.startswith(_RESOURCES):
             await self._resource(scope, receive, send)
+        elif self._console is not None and is_page:
+            await self._page(self._console, scope, receive, send)
         elif scope["method"] == "POST":
             try:
                 await self._post(scope, receive, send)
@@ -191,6 +199,23 @@ class HttpApp:
             await _respond_problem(send, Problem(413, str(error)))
         except TurnedAwayError as error:
             await _respond_problem(send, problem_of_refusal(error))
+        except _ClientGoneError:
+            pass
+        finally:
+            self._gate.leave()
+
+    async def _page(self, console: Resources, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a browser: the console knows which of them may come in, and who they are."""
+        if (refusal := self._gate.refusal()) is not None:
+            await _respond(send, refusal.http_status, str(refusal).encode(), _turned_away(refusal))
+            return
+        self._gate.enter()
+        try:
+            body = await self._read(dict(scope["headers"]), receive, min(_MOST_RESOURCE_BYTES, self._max_body_bytes))
+            leaving = _closing(send, self._gate)
+            await console({**scope, ARRIVAL: self._arrival(scope)}, _already_read(body, receive), leaving)
+        except _BodyTooLargeError as error:
+            await _respond(send, 413, str(error).encode(), _reason(str(error)))
         except _ClientGoneError:
             pass
         finally:

@@ -12,7 +12,7 @@ from kvcm.cache.manager import CacheManager
 from kvcm.cache.match import Match, MatchMode, MatchQuery
 from kvcm.cache.sessions import WriteRequest
 from kvcm.cache.write_values import Retention
-from kvcm.model.errors import InvalidArgumentError, KvcmError
+from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
 from kvcm.model.locations import retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
@@ -27,6 +27,7 @@ from kvcm.service.limits import RequestLimits
 from kvcm.service.request_events import RequestEvents
 from kvcm.service.translate import fill, instance_of, mask_of, write_mask
 from kvcm.telemetry.events import EventLog
+from kvcm.telemetry.recent_accesses import RecentAccesses
 
 __all__ = ["MetaApi"]
 
@@ -46,6 +47,7 @@ class MetaApi:
         leadership: who leads.
         limits: sizes of requests.
         events: told of what engines ask for.
+        recent: keeps the latest of that.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class MetaApi:
         leadership: Leadership,
         limits: RequestLimits,
         events: EventLog | None = None,
+        recent: RecentAccesses | None = None,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
-        self._events = RequestEvents(events if events is not None else EventLog())
+        kept = recent if recent is not None else RecentAccesses(0)
+        self._events = RequestEvents(events if events is not None else EventLog(), kept)
         self._limits = limits
         self._blocks = BlockCalls(cache, limits, pb.GetCacheMetaResponse, pb.CommonResponse)
 
@@ -142,7 +146,7 @@ class MetaApi:
         message = pb.GetCacheLocationResponse()
         if lease_ms and found.keys:
             await self._pin(message, request, found)
-        self._events.read(request, query)
+        self._events.read(request, query, found)
         return Reply(message, found.chunks)
 
     async def _pin(self, message: Any, request: Any, found: Match) -> None:
@@ -173,7 +177,11 @@ class MetaApi:
             request.parent_block_key if request.HasField("parent_block_key") else None,
             request.node_id,
         )
-        started = await self._cache.start_write(request.instance_id, write)
+        try:
+            started = await self._cache.start_write(request.instance_id, write)
+        except CapacityError:
+            self._events.write_refused(request, write.keys)
+            raise
         self._events.write_started(request, write.keys, started)
         message = pb.StartWriteCacheResponse(write_session_id=started.session.id)
         write_mask(message.block_mask, started.mask)

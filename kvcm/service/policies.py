@@ -21,6 +21,7 @@ class Scope(Enum):
     DEPLOYMENT = "deployment"  # or several groups at a time
     GROUP = "group"
     INSTANCE = "instance"
+    OWN_GROUPS = "own groups"  # those that the principal covers; the one alone that the request names, if it does
     NOTHING = "nothing"
 
 
@@ -54,6 +55,10 @@ def _everywhere(*verbs: Verb) -> Policy:
 
 def _on_instance(*verbs: Verb) -> Policy:
     return Policy(frozenset(verbs), Scope.INSTANCE)
+
+
+def _on_own_groups(field: str, *verbs: Verb) -> Policy:
+    return Policy(frozenset(verbs), Scope.OWN_GROUPS, field)
 
 
 def _on_group(field: str, *verbs: Verb) -> Policy:
@@ -136,6 +141,12 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "CollectGarbage": _OPERATE,
         "ScrubStorage": _OPERATE,
     },
+    "kvcm.v1.InsightService": {
+        "ListSessions": _on_own_groups("instance_group", Verb.VIEW),
+        "ExploreBlocks": _on_instance(Verb.VIEW, Verb.MATCH),
+        "GetCurve": _on_group("instance_group", Verb.VIEW),
+        "ListAlerts": _on_own_groups("instance_group", Verb.VIEW),
+    },
     "kvcm.v1.StorageService": {"DrainStorage": _OPERATE, "CancelDrain": _OPERATE, "ListDrain": _VIEW},
     "kvcm.v1.ConfigService": {"ReloadConfig": _OPERATE},
     "kvcm.v1.AccessService": {
@@ -144,6 +155,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "RotateKey": _ADMINISTER,
         "RevokeKey": _ADMINISTER,
         "Login": _OPEN,
+        "Logout": ANYBODY,
         "SetPassword": replace(_ADMINISTER, own="user_name"),
         "WhoAmI": ANYBODY,
     },
@@ -168,9 +180,12 @@ PAGE_POLICIES: Final[Mapping[str, Policy]] = {
     "/v1/login": _OPEN,
     "/metrics": _VIEW,
     "/api/events": _VIEW,
+    "/v1/events/recent": _ADMINISTER,
+    "/v1/managers": _VIEW,
+    "/v1/history": Policy(frozenset({Verb.VIEW}), Scope.NOTHING),  # tells of the groups that the principal covers
 }
-"""Of pages and streams, by path. A resource below /v1 that is not here wants a principal, and the calls that it makes
-want what they want."""
+"""Of pages, streams and resources without a call, by path. A resource below /v1 that is not here wants a principal, and
+the calls that it makes want what they want."""
 
 
 ACTIONS: Final = tuple(sorted({policy.action for policy in (*POLICIES.values(), *PAGE_POLICIES.values())}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from kvcm.cache.match import Match, MatchMode, MatchQuery
@@ -105,6 +105,10 @@ class CacheMetrics:
         self._ends[end] += 1
         if seconds is not None:
             self._session_seconds.observe(seconds)
+
+    def keys(self) -> Mapping[str, tuple[int, int]]:
+        """Return the block keys of lookups by group: those handed out, and those that were not there."""
+        return {name: (each.hit.keys, each.miss.keys) for name, each in self._groups.items()}
 
     def readings(self) -> Iterator[Reading]:
         """Yield what was counted."""

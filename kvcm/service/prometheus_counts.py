@@ -27,6 +27,7 @@ class LoopLag:
     def __init__(self) -> None:
         self._histogram = Histogram()
         self._latest_seconds = deque([0.0], maxlen=_STANDING)
+        self._peak_seconds = 0.0
 
     async def run(self) -> None:
         """Measure for good."""
@@ -36,6 +37,12 @@ class LoopLag:
             late_seconds = max(0.0, time.perf_counter() - due)
             self._histogram.observe(late_seconds)
             self._latest_seconds.append(late_seconds)
+            self._peak_seconds = max(self._peak_seconds, late_seconds)
+
+    def take_peak_seconds(self) -> float:
+        """Return how late it was at most since this was asked before."""
+        peak, self._peak_seconds = self._peak_seconds, 0.0
+        return peak
 
     def standing_seconds(self) -> float:
         """Return how late it is for good: every time of late. One large request is late once and over."""

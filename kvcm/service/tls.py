@@ -19,7 +19,7 @@ from kvcm.service.certificates import Certificate
 from kvcm.telemetry import metrics_catalog as catalog
 from kvcm.telemetry.metrics_values import Reading
 
-__all__ = ["ServerTls", "TlsMaterial", "certificate_readings"]
+__all__ = ["ServerTls", "TlsMaterial", "certificate_ends", "certificate_readings"]
 
 _SERVER: Final = "server"
 _CLIENT_CA: Final = "client_ca"
@@ -114,12 +114,17 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(configuration, fetch, given.requires_client)  # type: ignore[arg-type]
 
 
-def certificate_readings(tls: ServerTls | None) -> Iterator[Reading]:
-    """Yield when certificates end; 0 for those that there are not."""
+def certificate_ends(tls: ServerTls | None) -> dict[str, float]:
+    """Return when certificates end, unix seconds, by the file that they are in; 0 for those that there are not."""
     of_server = tls.material.certificate.not_after if tls is not None else 0
     of_clients = (ca.not_after for ca in tls.material.client_cas) if tls is not None else ()
-    yield Reading(catalog.CERTIFICATE_EXPIRY, of_server, (_SERVER,))
-    yield Reading(catalog.CERTIFICATE_EXPIRY, min(of_clients, default=0), (_CLIENT_CA,))
+    return {_SERVER: of_server, _CLIENT_CA: min(of_clients, default=0)}
+
+
+def certificate_readings(tls: ServerTls | None) -> Iterator[Reading]:
+    """Yield the same for metrics."""
+    for file, ends in certificate_ends(tls).items():
+        yield Reading(catalog.CERTIFICATE_EXPIRY, ends, (file,))
 
 
 def _load_chain(context: ssl.SSLContext, pem: bytes) -> None:

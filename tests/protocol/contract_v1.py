@@ -235,6 +235,7 @@ ACCESS_SERVICES: dict[str, dict[str, tuple[str, str]]] = {
         "RotateKey": ("RotateKeyRequest", "CreateKeyResponse"),
         "RevokeKey": ("RevokeKeyRequest", f"{ADMIN}.CommonResponse"),
         "Login": ("LoginRequest", "CreateKeyResponse"),
+        "Logout": ("LogoutRequest", f"{ADMIN}.CommonResponse"),
         "SetPassword": ("SetPasswordRequest", f"{ADMIN}.CommonResponse"),
         "WhoAmI": ("WhoAmIRequest", "WhoAmIResponse"),
     }
@@ -278,6 +279,7 @@ ACCESS_MESSAGES: dict[str, dict[str, str]] = {
     },
     "RevokeKeyRequest": {"trace_id": "1 string", "key_id": "2 string"},
     "LoginRequest": {"trace_id": "1 string", "user_name": "2 string", "password": "3 string", "ttl_seconds": "4 int64"},
+    "LogoutRequest": {"trace_id": "1 string"},
     "SetPasswordRequest": {
         "trace_id": "1 string",
         "user_name": "2 string",

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import contract_admin
 import contract_debug
+import contract_insight
 import contract_kv_meta
 import contract_meta
 import contract_v1
@@ -15,6 +16,7 @@ from kvcm.protocol.kvcm.v1 import (
     access_service_pb2,
     capacity_service_pb2,
     group_service_pb2,
+    insight_service_pb2,
     lease_service_pb2,
     pin_service_pb2,
     pool_service_pb2,
@@ -84,6 +86,14 @@ CONTRACTS = [
         V1.STORAGE_SERVICES,
         V1.STORAGE_ENUMS,
         V1.STORAGE_MESSAGES,
+    ),
+    Contract(
+        "kvcm/v1/insight_service.proto",
+        insight_service_pb2.DESCRIPTOR,
+        V1.PACKAGE,
+        contract_insight.INSIGHT_SERVICES,
+        contract_insight.INSIGHT_ENUMS,
+        contract_insight.INSIGHT_MESSAGES,
     ),
     Contract(
         "kvcm/v1/pool_service.proto",

@@ -19,6 +19,7 @@ from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, Role, Verb
 from kvcm.registry.configuration import AccountEntry, Configuration
 from kvcm.registry.keys import KeyRegistry, NewKey
 from kvcm.registry.registry import Registry
+from kvcm.registry.taken_keys import TakenKey
 from kvcm.store.memory import MemoryTable
 
 
@@ -313,6 +314,13 @@ async def test_a_key_of_a_file_is_taken_over_once(end: str) -> None:
         await manager.keys.tidy()
         assert await manager.taken_keys.take_over("admin", presented) is None
         assert manager.keys.shown(presented) is None
+
+
+async def test_when_a_key_was_taken_over_stays_what_it_was_here() -> None:
+    manager = World().manager()
+    await manager.taken_keys.remember(TakenKey("elsewhere", 5.0))
+    await manager.taken_keys.remember(TakenKey("elsewhere", 9.0))
+    assert await manager.taken_keys.all() == [TakenKey("elsewhere", 5.0)]
 
 
 async def test_a_key_of_a_file_that_was_taken_over_by_an_older_release_counts_as_taken_over() -> None:

@@ -188,6 +188,17 @@ async def test_nodes_that_were_killed_vanish_and_living_ones_stay(cluster: Clust
     assert set(await cluster.table.all()) == {"node-a", "node-b"}
 
 
+async def test_who_lives_is_listed_with_when_he_said_so_and_who_is_silent_is_not(cluster: Cluster) -> None:
+    first, second = cluster.nodes
+    await first.publish(endpoint_of("node-a"))
+    cluster.clock.time += 30
+    await second.publish(endpoint_of("node-b"))
+    told_at = cluster.clock.now()
+    assert await first.nodes() == [(endpoint_of("node-a"), told_at - 30), (endpoint_of("node-b"), told_at)]
+    cluster.clock.time += 31  # nobody ticks, so nobody removes the entry of the first
+    assert await second.nodes() == [(endpoint_of("node-b"), told_at)]
+
+
 async def test_a_leader_that_comes_back_elsewhere_under_its_id_is_found(cluster: Cluster) -> None:
     first, second = cluster.nodes
     await first.publish(endpoint_of("node-a"))

@@ -35,6 +35,7 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
     "AccessService.RotateKey": lambda site: {"key_id": key(site).key.key_id, "overlap_seconds": 60},
     "AccessService.RevokeKey": lambda site: {"key_id": key(site).key.key_id},
     "AccessService.Login": _login,
+    "AccessService.Logout": lambda _site: {},
     "AccessService.SetPassword": lambda site: {"user_name": account(site), "password": "new", "old_password": "right"},
     "AccessService.WhoAmI": lambda _site: {},
 }
@@ -127,5 +128,6 @@ REFUSED: dict[str, list[Refused]] = {
         _set_password("no password", "SetPassword", "password", "is required", password=""),
         _set_password("a long password", "password", "1025", "1024", password="p" * 1025),
     ],
+    "AccessService.Logout": [],
     "AccessService.WhoAmI": [],
 }

@@ -162,7 +162,7 @@ def test_of_two_managers_of_one_store_each_tells_what_the_other_does(
         for site in (here, there):
             total = _usage(site, group).groups[0].total
             assert (total.used_bytes, total.deleting_bytes) == (10 * BLOCK, 2 * BLOCK)
-            eventually(lambda site=site: [each.name for each in _usage(site, group).global_quotas] == [name], 3.0)
+            eventually(lambda site=site: [each.name for each in _usage(site, group).global_quotas] == [name])
             assert _metrics(site.api)[_key("kvcm_group_used_bytes", group=group, type="total")] == 10 * BLOCK
 
 

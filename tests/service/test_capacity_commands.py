@@ -134,7 +134,9 @@ def test_garbage_is_freed_only_when_it_is_told_to(site: Site, commands: Commands
     instance = site.instance(site.group(storage))
     site.write(instance, [1, 2])  # and never the bytes
     arguments = ("storage", "garbage", "--instance", instance, "--check-bytes")
-    assert "nothing was freed: give --delete for that" in commands.ok(*arguments)
+    shown = commands.ok(*arguments)
+    assert "nothing was freed: give --delete for that" in shown
+    assert "2 B" not in shown  # blocks, of which there are two
     assert site.hits(instance, [1, 2]) == [1, 2]
     found = commands.json(*arguments, "--delete")
     assert (found["blocks"], found["without_bytes"], found["freed_bytes"]) == (2, 2, 2 * BLOCK)

@@ -28,7 +28,7 @@ def test_the_nouns_are_there() -> None:
     nouns = {path.split()[1] for path in TREE if " " in path}
     assert nouns >= {
         "serve", "storage", "group", "quota", "instance", "account", "key", "login", "whoami", "usage", "get", "trim",
-        "pin", "index", "doctor",
+        "pin", "index", "doctor", "trace",
     }  # fmt: skip
     assert len(LEAVES) > 40
 
@@ -52,7 +52,7 @@ def test_no_option_takes_a_secret(path: str) -> None:
     assert not taken & {"--key", "--password", "--secret", "--token"}
 
 
-@pytest.mark.parametrize("path", [path for path in LEAVES if path.split()[1] not in {"serve", "index"}])
+@pytest.mark.parametrize("path", [path for path in LEAVES if path.split()[1] not in {"serve", "index", "trace"}])
 def test_every_command_reaches_its_manager_in_the_same_way(path: str) -> None:
     taken = {option for each in LEAVES[path].params for option in each.opts}
     assert taken >= {"--manager", "--data-manager", "--key-file", "--ca-file", "--cert-file", "--cert-key-file"}

@@ -200,3 +200,29 @@ def test_allowed_hosts_are_hosts_and_networks_separated_by_commas(load: Loader) 
 def test_settings_that_only_the_original_uses_are_named_as_without_effect(load: Loader) -> None:
     assert load().without_effect() == []
     assert load("kvcm.service.io_thread_num=4").without_effect() == ["kvcm.service.io_thread_num"]
+
+
+def test_the_uri_of_the_store_may_lie_in_a_file(load: Loader, tmp_path: Path) -> None:
+    file = tmp_path / "uri"
+    file.write_text("redis://kvcm:secret@store:6379/?cluster_name=prod\n")
+    settings = load(f"kvcm.registry_storage.uri_file={file}")
+    assert settings.registry_storage_uri == "redis://kvcm:secret@store:6379/?cluster_name=prod"
+    assert "secret" not in str(settings.described())
+
+
+@pytest.mark.parametrize("content", ["", "\n", "redis://a\nredis://b", b"\xff", None])
+def test_a_file_without_one_uri_is_refused_and_not_shown(
+    load: Loader, tmp_path: Path, content: str | bytes | None
+) -> None:
+    file = tmp_path / "uri"
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    message = load.refusal(f"kvcm.registry_storage.uri_file={file}")
+    assert (message.startswith("kvcm.registry_storage.uri_file"), str(file) in message) == (True, True)
+    assert "redis" not in message
+
+
+def test_the_uri_of_the_store_is_given_once(load: Loader, tmp_path: Path) -> None:
+    assert "give one of them" in load.refusal(
+        f"kvcm.registry_storage.uri_file={tmp_path / 'uri'}", "kvcm.registry_storage.uri=memory://"
+    )

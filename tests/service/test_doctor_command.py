@@ -72,6 +72,16 @@ def test_a_manager_that_is_asked_for_has_to_run(tmp_path: Path) -> None:
     assert any(f"no manager answers at {url}" in text for text in _failures(_found(done)))
 
 
+def test_of_a_manager_elsewhere_only_what_it_says_is_looked_at(server: ManagerProcess, tmp_path: Path) -> None:
+    nfs = {"root_path": f"{tmp_path / 'of_its_host'}/"}
+    with server.api() as api:
+        api.ok("AdminService.AddStorage", storage={"global_unique_name": unique("far"), "nfs": nfs})
+    url = f"http://{server.address.admin_http}"
+    findings = _found(run_kvcm(tmp_path, "doctor", "--manager", url, "--json"))
+    assert {each["check"] for each in findings} == {"settings", "manager", "clocks", "capacity", "storages"}
+    assert not any("memory only" in each["found"] for each in findings)
+
+
 def test_settings_that_serve_refuses_are_told_and_the_rest_is_looked_at(server: ManagerProcess, tmp_path: Path) -> None:
     config = tmp_path / "kvcm.conf"
     config.write_text("kvcm.store.fsnyc=always\n")

@@ -12,7 +12,6 @@ import pytest
 from redis_servers import Standalone
 from test_several_managers import (
     KEYS,
-    WITHIN_A_SECOND,
     Node,
     eventually,
     finish,
@@ -67,7 +66,7 @@ async def test_a_drain_holds_for_all_and_outlives_a_change_of_leaders(nodes: lis
         assert answer.header.status.code == admin.OK
     await nodes[leader].admin.LeaderDemote(admin.LeaderDemoteRequest())
     for each in nodes:
-        assert await eventually(lambda each=each: refuses(each)) < WITHIN_A_SECOND
+        await eventually(lambda each=each: refuses(each))
 
     async def is_empty(on: Node) -> bool:
         return [(each.left_bytes, each.state) for each in await drains(on)] == [(0, pb.DRAIN_DONE)]
@@ -82,5 +81,5 @@ async def test_a_drain_holds_for_all_and_outlives_a_change_of_leaders(nodes: lis
         return (await start(on, [on.endpoint.meta_rpc_port])).header.status.code == meta.OK
 
     for each in nodes:
-        assert await eventually(lambda each=each: writes(each)) < WITHIN_A_SECOND
+        await eventually(lambda each=each: writes(each))
         assert await drains(each) == []

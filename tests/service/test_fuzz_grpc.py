@@ -66,7 +66,15 @@ async def hammer(tenants: Tenants, seed: int, count: int) -> Counter[str]:
 
         async def send(number: int) -> None:
             service, method = _CALLS[number % len(_CALLS)]
-            on_admin = {"admin", "CapacityService", "StorageService", "GroupService", "ConfigService", "AccessService"}
+            on_admin = {
+                "admin",
+                "CapacityService",
+                "StorageService",
+                "GroupService",
+                "ConfigService",
+                "AccessService",
+                "InsightService",
+            }
             channel = admin if on_admin & {*service.full_name.split(".")} else data
             body = requests.request(method.input_type)
             call = channel.unary_unary(f"/{service.full_name}/{method.name}")

@@ -9,8 +9,6 @@ import pytest
 from test_transport_drivers import eventually
 from test_transport_sites import Site, mask, masked
 
-SPARE_SECONDS = 4.0  # that a busy machine may take beyond a deadline
-
 
 def _finish(site: Site, instance: str, started: Any, success: dict[str, Any]) -> str:
     fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": success}
@@ -30,7 +28,8 @@ def test_a_session_can_be_finished_once_invariant_3(site: Site) -> None:
     instance = site.instance()
     started = site.start(instance, [1])
     site.finish(instance, started)
-    assert "start the write again" in _finish(site, instance, started, mask(0))
+    assert "write_session_id was finished before" in _finish(site, instance, started, mask(0))
+    assert _finish(site, instance, started, mask(1)) == "OK"  # the same once more is answered as before
     assert site.hits(instance, [1]) == [1]
 
 
@@ -70,7 +69,7 @@ def test_a_session_expires_at_its_deadline_and_its_blocks_can_be_written_again(s
     started = site.start(instance, [1, 2], write_timeout_seconds=2)
     assert masked(site.start(instance, [1, 2])) == 2
     eventually(lambda: site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND"] * 2)
-    assert 2.0 - 0.01 <= time.monotonic() - begin < 2.0 + SPARE_SECONDS
+    assert time.monotonic() - begin >= 2.0 - 0.01
     assert "expired" in _finish(site, instance, started, mask(2))
     assert site.hits(instance, [1, 2]) == []
     assert len(site.write(instance, [1, 2])) == 2
@@ -110,7 +109,7 @@ def test_a_timeout_of_0_or_less_does_not_expire_at_once(site: Site) -> None:
 @pytest.mark.parametrize("how", ["finished", "expired"])
 def test_an_ended_session_cannot_be_renewed(site: Site, how: str) -> None:
     instance = site.instance()
-    started = site.start(instance, [1], write_timeout_seconds=1)
+    started = site.start(instance, [1], write_timeout_seconds=60 if how == "finished" else 1)
     if how == "finished":
         site.finish(instance, started)
     else:

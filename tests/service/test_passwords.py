@@ -51,6 +51,16 @@ def loaded(api: Api, *accounts: tuple[str, str], **flags: bool) -> Any:
     return api.ok("AdminService.LoadConfigSnapshot", config_snapshot=json.dumps(document), **flags)
 
 
+def test_who_logs_out_ends_this_login_and_nothing_else(admin: Api) -> None:
+    name = account(admin)
+    login, other = logged_in(admin, name), logged_in(admin, name)
+    key = admin.ok("AccessService.CreateKey", name=unique("own"), role="ROLE_VIEWER")
+    own = f"Bearer {key.secret}"
+    for shown in (login, own):
+        assert admin.attempt("AccessService.Logout", shown).status == 200
+    assert [lasts(admin, each) for each in (login, other, own)] == [False, True, True]
+
+
 def test_an_administrator_changes_any_password_and_the_logins_of_that_account_end(admin: Api) -> None:
     name, other = account(admin), account(admin)
     logins, others = [logged_in(admin, name) for _ in range(2)], logged_in(admin, other)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from probe_clients import ask, health, starting_manager, watched
 from redis_servers import Standalone, standalone
-from test_transport_drivers import SERVICES, eventually
+from test_transport_drivers import ON_ADMIN_PORT, SERVICES, eventually
 from test_transport_process import ManagerProcess, free_port, manager
 
 PROBES = ["/livez", "/readyz", "/startupz"]
@@ -46,11 +46,10 @@ def test_probes_are_pages_and_nothing_else(server: ManagerProcess) -> None:
 
 
 def test_grpc_tells_the_health_of_each_service_where_it_is_served(server: ManagerProcess) -> None:
-    admin = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService", "AccessService"}
     for name, service in SERVICES.items():
         here, there = server.address.rpc, server.address.admin_rpc
-        assert health(there if name in admin else here, service.full_name) == "SERVING"
-        with watched(here if name in admin else there, service.full_name) as elsewhere:
+        assert health(there if name in ON_ADMIN_PORT else here, service.full_name) == "SERVING"
+        with watched(here if name in ON_ADMIN_PORT else there, service.full_name) as elsewhere:
             assert elsewhere.seen == ["SERVICE_UNKNOWN"]
     assert [health(address) for address in (server.address.rpc, server.address.admin_rpc)] == ["SERVING"] * 2
 
@@ -88,12 +87,12 @@ def test_a_manager_whose_store_is_gone_is_not_ready_until_it_is_back(tmp_path: P
     with manager(tmp_path, f"kvcm.registry_storage.uri={uri}") as process, watched(process.address.rpc) as watch:
         assert ask(process.address.http, "/readyz").status == 200
         redis.server.pause()
-        eventually(lambda: ask(process.address.http, "/readyz").status == 503, 10)
+        eventually(lambda: ask(process.address.http, "/readyz").status == 503)
         assert b"[-]metadata-store failed: " in ask(process.address.admin_http, "/readyz?verbose").body
         assert ask(process.address.http, "/livez").status == 200
         assert ask(process.address.http, "/startupz").status == 200
         redis.server.resume()
-        eventually(lambda: ask(process.address.http, "/readyz").status == 200, 10)
+        eventually(lambda: ask(process.address.http, "/readyz").status == 200)
         eventually(lambda: watch.seen == ["SERVING", "NOT_SERVING", "SERVING"])
 
 

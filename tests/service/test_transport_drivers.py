@@ -31,6 +31,8 @@ from kvcm.protocol.kvcm.v1 import config_service_pb2 as config
 from kvcm.protocol.kvcm.v1 import config_service_pb2_grpc as config_grpc
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group
 from kvcm.protocol.kvcm.v1 import group_service_pb2_grpc as group_grpc
+from kvcm.protocol.kvcm.v1 import insight_service_pb2 as insight
+from kvcm.protocol.kvcm.v1 import insight_service_pb2_grpc as insight_grpc
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import lease_service_pb2_grpc as lease_grpc
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pin
@@ -41,6 +43,7 @@ from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage
 from kvcm.protocol.kvcm.v1 import storage_service_pb2_grpc as storage_grpc
 
 __all__ = [
+    "ON_ADMIN_PORT",
     "SERVICES",
     "Address",
     "Api",
@@ -64,13 +67,24 @@ SERVICES = {
     "AdminService": admin.DESCRIPTOR.services_by_name["AdminService"],
     "GroupService": group.DESCRIPTOR.services_by_name["GroupService"],
     "CapacityService": capacity.DESCRIPTOR.services_by_name["CapacityService"],
+    "InsightService": insight.DESCRIPTOR.services_by_name["InsightService"],
     "StorageService": storage.DESCRIPTOR.services_by_name["StorageService"],
     "ConfigService": config.DESCRIPTOR.services_by_name["ConfigService"],
     "AccessService": access.DESCRIPTOR.services_by_name["AccessService"],
 }
 """Every service that a manager serves."""
 
-_ON_ADMIN_PORT = {"AdminService", "GroupService", "CapacityService", "StorageService", "ConfigService", "AccessService"}
+ON_ADMIN_PORT = {
+    "AdminService",
+    "GroupService",
+    "CapacityService",
+    "StorageService",
+    "ConfigService",
+    "AccessService",
+    "InsightService",
+}
+"""Those of them that are served on the admin port."""
+
 _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "MetaService": meta_grpc.MetaServiceStub,
     "LeaseService": lease_grpc.LeaseServiceStub,
@@ -79,6 +93,7 @@ _STUBS: dict[str, Callable[[grpc.Channel], Any]] = {
     "AdminService": admin_grpc.AdminServiceStub,
     "GroupService": group_grpc.GroupServiceStub,
     "CapacityService": capacity_grpc.CapacityServiceStub,
+    "InsightService": insight_grpc.InsightServiceStub,
     "StorageService": storage_grpc.StorageServiceStub,
     "ConfigService": config_grpc.ConfigServiceStub,
     "AccessService": access_grpc.AccessServiceStub,
@@ -173,7 +188,7 @@ class GrpcDriver:
             *((("grpc.use_local_subchannel_pool", 1),) if tls is not None else ()),  # else sessions are resumed
         )
         data, admin_channel = (_channel(target, options, tls) for target in (address.rpc, address.admin_rpc))
-        self.channels = {name: admin_channel if name in _ON_ADMIN_PORT else data for name in SERVICES}
+        self.channels = {name: admin_channel if name in ON_ADMIN_PORT else data for name in SERVICES}
         self._stubs = {name: stub(self.channels[name]) for name, stub in _STUBS.items()}
 
     def send(self, service: str, rpc: str, request: Message) -> Any:
@@ -247,7 +262,7 @@ class HttpDriver:
         self.data, self.admin = (_connection(target, tls) for target in (address.http, address.admin_http))
 
     def _post(self, service: str, rpc: str, body: bytes, authorization: str | None = None) -> HttpAnswer:
-        connection = self.admin if service in _ON_ADMIN_PORT else self.data
+        connection = self.admin if service in ON_ADMIN_PORT else self.data
         headers = self._headers if authorization is None else {"authorization": authorization} if authorization else {}
         return post(connection, f"/api/{rpc[0].lower()}{rpc[1:]}", body, headers=headers)
 

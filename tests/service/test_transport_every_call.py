@@ -10,6 +10,7 @@ import test_access_cases
 import test_admin_cases
 import test_capacity_cases
 import test_config_cases
+import test_insight_cases
 import test_meta_cases
 import test_pin_cases
 import test_pool_cases
@@ -20,7 +21,7 @@ from test_transport_sites import Site, unique
 
 _TABLES = [
     *(test_meta_cases, test_pin_cases, test_pool_cases, test_admin_cases, test_capacity_cases, test_storage_cases),
-    *(test_config_cases, test_access_cases),
+    *(test_config_cases, test_access_cases, test_insight_cases),
 ]
 GOOD = {rpc: make for table in _TABLES for rpc, make in table.GOOD.items()}
 REFUSED = {rpc: cases for table in _TABLES for rpc, cases in table.REFUSED.items()}
@@ -33,7 +34,7 @@ _REFUSALS = [pytest.param(rpc, case, id=f"{rpc}: {case.rule}") for rpc, cases in
 def test_every_rpc_of_the_contract_has_cases() -> None:
     assert set(GOOD) == set(EVERY_RPC)
     assert set(REFUSED) == set(EVERY_RPC)
-    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3 + 1 + 7
+    assert len(EVERY_RPC) == 10 + 3 + 4 + 1 + 28 + 1 + 6 + 3 + 1 + 8 + 4
 
 
 @pytest.mark.parametrize("rpc", GOOD)

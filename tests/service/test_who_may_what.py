@@ -85,6 +85,12 @@ MAY = {
         "CollectGarbage": _OPERATORS,
         "ScrubStorage": _OPERATORS,
     },
+    "InsightService": {
+        "ListSessions": _VIEWERS,
+        "ExploreBlocks": f"{_MATCH} viewer",
+        "GetCurve": _VIEWERS,
+        "ListAlerts": _VIEWERS,
+    },
     "StorageService": {"DrainStorage": _OPERATORS, "CancelDrain": _OPERATORS, "ListDrain": _VIEWERS},
     "ConfigService": {"ReloadConfig": _OPERATORS},
     "AccessService": {
@@ -93,6 +99,7 @@ MAY = {
         "RotateKey": _ADMIN,
         "RevokeKey": _ADMIN,
         "Login": f"{_ALL} nobody malformed wrong expired",
+        "Logout": _ALL,
         "SetPassword": _ADMIN,  # and of its own account whoever is logged in as it: test_passwords.py
         "WhoAmI": _ALL,
     },
@@ -141,7 +148,7 @@ def fields_of(rpc: str, tenants: Tenants, tenant: str = "a") -> dict[str, Any]:
         fields["instance_id"] = tenants.instances[tenant]
     if name == "RemoveInstance":
         fields["instance_id"] = "nobody-has-registered-this"
-    if name in {"RegisterInstance", "GetUsage"}:
+    if name in {"RegisterInstance", "GetUsage", "GetCurve", "ListSessions", "ListAlerts"}:
         fields["instance_group"] = tenants.groups[tenant]
     if name == "ListInstanceInfo":
         fields["instance_group_name"] = tenants.groups[tenant]

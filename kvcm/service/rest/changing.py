@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvcm.model.errors import ErrorCode
 from kvcm.service.rest.call_book import RefusedError
+from kvcm.service.rest.merge_patch import merge_patch
 from kvcm.service.rest.problem import FieldError, Problem, ProblemError
 
 __all__ = ["MOST_TRIES", "Turns", "check_same_name", "fields_of", "lost", "merged", "unless_absent"]
@@ -66,22 +67,10 @@ def merged(model: type[Doc], document: Mapping[str, Any], patch: Mapping[str, An
         RequestValidationError: what comes out is no such document.
     """
     try:
-        return model.model_validate(_merge(document, patch))
+        return model.model_validate(merge_patch(document, patch))
     except ValidationError as error:
         found: list[Any] = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
-
-
-def _merge(target: Any, patch: Any) -> Any:
-    if not isinstance(patch, Mapping):
-        return patch
-    result = dict(target) if isinstance(target, Mapping) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = _merge(result.get(key), value)
-    return result
 
 
 def fields_of(document: BaseModel, **others: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
@@ -110,7 +111,8 @@ class InstanceResource:
     async def list_instances(self, request: Request, query: Annotated[InstanceQuery, Query()]) -> Response:
         """List instances, ordered by id."""
         listed = await self._book.run(request, "AdminService.ListInstanceInfo", instance_group_name=query.group)
-        return answer(page_of(listed.instance_info, lambda instance: (instance.instance_id,), query))
+        page = await asyncio.to_thread(page_of, listed.instance_info, lambda instance: (instance.instance_id,), query)
+        return answer(page)
 
     async def get_instance(self, request: Request, name: NamePath) -> Response:
         """Get an instance as it was registered."""

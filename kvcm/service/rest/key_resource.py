@@ -127,6 +127,7 @@ class KeyResource:
             ("RotateKey", "POST", f"{one}/rotate", self.rotate_key, made, 201, [404]),
             ("RevokeKey", "DELETE", one, self.revoke_key, None, 204, [404]),
             ("Login", "POST", "/v1/login", self.login, made, 201, []),
+            ("Logout", "DELETE", "/v1/login", self.logout, None, 204, []),
             ("WhoAmI", "GET", "/v1/whoami", self.who_am_i, WhoAmIDocument, 200, []),
         ]
         for call, *route in routes:
@@ -162,6 +163,11 @@ class KeyResource:
     async def login(self, request: Request, body: Annotated[LoginDocument, Body()]) -> Response:
         """Turn an account's password into a key that ends soon."""
         return _made(await self._book.run(request, "AccessService.Login", **fields_of(body)))
+
+    async def logout(self, request: Request) -> Response:
+        """End the key that is shown if it is of a login. Other keys stay as they are."""
+        await self._book.run(request, "AccessService.Logout")
+        return Response(status_code=204)
 
     async def who_am_i(self, request: Request) -> Response:
         """Tell who the caller is and what it may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -13,13 +14,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
+from kvcm.cache.pages import pages
 from kvcm.service.rest.etags import is_known
 from kvcm.service.rest.problem import MEDIA_TYPE, FieldError, Problem, ProblemError, problem_of_refusal
 from kvcm.service.turned_away import TurnedAwayError
 
 __all__ = [
     "MERGE_PATCH",
+    "TAKEN",
     "add_route",
     "answer",
     "answer_item",
@@ -30,9 +34,13 @@ __all__ = [
 
 MERGE_PATCH: Final = "application/merge-patch+json"
 
+TAKEN: Final = "kvcm.taken"
+"""Key of a scope under which there may be a list: it gets the answer's values, and the answer has no body then."""
+
 _log = structlog.get_logger("kvcm.service")
 
 _MOST_SHOWN_ERRORS: Final = 20
+_WRITTEN_AT_ONCE: Final = 32  # of the longest entries, those of histories, some milliseconds
 _MOST_SHOWN_CHARACTERS: Final = 80
 _MOST_SIGNS: Final = {b"{": 16_384, b":": 65_536, b",": 262_144}  # more is made to be slow to read
 _MOST_SHOWN_NUMBER: Final = 1 << 64
@@ -117,10 +125,17 @@ def add_route(
     model: Any = None,
     status: int = 200,
     problems: Sequence[int] = (),
+    media: str = "",
 ) -> None:
-    """Add a route; its documentation is the endpoint's docstring, and its operation id the endpoint's name."""
+    """Add a route; its documentation is the endpoint's docstring, and its operation id the endpoint's name.
+
+    `media` is the type of an answer that is no JSON.
+    """
     first, *rest = endpoint.__name__.split("_")
     statuses = {*_ALWAYS, *problems, *((413, 415) if method in {"PUT", "PATCH", "POST"} else ())}
+    responses: dict[int | str, dict[str, Any]] = {code: {"description": ""} for code in sorted(statuses)}
+    if media:
+        responses[status] = {"description": "The answer.", "content": {media: {"schema": {"type": "string"}}}}
     router.add_api_route(
         path,
         endpoint,
@@ -129,15 +144,46 @@ def add_route(
         status_code=status,
         response_description="It was done." if model is None else "The answer.",
         operation_id=first + "".join(word.capitalize() for word in rest),
-        responses={code: {"description": ""} for code in sorted(statuses)},  # described where the document is completed
+        responses=responses,  # those of problems are described where the document is completed
         response_class=Response if model is None else _Json,
     )
 
 
 class _Json(JSONResponse):
+    """JSON without characters that readers stumble over. It is written when it is sent, with pauses, or not at all:
+    whoever asks inside the process takes the values."""
+
     def render(self, content: Any) -> bytes:
-        """Return it as JSON without characters that readers stumble over."""
-        return json.dumps(content).encode()
+        """Keep what is to be written."""
+        self._content = content
+        return b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, or put it into `TAKEN`."""
+        taken = scope.get(TAKEN)
+        if taken is None:
+            self.body = (await _written(self._content)).encode()
+            self.headers["content-length"] = str(len(self.body))
+        else:
+            taken.append(self._content)
+        await super().__call__(scope, receive, send)
+
+
+async def _written(content: Any) -> str:
+    """Return something as JSON; others have their turn between the entries of its lists."""
+    if not isinstance(content, dict):
+        return json.dumps(content)
+    return "{" + ", ".join([f"{json.dumps(name)}: {await _value(value)}" for name, value in content.items()]) + "}"
+
+
+async def _value(value: Any) -> str:
+    if not isinstance(value, list) or len(value) <= _WRITTEN_AT_ONCE:
+        return json.dumps(value)
+    parts = []
+    for page in pages(value, _WRITTEN_AT_ONCE):
+        parts.append(json.dumps(page)[1:-1])
+        await asyncio.sleep(0)
+    return f"[{', '.join(parts)}]"
 
 
 def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -150,4 +151,5 @@ class UsageResource:
 
     async def get_usage(self, request: Request, query: Annotated[UsageQuery, Query()]) -> Response:
         """Tell what is used and allowed."""
-        return answer(plain(await self._book.run(request, "CapacityService.GetUsage", instance_group=query.group)))
+        usage = await self._book.run(request, "CapacityService.GetUsage", instance_group=query.group)
+        return answer(await asyncio.to_thread(plain, usage))

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from kvcm.protocol import admin_service_pb2 as admin__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvcm/v1/access_service.proto\x12\x07kvcm.v1\x1a\x13\x61\x64min_service.proto\"\xef\x01\n\x03Key\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1b\n\x04role\x18\x03 \x01(\x0e\x32\r.kvcm.v1.Role\x12\x17\n\x0finstance_groups\x18\x04 \x03(\t\x12\"\n\x05verbs\x18\x05 \x03(\x0e\x32\x13.kvcm.v1.EngineVerb\x12\x15\n\rcreated_at_ms\x18\x06 \x01(\x03\x12\x15\n\rexpires_at_ms\x18\x07 \x01(\x03\x12\x17\n\x0flast_used_at_ms\x18\x08 \x01(\x03\x12\x18\n\x10\x63\x65rtificate_name\x18\t \x01(\t\x12\x0f\n\x07\x61\x63\x63ount\x18\n \x01(\t\"\xbb\x01\n\x10\x43reateKeyRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1b\n\x04role\x18\x03 \x01(\x0e\x32\r.kvcm.v1.Role\x12\x17\n\x0finstance_groups\x18\x04 \x03(\t\x12\"\n\x05verbs\x18\x05 \x03(\x0e\x32\x13.kvcm.v1.EngineVerb\x12\x13\n\x0bttl_seconds\x18\x06 \x01(\x03\x12\x18\n\x10\x63\x65rtificate_name\x18\x07 \x01(\t\"\x82\x01\n\x11\x43reateKeyResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x19\n\x03key\x18\x02 \x01(\x0b\x32\x0c.kvcm.v1.Key\x12\x0e\n\x06secret\x18\x03 \x01(\t\"8\n\x0fListKeysRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0bwith_logins\x18\x02 \x01(\x08\"r\n\x10ListKeysResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x1a\n\x04keys\x18\x02 \x03(\x0b\x32\x0c.kvcm.v1.Key\"b\n\x10RotateKeyRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\x12\x17\n\x0foverlap_seconds\x18\x03 \x01(\x03\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\"4\n\x10RevokeKeyRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\"Z\n\x0cLoginRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x11\n\tuser_name\x18\x02 \x01(\t\x12\x10\n\x08password\x18\x03 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\"a\n\x12SetPasswordRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x11\n\tuser_name\x18\x02 \x01(\t\x12\x10\n\x08password\x18\x03 \x01(\t\x12\x14\n\x0cold_password\x18\x04 \x01(\t\"!\n\rWhoAmIRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\x84\x01\n\x0eWhoAmIResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x13\n\x0bis_required\x18\x02 \x01(\x08\x12\x19\n\x03key\x18\x03 \x01(\x0b\x32\x0c.kvcm.v1.Key*a\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_VIEWER\x10\x01\x12\x11\n\rROLE_OPERATOR\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03\x12\x0f\n\x0bROLE_ENGINE\x10\x04*T\n\nEngineVerb\x12\x1b\n\x17\x45NGINE_VERB_UNSPECIFIED\x10\x00\x12\t\n\x05MATCH\x10\x01\x12\t\n\x05WRITE\x10\x02\x12\n\n\x06REMOVE\x10\x03\x12\x07\n\x03PIN\x10\x04\x32\xff\x03\n\rAccessService\x12\x42\n\tCreateKey\x12\x19.kvcm.v1.CreateKeyRequest\x1a\x1a.kvcm.v1.CreateKeyResponse\x12?\n\x08ListKeys\x12\x18.kvcm.v1.ListKeysRequest\x1a\x19.kvcm.v1.ListKeysResponse\x12\x42\n\tRotateKey\x12\x19.kvcm.v1.RotateKeyRequest\x1a\x1a.kvcm.v1.CreateKeyResponse\x12T\n\tRevokeKey\x12\x19.kvcm.v1.RevokeKeyRequest\x1a,.kv_cache_manager.proto.admin.CommonResponse\x12:\n\x05Login\x12\x15.kvcm.v1.LoginRequest\x1a\x1a.kvcm.v1.CreateKeyResponse\x12X\n\x0bSetPassword\x12\x1b.kvcm.v1.SetPasswordRequest\x1a,.kv_cache_manager.proto.admin.CommonResponse\x12\x39\n\x06WhoAmI\x12\x16.kvcm.v1.WhoAmIRequest\x1a\x17.kvcm.v1.WhoAmIResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvcm/v1/access_service.proto\x12\x07kvcm.v1\x1a\x13\x61\x64min_service.proto\"\xef\x01\n\x03Key\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1b\n\x04role\x18\x03 \x01(\x0e\x32\r.kvcm.v1.Role\x12\x17\n\x0finstance_groups\x18\x04 \x03(\t\x12\"\n\x05verbs\x18\x05 \x03(\x0e\x32\x13.kvcm.v1.EngineVerb\x12\x15\n\rcreated_at_ms\x18\x06 \x01(\x03\x12\x15\n\rexpires_at_ms\x18\x07 \x01(\x03\x12\x17\n\x0flast_used_at_ms\x18\x08 \x01(\x03\x12\x18\n\x10\x63\x65rtificate_name\x18\t \x01(\t\x12\x0f\n\x07\x61\x63\x63ount\x18\n \x01(\t\"\xbb\x01\n\x10\x43reateKeyRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x1b\n\x04role\x18\x03 \x01(\x0e\x32\r.kvcm.v1.Role\x12\x17\n\x0finstance_groups\x18\x04 \x03(\t\x12\"\n\x05verbs\x18\x05 \x03(\x0e\x32\x13.kvcm.v1.EngineVerb\x12\x13\n\x0bttl_seconds\x18\x06 \x01(\x03\x12\x18\n\x10\x63\x65rtificate_name\x18\x07 \x01(\t\"\x82\x01\n\x11\x43reateKeyResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x19\n\x03key\x18\x02 \x01(\x0b\x32\x0c.kvcm.v1.Key\x12\x0e\n\x06secret\x18\x03 \x01(\t\"8\n\x0fListKeysRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x13\n\x0bwith_logins\x18\x02 \x01(\x08\"r\n\x10ListKeysResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x1a\n\x04keys\x18\x02 \x03(\x0b\x32\x0c.kvcm.v1.Key\"b\n\x10RotateKeyRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\x12\x17\n\x0foverlap_seconds\x18\x03 \x01(\x03\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\"4\n\x10RevokeKeyRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06key_id\x18\x02 \x01(\t\"Z\n\x0cLoginRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x11\n\tuser_name\x18\x02 \x01(\t\x12\x10\n\x08password\x18\x03 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x04 \x01(\x03\"!\n\rLogoutRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"a\n\x12SetPasswordRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x11\n\tuser_name\x18\x02 \x01(\t\x12\x10\n\x08password\x18\x03 \x01(\t\x12\x14\n\x0cold_password\x18\x04 \x01(\t\"!\n\rWhoAmIRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\x84\x01\n\x0eWhoAmIResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x13\n\x0bis_required\x18\x02 \x01(\x08\x12\x19\n\x03key\x18\x03 \x01(\x0b\x32\x0c.kvcm.v1.Key*a\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_VIEWER\x10\x01\x12\x11\n\rROLE_OPERATOR\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03\x12\x0f\n\x0bROLE_ENGINE\x10\x04*T\n\nEngineVerb\x12\x1b\n\x17\x45NGINE_VERB_UNSPECIFIED\x10\x00\x12\t\n\x05MATCH\x10\x01\x12\t\n\x05WRITE\x10\x02\x12\n\n\x06REMOVE\x10\x03\x12\x07\n\x03PIN\x10\x04\x32\xcf\x04\n\rAccessService\x12\x42\n\tCreateKey\x12\x19.kvcm.v1.CreateKeyRequest\x1a\x1a.kvcm.v1.CreateKeyResponse\x12?\n\x08ListKeys\x12\x18.kvcm.v1.ListKeysRequest\x1a\x19.kvcm.v1.ListKeysResponse\x12\x42\n\tRotateKey\x12\x19.kvcm.v1.RotateKeyRequest\x1a\x1a.kvcm.v1.CreateKeyResponse\x12T\n\tRevokeKey\x12\x19.kvcm.v1.RevokeKeyRequest\x1a,.kv_cache_manager.proto.admin.CommonResponse\x12:\n\x05Login\x12\x15.kvcm.v1.LoginRequest\x1a\x1a.kvcm.v1.CreateKeyResponse\x12N\n\x06Logout\x12\x16.kvcm.v1.LogoutRequest\x1a,.kv_cache_manager.proto.admin.CommonResponse\x12X\n\x0bSetPassword\x12\x1b.kvcm.v1.SetPasswordRequest\x1a,.kv_cache_manager.proto.admin.CommonResponse\x12\x39\n\x06WhoAmI\x12\x16.kvcm.v1.WhoAmIRequest\x1a\x17.kvcm.v1.WhoAmIResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcm.v1.access_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1316
-  _globals['_ROLE']._serialized_end=1413
-  _globals['_ENGINEVERB']._serialized_start=1415
-  _globals['_ENGINEVERB']._serialized_end=1499
+  _globals['_ROLE']._serialized_start=1351
+  _globals['_ROLE']._serialized_end=1448
+  _globals['_ENGINEVERB']._serialized_start=1450
+  _globals['_ENGINEVERB']._serialized_end=1534
   _globals['_KEY']._serialized_start=63
   _globals['_KEY']._serialized_end=302
   _globals['_CREATEKEYREQUEST']._serialized_start=305
@@ -52,12 +52,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVOKEKEYREQUEST']._serialized_end=953
   _globals['_LOGINREQUEST']._serialized_start=955
   _globals['_LOGINREQUEST']._serialized_end=1045
-  _globals['_SETPASSWORDREQUEST']._serialized_start=1047
-  _globals['_SETPASSWORDREQUEST']._serialized_end=1144
-  _globals['_WHOAMIREQUEST']._serialized_start=1146
-  _globals['_WHOAMIREQUEST']._serialized_end=1179
-  _globals['_WHOAMIRESPONSE']._serialized_start=1182
-  _globals['_WHOAMIRESPONSE']._serialized_end=1314
-  _globals['_ACCESSSERVICE']._serialized_start=1502
-  _globals['_ACCESSSERVICE']._serialized_end=2013
+  _globals['_LOGOUTREQUEST']._serialized_start=1047
+  _globals['_LOGOUTREQUEST']._serialized_end=1080
+  _globals['_SETPASSWORDREQUEST']._serialized_start=1082
+  _globals['_SETPASSWORDREQUEST']._serialized_end=1179
+  _globals['_WHOAMIREQUEST']._serialized_start=1181
+  _globals['_WHOAMIREQUEST']._serialized_end=1214
+  _globals['_WHOAMIRESPONSE']._serialized_start=1217
+  _globals['_WHOAMIRESPONSE']._serialized_end=1349
+  _globals['_ACCESSSERVICE']._serialized_start=1537
+  _globals['_ACCESSSERVICE']._serialized_end=2128
 # @@protoc_insertion_point(module_scope)

@@ -134,6 +134,12 @@ class LoginRequest(_message.Message):
     ttl_seconds: int
     def __init__(self, trace_id: _Optional[str] = ..., user_name: _Optional[str] = ..., password: _Optional[str] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
 
+class LogoutRequest(_message.Message):
+    __slots__ = ("trace_id",)
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    def __init__(self, trace_id: _Optional[str] = ...) -> None: ...
+
 class SetPasswordRequest(_message.Message):
     __slots__ = ("trace_id", "user_name", "password", "old_password")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]

@@ -61,6 +61,11 @@ class AccessServiceStub:
                 request_serializer=kvcm_dot_v1_dot_access__service__pb2.LoginRequest.SerializeToString,
                 response_deserializer=kvcm_dot_v1_dot_access__service__pb2.CreateKeyResponse.FromString,
                 _registered_method=True)
+        self.Logout = channel.unary_unary(
+                '/kvcm.v1.AccessService/Logout',
+                request_serializer=kvcm_dot_v1_dot_access__service__pb2.LogoutRequest.SerializeToString,
+                response_deserializer=admin__service__pb2.CommonResponse.FromString,
+                _registered_method=True)
         self.SetPassword = channel.unary_unary(
                 '/kvcm.v1.AccessService/SetPassword',
                 request_serializer=kvcm_dot_v1_dot_access__service__pb2.SetPasswordRequest.SerializeToString,
@@ -112,6 +117,13 @@ class AccessServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Logout(self, request, context):
+        """Ends the key that is shown, at once, if it is of a login; other keys stay as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetPassword(self, request, context):
         """Changes the password of an account, or gives it one, and ends its logins.
         """
@@ -153,6 +165,11 @@ def add_AccessServiceServicer_to_server(servicer, server):
                     servicer.Login,
                     request_deserializer=kvcm_dot_v1_dot_access__service__pb2.LoginRequest.FromString,
                     response_serializer=kvcm_dot_v1_dot_access__service__pb2.CreateKeyResponse.SerializeToString,
+            ),
+            'Logout': grpc.unary_unary_rpc_method_handler(
+                    servicer.Logout,
+                    request_deserializer=kvcm_dot_v1_dot_access__service__pb2.LogoutRequest.FromString,
+                    response_serializer=admin__service__pb2.CommonResponse.SerializeToString,
             ),
             'SetPassword': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPassword,
@@ -301,6 +318,33 @@ class AccessService:
             '/kvcm.v1.AccessService/Login',
             kvcm_dot_v1_dot_access__service__pb2.LoginRequest.SerializeToString,
             kvcm_dot_v1_dot_access__service__pb2.CreateKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Logout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.AccessService/Logout',
+            kvcm_dot_v1_dot_access__service__pb2.LogoutRequest.SerializeToString,
+            admin__service__pb2.CommonResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,85 @@
+"""/v1/alerts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvcm.service.rest.call_book import CallBook
+from kvcm.service.rest.documents import Document, Int64
+from kvcm.service.rest.messages import plain
+from kvcm.service.rest.routing import add_route, answer
+
+__all__ = ["AlertDocument", "AlertResource", "AlertsDocument"]
+
+_PREFIX: Final = "ALERT_"
+
+
+class SubjectDocument(Document):
+    """What an alert is about."""
+
+    kind: Literal["group", "storage", "manager", "cluster"]
+    """Its kind."""
+    name: str
+    """Its name; empty for the cluster."""
+
+
+class AlertDocument(Document):
+    """Something that is wrong, as the manager that answers sees it."""
+
+    name: str
+    """That of the rule for Prometheus, where there is one of the same meaning."""
+    severity: Literal["page", "ticket", "info"]
+    """page: somebody has to act now. ticket: somebody has to look within days. info: good to know."""
+    subject: SubjectDocument
+    """What it is about."""
+    summary: str
+    """What is wrong, in one sentence."""
+    reason: str
+    """Why."""
+    advice: str
+    """What to do."""
+    since_ms: Int64
+    """Since when this manager sees it, unix time in ms."""
+
+
+class AlertsDocument(Document):
+    """What is wrong."""
+
+    items: list[AlertDocument]
+    """The worst first, then by name and subject."""
+
+
+class AlertQuery(BaseModel):
+    """Whose alerts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    group: Annotated[str, Field(max_length=256, description="Only what concerns this group and its storages.")] = ""
+
+
+class AlertResource:
+    """Alerts.
+
+    Args:
+        book: runs the call behind it.
+    """
+
+    def __init__(self, book: CallBook) -> None:
+        self._book = book
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the route."""
+        add_route(router, "GET", "/v1/alerts", self.list_alerts, AlertsDocument)
+
+    async def list_alerts(self, request: Request, query: Annotated[AlertQuery, Query()]) -> Response:
+        """Tell what is wrong, why, and what to do. Who is limited to groups hears of its groups."""
+        listed = await self._book.run(request, "InsightService.ListAlerts", instance_group=query.group)
+        return answer({"items": [_alert(plain(alert)) for alert in listed.alerts]})
+
+
+def _alert(alert: dict[str, Any]) -> dict[str, Any]:
+    subject = {"kind": alert.pop("subject_kind"), "name": alert.pop("subject_name")}
+    return {**alert, "severity": alert["severity"].removeprefix(_PREFIX).lower(), "subject": subject}
