@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from kvcm.config import ConfigError, Settings
+from kvcm.exposure import is_exposed
 from kvcm.model.api_keys import ApiKey, PresentedKey, new_key
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.principals import ALL_GROUPS, Role
@@ -22,7 +23,6 @@ from kvcm.registry.registry import Registry
 __all__ = ["keep_admin_key"]
 
 _NAME = "admin"
-_OTHERS = 0o077
 _log = structlog.get_logger("kvcm")
 
 
@@ -87,7 +87,7 @@ async def _take_over(registry: Registry, settings: Settings, path: Path) -> None
 def _read(path: Path) -> PresentedKey:
     try:
         text = path.read_text(encoding="ascii").strip()
-        mode = path.stat().st_mode
+        exposed = is_exposed(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"kvcm.auth.admin_key_file {str(path)!r} cannot be read: {type(error).__name__}") from None
     key = PresentedKey.parse(text)
@@ -95,7 +95,7 @@ def _read(path: Path) -> PresentedKey:
         raise ConfigError(
             f"kvcm.auth.admin_key_file {str(path)!r} holds no key: it must be one line, kvcm_<id>_<secret>"
         )
-    if mode & _OTHERS:
+    if exposed:
         _log.warning("admin_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
     return key
 

@@ -21,7 +21,7 @@ from kvcm.admin_key import keep_admin_key
 from kvcm.config import ConfigError, Settings
 from kvcm.draining import SlowEnd, drain, tell_left_tasks
 from kvcm.freed_memory import collect_seldom, give_back_freed_memory, keep_freed_memory, limit_arenas
-from kvcm.interface import Interface
+from kvcm.interface import Interface, Place
 from kvcm.metadata import open_metadata
 from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.errors import DuplicateEntityError, KvcmError, NotReadyError, StorageIOError
@@ -34,6 +34,7 @@ from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.documents import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, kept_cluster_id
+from kvcm.registry.schema import keep_schema
 from kvcm.reload import BackgroundReload, Reloader
 from kvcm.rooms import Duty, Rooms
 from kvcm.service.gate import Gate, Phase
@@ -156,6 +157,10 @@ class Manager:
         stack.push_async_callback(rooms.settle)
         stack.push_async_callback(listeners.stop)  # before the rooms close, whatever is still in flight
         endpoint = listeners.endpoint(rooms.leadership.node_id, self._settings.bind_address)
+        place = Place(endpoint, self._clock, lambda: self._gate.phase.value)
+        tls = files.tls if files is not None else None
+        interface = Interface.of(rooms, self._settings, self._reloader, place, spans, tls)
+        stack.push_async_callback(interface.vitals.withdraw)
         duties: list[asyncio.Task[None]] = []
         stack.push_async_callback(end_tasks, duties)
         stack.callback(slow_end.begin)
@@ -167,12 +172,13 @@ class Manager:
         watch: Duty = ("store_watch", partial(listeners.probes.watch_store, ask))
         trim: Duty = ("freed_memory", give_back_freed_memory)
         certificates: list[Duty] = [("certificates", files.run)] if files is not None else []
-        every = (*rooms.duties(), watch, trim, *certificates)
+        vitals: Duty = ("vitals", interface.vitals.run)
+        every = (*rooms.duties(), watch, trim, vitals, *certificates)
         duties += [asyncio.create_task(_keep_running(*duty)) for duty in every]
         if files is not None:
             self._reloader.refresh(files.reread)
-        tls = files.tls if files is not None else None
-        await listeners.serve(Interface.of(rooms, self._settings, self._reloader, spans, tls))
+        self._gate.follow(interface.vitals.wake)
+        await listeners.serve(interface)
         await self._gate.enter_phase(Phase.SERVING)
         return endpoint
 
@@ -197,6 +203,7 @@ class Manager:
                 metadata = await open_metadata(settings, self._clock, node_id, self._told(progress), self._fail)
             stack.push_async_callback(metadata.close)
             store, table = metadata.store, metadata.store.table("registry")
+            await keep_schema(table, store.flush)
             cluster_id = settings.cluster_id or await kept_cluster_id(table, _new_cluster_id(settings), store.flush)
             pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311
             openers: dict[StorageType, Opener] = {**OPENERS, StorageType.ST_TAIRMEMPOOL: pools}

@@ -32,6 +32,7 @@ _OWN_SECTIONS = (
     "kvcm.limits.",
     "kvcm.reclaim.",
     "kvcm.tracing.",
+    "kvcm.optimizer.",
     "kvcm.cluster_id",
     "kvcm.data_dir",
 )
@@ -136,6 +137,7 @@ class Settings:
     """Everything that can be set. Fields that the original knows keep its keys."""
 
     registry_storage_uri: str = _setting("kvcm.registry_storage.uri", "")
+    registry_storage_uri_file: str = _setting("kvcm.registry_storage.uri_file", "", _file)
     distributed_lock_uri: str = _setting("kvcm.distributed_lock.uri", "")
     node_id: str = _setting("kvcm.leader_elector.node_id", "")
     lease_ms: int = _setting("kvcm.leader_elector.lease_ms", 10000, _number(1, 1 << 31))
@@ -166,6 +168,8 @@ class Settings:
     event_publishers_configs: str = _setting("kvcm.event.event_publishers_configs", "")
     event_log_file: str = _setting("kvcm.event.log_file", "", _file)
     event_max_bytes: int = _setting("kvcm.event.max_bytes", 64 << 20, _number(1 << 10, 1 << 40))
+    recent_keys: int = _setting("kvcm.optimizer.recent_keys", 0, _COUNT)
+    sampled_keys: int = _setting("kvcm.optimizer.sampled_keys", 0, _number(0, 1 << 20))
     auth_mode: str = _setting("kvcm.auth.mode", "off", _one_of("off", "required"))
     admin_key_file: str = _setting("kvcm.auth.admin_key_file", "", _file)
     audit_log_file: str = _setting("kvcm.audit.log_file", "", _file)
@@ -262,7 +266,8 @@ def load_settings(
     for key in (*_FIELDS, *_ALIASES):
         if environment.get(key):
             values[_ALIASES.get(key, key)] = environment[key]
-    return _checked(Settings(**{_FIELDS[key].name: _parsed(key, value) for key, value in values.items()}))
+    settings = Settings(**{_FIELDS[key].name: _parsed(key, value) for key, value in values.items()})
+    return _checked(_with_uri_of_file(settings))
 
 
 def _file_pairs(path: Path) -> list[tuple[str, str]]:
@@ -304,6 +309,22 @@ def _parsed(key: str, value: str) -> Any:
         return _FIELDS[key].metadata["parse"](value)
     except ValueError as error:
         raise ConfigError(f"{key} is {value!r}, must be {error}") from None
+
+
+def _with_uri_of_file(settings: Settings) -> Settings:
+    """A uri that holds a password belongs into a file, as orchestrators mount secrets."""
+    path = settings.registry_storage_uri_file
+    if not path:
+        return settings
+    if settings.registry_storage_uri:
+        raise ConfigError("kvcm.registry_storage.uri and kvcm.registry_storage.uri_file are both set: give one of them")
+    try:
+        uri = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kvcm.registry_storage.uri_file {path!r} cannot be read: {type(error).__name__}") from None
+    if not uri or len(uri.splitlines()) > 1:
+        raise ConfigError(f"kvcm.registry_storage.uri_file {path!r} must hold one line, the uri")
+    return dataclasses.replace(settings, registry_storage_uri=uri)
 
 
 def _checked(settings: Settings) -> Settings:

@@ -87,7 +87,10 @@ class Listeners:
             await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
         self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies)
         self._admin.serve(
-            *(interface.admin, caller, interface.streams, interface.pages), bodies=bodies, resources=interface.resources
+            *(interface.admin, caller, interface.streams, interface.pages),
+            bodies=bodies,
+            resources=interface.resources,
+            console=interface.console,
         )
         self._debug.serve(interface.debug, caller, bodies=bodies)
 

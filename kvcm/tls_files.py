@@ -7,6 +7,7 @@ that does not fit together: a certificate may be seen before its key is there, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,13 +18,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from kvcm.config import ConfigError, Settings
+from kvcm.exposure import is_exposed
 from kvcm.service.certificates import described, read_certificates
 from kvcm.service.tls import ServerTls, TlsMaterial
 
 __all__ = ["TlsFiles", "open_tls"]
 
 _LOOK_SECONDS: Final = 2.0
-_OTHERS: Final = 0o077
 _CERT: Final = "kvcm.tls.cert_file"
 _KEY: Final = "kvcm.tls.key_file"
 _CLIENT_CA: Final = "kvcm.tls.client_ca_file"
@@ -158,12 +159,9 @@ class TlsFiles:
         self._tell_readable(self._paths[_KEY])
 
     def _tell_readable(self, path: Path) -> None:
-        try:
-            mode = path.stat().st_mode
-        except OSError:
-            return
-        if mode & _OTHERS:
-            _log.warning("tls_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
+        with contextlib.suppress(OSError):
+            if is_exposed(path):
+                _log.warning("tls_key_readable", file=str(path), reason="others on this host can read it: chmod 600")
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -1,0 +1,146 @@
+"""The console as one ASGI application, which the admin port hands requests for `/` and `/console/` to."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
+from typing import Any, Final
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route, Router
+
+from kvcm.console.browsers import foreign_request
+from kvcm.console.pages import PAGES, sign_in
+from kvcm.console.rendering import render
+from kvcm.console.resources import RefusedError, ResourceClient
+from kvcm.console.static_files import static_file
+from kvcm.console.visits import Page, Visit, Visitor
+from kvcm.model.principals import STRANGER, Principal
+from kvcm.service.access import Credentials
+from kvcm.service.asgi import Receive, Send
+from kvcm.service.calls import Arrival, Caller
+from kvcm.service.http_app import ARRIVAL, Resources
+from kvcm.service.http_credentials import CERTIFICATE_NAMES
+from kvcm.service.turned_away import ForbiddenError, TurnedAwayError
+
+__all__ = ["HOME", "ConsoleApp"]
+
+HOME: Final = "/console/"
+
+Handler = Callable[[Visit], Awaitable[Response]]
+
+_OPEN_PATHS: Final = ("/console/login",)
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "referrer-policy": "same-origin",  # stricter ones would hide where forms come from
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+_log = structlog.get_logger("kvcm.console")
+
+
+class ConsoleApp:
+    """Answers requests of browsers. Their bodies have been read and limited, and `ARRIVAL` stands in their scopes.
+
+    Args:
+        resources: answers what is below /v1.
+        caller: knows who may what.
+        version: of the manager.
+    """
+
+    def __init__(self, resources: Resources, caller: Caller, version: str) -> None:
+        self._resources = resources
+        self._caller = caller
+        self._version = version
+        routes = [
+            Route(path, partial(self._answer, handler), methods=[method])
+            for page in PAGES
+            for method, path, handler in page.ROUTES
+        ]
+        routes.append(Route("/console/static/{file:path}", static_file, methods=["GET"]))
+        self._router = Router(routes, redirect_slashes=False, default=self._nothing)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request. Paths are matched as they came: `%2F` in a name is no separator."""
+        request = Request(scope, receive)
+        response = self._unless_foreign(request) or self._elsewhere(request)
+        if response is not None:
+            await response(scope, receive, _hardened(send))
+            return
+        raw = scope["raw_path"].decode("ascii", "replace")
+        await self._router({**scope, "path": raw}, receive, _hardened(send))
+
+    def _unless_foreign(self, request: Request) -> Response | None:
+        reason = foreign_request(request.method, request.headers, is_open=not self._caller.access.asks)
+        return self._fault(403, reason) if reason else None
+
+    @staticmethod
+    def _elsewhere(request: Request) -> Response | None:
+        return RedirectResponse(HOME, 307) if request.scope["path"] == "/" else None
+
+    async def _answer(self, handler: Handler, request: Request) -> Response:
+        try:
+            visit = self._visit(request)
+        except TurnedAwayError as error:
+            if isinstance(error, ForbiddenError):
+                return self._fault(403, str(error))
+            return sign_in.elsewhere(request)
+        try:
+            return await _written(await handler(visit))
+        except RefusedError as error:
+            if error.status == 401:  # its key has ended
+                return sign_in.elsewhere(request)
+            return await _written(visit.fault(error.status, error.detail))
+        except HTTPException as error:
+            return await _written(visit.fault(error.status_code, error.detail))
+        except Exception:
+            _log.exception("failed", page=request.url.path)
+            return await _written(visit.fault(500, "The manager failed to answer; its log has the reason."))
+
+    def _visit(self, request: Request) -> Visit:
+        """Raises TurnedAwayError: nobody who is known."""
+        arrival: Arrival = request.scope[ARRIVAL]
+        if request.scope["path"] in _OPEN_PATHS:
+            principal = STRANGER
+        else:
+            names = request.scope.get(CERTIFICATE_NAMES, ())
+            principal = self._recognised(Credentials(sign_in.authorization(request), names))
+        client = ResourceClient(self._resources, arrival._replace(principal=principal))
+        visitor = Visitor(principal, self._caller.access.asks)
+        return Visit(
+            request, visitor, client, self._version, lambda key: self._recognised(Credentials(f"Bearer {key}"))
+        )
+
+    def _recognised(self, credentials: Credentials) -> Principal:
+        return self._caller.visitor(HOME, credentials)
+
+    async def _nothing(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        await self._fault(404, "There is no such page.")(scope, receive, send)
+
+    def _fault(self, status: int, detail: str) -> Response:
+        page = render("fault_alone.html", code=status, detail=detail, version=self._version)
+        return HTMLResponse(page, status)
+
+
+async def _written(response: Response) -> Response:
+    if isinstance(response, Page):
+        await response.write()
+    return response
+
+
+def _hardened(send: Send) -> Send:
+    async def hardened(event: MutableMapping[str, Any]) -> None:
+        if event["type"] == "http.response.start":
+            given = {name.lower() for name, _ in event["headers"]}
+            more = {"cache-control": "no-store", **_HEADERS}
+            added = [(name.encode(), value.encode()) for name, value in more.items() if name.encode() not in given]
+            event["headers"] = [*event["headers"], *added]
+        await send(event)
+
+    return hardened

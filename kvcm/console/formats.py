@@ -1,0 +1,107 @@
+"""Numbers, sizes and times as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from kvcm.model.storages import StorageType
+from kvcm.sizes import shown_size
+
+__all__ = [
+    "ago",
+    "capitalised",
+    "count",
+    "duration",
+    "listed",
+    "moment",
+    "percent",
+    "rate",
+    "size",
+    "storage_kind",
+    "words",
+]
+
+NOTHING = "–"
+
+
+def size(value: float | None) -> str:
+    """Return bytes as `1.5 GiB`; what is negative is not limited."""
+    if value is None:
+        return NOTHING
+    return "no limit" if value < 0 else shown_size(round(value))
+
+
+def count(value: float | None) -> str:
+    """Return a number of things as `12,031`."""
+    return NOTHING if value is None else f"{round(value):,}"
+
+
+def percent(ratio: float | None) -> str:
+    """Return a ratio as `98.2 %`. What is not quite all is not shown as all."""
+    if ratio is None:
+        return NOTHING
+    if 0.9995 <= ratio < 1:
+        return "99.9 %"
+    return f"{100 * ratio:.1f} %"
+
+
+def rate(value: float | None) -> str:
+    """Return something per second as `1,250/s`."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}/s" if value >= 10 or value == 0 else f"{value:.2g}/s"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time as `3.2 ms`, `12 s` or `2 h 5 min`."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.001:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if minutes < 60:
+        return f"{minutes:.0f} min"
+    if hours < 48:
+        return f"{int(hours)} h {int(minutes) % 60} min"
+    return f"{days:.0f} days"
+
+
+def ago(at_ms: float | None, now_ms: float) -> str:
+    """Return when something was or will be, as `5 min ago` or `in 12 s`."""
+    if not at_ms:
+        return NOTHING
+    seconds = (now_ms - at_ms) / 1000
+    if abs(seconds) < 1:
+        return "now"
+    shown = duration(max(1, round(abs(seconds))))
+    return f"{shown} ago" if seconds > 0 else f"in {shown}"
+
+
+def moment(at_ms: float | None) -> str:
+    """Return a time of the calendar, in UTC."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if at_ms else NOTHING
+
+
+def words(name: str) -> str:
+    """Return the name of a value of an enum as words: `ROLE_VIEWER` is `role viewer`."""
+    return name.replace("_", " ").lower()
+
+
+def capitalised(clause: str) -> str:
+    """Return a clause with a capital at its beginning, for one that begins a sentence."""
+    return f"{clause[:1].upper()}{clause[1:]}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a sentence has them: `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def storage_kind(storage_type: str) -> str:
+    """Return what documents of storages call a type: `ST_NFS` is `file`."""
+    return StorageType[storage_type].kind if storage_type in StorageType.__members__ else words(storage_type)

@@ -1,0 +1,213 @@
+"""Forms: which fields there are, what was filled in, and what the manager has against it.
+
+A field stands for one field of a resource's document. What was filled in becomes that document; what the resource
+refuses is put beside the field that it names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from kvcm.console.resources import RefusedError
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.sizes import parse_size
+from kvcm.spans import parse_span
+
+__all__ = ["Entry", "Field", "Kind", "Sheet", "exact_size"]
+
+Kind = Literal["text", "password", "integer", "size", "span", "percent", "check", "choice", "several"]
+"""How a field is filled in: `span` is a time, `several` are choices of which any number may be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a form.
+
+    Attributes:
+        name: path of the field in the document, as in `nfs.root_path`.
+        label: what people call it.
+        hint: what it is for, and what may stand there.
+        kind: how it is filled in. What is empty is left out of the document.
+        is_required: whether something must stand there.
+        choices: values, and what people call them.
+        initial: what stands there at first.
+        completion: what browsers may fill in: the attribute `autocomplete`.
+    """
+
+    name: str
+    label: str
+    hint: str = ""
+    kind: Kind = "text"
+    is_required: bool = False
+    choices: Sequence[tuple[str, str]] = ()
+    initial: str = ""
+    completion: str = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A field as it is shown.
+
+    Attributes:
+        field: it.
+        value: what stands there; lines where it has several values.
+        fault: what is wrong with it, "" for nothing.
+    """
+
+    field: Field
+    value: str
+    fault: str
+
+    @property
+    def values(self) -> Sequence[str]:
+        """What was taken, where several values may be."""
+        return self.value.split("\n") if self.value else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A form that is filled in, or to be.
+
+    Attributes:
+        fields: that it has.
+        values: of them by name.
+        faults: by the name of the field.
+        fault: what is wrong but has no field.
+    """
+
+    fields: Sequence[Field]
+    values: Mapping[str, str]
+    faults: Mapping[str, str] = field(default_factory=dict)
+    fault: str = ""
+
+    @classmethod
+    def blank(cls, fields: Sequence[Field]) -> Sheet:
+        """Return one as it is shown at first."""
+        return cls(fields, {each.name: each.initial for each in fields})
+
+    @classmethod
+    def filled(cls, fields: Sequence[Field], form: Mapping[str, str]) -> Sheet:
+        """Return one with what was sent."""
+        return cls(fields, {each.name: form.get(each.name, "") for each in fields})
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its fields in order. Passwords are not sent back."""
+        return [
+            Entry(each, "" if each.kind == "password" else self.values[each.name], self.faults.get(each.name, ""))
+            for each in self.fields
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Return what was filled in as the document that it stands for.
+
+        Raises:
+            RefusedError: something is missing, or no number, size or time.
+        """
+        made: dict[str, Any] = {}
+        wrong: list[dict[str, str]] = []
+        for each in self.fields:
+            text = self.values[each.name] if each.kind == "password" else self.values[each.name].strip()
+            if not text and each.is_required:
+                wrong.append({"field": each.name, "allowed": "must not be empty"})
+            if not text and each.kind not in {"check", "several"}:
+                continue
+            try:
+                _put(made, each.name.split("."), _READ[each.kind](text))
+            except (ValueError, InvalidArgumentError) as error:
+                wrong.append({"field": each.name, "allowed": str(error)})
+        if wrong:
+            raise RefusedError(400, {"detail": f"{wrong[0]['field']}: {wrong[0]['allowed']}", "errors": wrong})
+        return made
+
+    def refused(self, error: RefusedError) -> Sheet:
+        """Return it with what a resource has against it.
+
+        Raises:
+            RefusedError: the same, where it is not about what was filled in but about who did.
+        """
+        if error.status == 401:
+            raise error
+        names = [each.name for each in self.fields]
+        found = {name: _plain(each.allowed) for each in error.faults if (name := _named(each.field, names))}
+        if found:
+            return replace(self, faults=found)
+        text = _plain(error.detail)
+        name = next(iter(_mentioned(text, names)), "")
+        return replace(self, faults={name: text}) if name else replace(self, fault=text)
+
+
+def exact_size(size_bytes: int) -> str:
+    """Return a size so that reading it again gives the same: `64 GiB`, or plain bytes. What is negative is ""."""
+    if size_bytes < 0:
+        return ""
+    for base, suffix in ((1024, "iB"), (1000, "B")):
+        for power, letter in reversed(list(enumerate("KMGTP", start=1))):
+            if size_bytes and size_bytes % base**power == 0:
+                return f"{size_bytes // base**power} {letter}{suffix}"
+    return str(size_bytes)
+
+
+def _integer(text: str) -> int:
+    if re.fullmatch(r"-?[0-9]{1,19}", text, re.ASCII) is None:
+        raise ValueError(f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?%?", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{text[:40]!r} is no percentage, as in 90")
+    return float(found[1]) / 100
+
+
+_READ: Final[Mapping[Kind, Callable[[str], Any]]] = {
+    "text": str,
+    "password": str,
+    "integer": _integer,
+    "size": parse_size,
+    "span": parse_span,
+    "percent": _percent,
+    "check": bool,
+    "choice": str,
+    "several": lambda text: text.split("\n") if text else [],
+}
+
+
+def _put(document: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for step in path[:-1]:
+        document = document.setdefault(step, {})
+    document[path[-1]] = value
+
+
+def _named(path: str, names: Iterable[str]) -> str:
+    """Return the field that an error is about: it or something in it."""
+    inside = re.sub(r"\[[0-9]+\]", "", path.removeprefix("path."))
+    return next((name for name in names if inside == name or inside.startswith(f"{name}.")), "")
+
+
+def _mentioned(text: str, names: Iterable[str]) -> list[str]:
+    """Return the fields that a sentence names, in the order of the sentence."""
+    places = {name: re.search(rf"(?<![\w-]){re.escape(name.split('.')[-1])}(?![\w-])", text) for name in names}
+    return sorted((name for name, found in places.items() if found), key=lambda name: places[name].start())  # type: ignore[union-attr]
+
+
+_REWORDED: Final = {
+    r"missing or invalid fields: .*?}: (.*)": r"\1",
+    r"(?:String|List) should have at least 1 .*": "must not be empty",
+    r"String should have at most (\d+) characters?": r"must have \1 characters at most",
+    r"String should match pattern .*": "has characters that are not allowed, or too many of them",
+    r"Input should be a valid integer.*": "must be a whole number",
+    r"Input should be (greater|less) than (or equal to )?(.*)": r"must be \1 than \2\3",
+}
+
+
+def _plain(text: str) -> str:
+    """Return what is wrong without the words of those who check."""
+    for pattern, words in _REWORDED.items():
+        if found := re.fullmatch(pattern, text, re.DOTALL):
+            return found.expand(words)
+    return text

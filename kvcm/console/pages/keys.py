@@ -1,0 +1,129 @@
+"""API keys: making, replacing and ending them. A secret is on the page that made it, and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from starlette.responses import Response
+
+from kvcm.console.confirming import Question, confirmed_routes
+from kvcm.console.forms import Field, Sheet
+from kvcm.console.resources import RefusedError
+from kvcm.console.views.keys import KeyView, key_views
+from kvcm.console.views.roles import KEY_ROLES, VERBS
+from kvcm.console.visits import Visit
+from kvcm.model.principals import ALL_GROUPS
+
+__all__ = ["ROUTES"]
+
+_LIST: Final = "/console/keys"
+_ONE: Final = "/console/keys/{name}"
+_ADD: Final = "/console/keys/+add"  # no key has such an id
+
+_GROUPS: Final = Field(
+    "instance_groups",
+    "Groups",
+    "Where it counts. An engine needs some; other roles have all if no box is ticked.",
+    "several",
+)
+_NEW: Final = (
+    Field("name", "Name", "Letters, digits, dots, dashes and underscores; 128 at most.", is_required=True),
+    Field("role", "Role", kind="choice", choices=tuple(KEY_ROLES.items()), initial="ROLE_ENGINE"),
+    _GROUPS,
+    Field("verbs", "What an engine may do", "All, if no box is ticked.", "several", choices=tuple(VERBS.items())),
+    Field("ttl_seconds", "Ends after", "As in 30d, 12h or 15m. Empty: never.", "span", initial="90d"),
+    Field(
+        "certificate_name", "Name in client certificates",
+        "Whoever shows a certificate with this name is let in, and no secret is made. Empty: a secret is made.",
+    ),
+)  # fmt: skip
+_ROTATION: Final = (
+    Field("overlap_seconds", "The old key goes on for", "As in 1h. Empty: it ends at once.", "span", initial="1h"),
+    Field("ttl_seconds", "The new key ends after", "As in 90d. Empty: never.", "span", initial="90d"),
+)
+
+
+async def _list(visit: Visit) -> Response:
+    with_logins = visit.query("logins") == "yes"
+    keys = await visit.items(f"/v1/keys{'?with_logins=true' if with_logins else ''}")
+    return visit.page("keys.html", keys=key_views(keys, time.time() * 1000), with_logins=with_logins)
+
+
+async def _fields(visit: Visit) -> Sequence[Field]:
+    groups = await visit.items("/v1/groups")
+    choices = ((ALL_GROUPS, "all groups"), *((group["name"], group["name"]) for group in groups))
+    return [replace(field, choices=choices) if field is _GROUPS else field for field in _NEW]
+
+
+async def _ask_to_add(visit: Visit) -> Response:
+    return visit.page("key_add.html", sheet=Sheet.blank(await _fields(visit)))
+
+
+async def _add(visit: Visit) -> Response:
+    sheet = Sheet.filled(await _fields(visit), await visit.form())
+    try:
+        made = (await visit.send("POST", "/v1/keys", sheet.document())).document
+    except RefusedError as error:
+        return visit.page("key_add.html", error.status, sheet=sheet.refused(error))
+    return _made(visit, made, "was made")
+
+
+async def _ask_to_rotate(visit: Visit) -> Response:
+    return visit.page("key_rotate.html", key=await _found(visit), sheet=Sheet.blank(_ROTATION))
+
+
+async def _rotate(visit: Visit) -> Response:
+    sheet = Sheet.filled(_ROTATION, await visit.form())
+    try:
+        path = f"/v1/keys/{visit.request.path_params['name']}/rotate"
+        made = (await visit.send("POST", path, sheet.document())).document
+    except RefusedError as error:
+        return visit.page("key_rotate.html", error.status, key=await _found(visit), sheet=sheet.refused(error))
+    return _made(visit, made, "replaces the one before")
+
+
+def _made(visit: Visit, made: Any, what: str) -> Response:
+    """Return the only page that ever has the secret: it is not kept, neither here nor by the browser."""
+    (key,) = key_views([made["key"]], time.time() * 1000)
+    return visit.page("key_made.html", 201, key=key, secret=made["secret"], what=what)
+
+
+async def _revoking(visit: Visit) -> Question:
+    key = await _found(visit)
+    is_own = key.key_id == visit.visitor.principal.key_id
+    return Question(
+        f"Revoke the key of {key.name}",
+        (
+            "It ends at once: whoever shows it is refused, and engines that have it compute everything themselves.",
+            "It cannot be brought back. To replace it without a gap, rotate it instead.",
+            *(["It is the key that you are signed in with."] if is_own else []),
+        ),
+        "Revoke it",
+        _LIST,
+        key.name,
+    )
+
+
+async def _revoke(visit: Visit) -> Response:
+    key = await _found(visit)
+    await visit.send("DELETE", f"/v1/keys/{visit.request.path_params['name']}")
+    return visit.back(_LIST, f"A key of {key.name} was revoked.")
+
+
+async def _found(visit: Visit) -> KeyView:
+    """Raises RefusedError: there is no such key."""
+    document = await visit.get(f"/v1/keys/{visit.request.path_params['name']}")
+    return key_views([document], time.time() * 1000)[0]
+
+
+ROUTES: Final[Sequence[tuple[str, str, Callable[[Visit], Awaitable[Response]]]]] = (
+    ("GET", _LIST, _list),
+    ("GET", _ADD, _ask_to_add),
+    ("POST", _ADD, _add),
+    ("GET", f"{_ONE}/rotate", _ask_to_rotate),
+    ("POST", f"{_ONE}/rotate", _rotate),
+    *confirmed_routes(f"{_ONE}/revoke", _revoking, _revoke),
+)
