@@ -14,7 +14,7 @@ from kvcm.commands.connection import ADMIN_URL, Connection
 from kvcm.commands.options import AsJson, ConfigFile, DataDir, Env, with_options
 from kvcm.commands.shown import console, print_json
 from kvcm.config import Settings
-from kvcm.doctor.findings import Finding, Level
+from kvcm.doctor.findings import Finding, Level, ok
 from kvcm.refusals import FINDINGS, asking
 from kvcm.telemetry.logs import LEVELS, configure_logs
 
@@ -33,8 +33,8 @@ def doctor(
 ) -> None:
     """Check settings, data directory, ports, certificates, the shared store, clocks, storages and a running manager.
 
-    Give the options that `kvcm serve` gets. Nothing is changed. Exit code 0: nothing fails, though there may be
-    warnings; 1: something fails.
+    Give the options that `kvcm serve` gets, on its host. With --manager and none of them, only what that manager says
+    is looked at. Nothing is changed. Exit code 0: nothing fails, though there may be warnings; 1: something fails.
     """
     # These open stores and storages as a manager does: every other command starts without.
     from kvcm.doctor.examination import check_settings
@@ -44,12 +44,19 @@ def doctor(
     configure_logs(LEVELS["ERROR"])
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
     settings, found = read_settings(config_file, [*options, *(env or ())], os.environ)
-    if settings is not None:
+    is_elsewhere = connection.manager != ADMIN_URL and settings == Settings()
+    if is_elsewhere:
+        found = [ok("settings", f"none are given: only what {connection.manager} says is looked at")]
+    elif settings is not None:
         found += check_settings(settings)
     with asking():
         client, is_expected = _client(connection, settings)
-        shows_certificate = connection.cert_file is not None
-        found += check_manager(client, is_expected=is_expected, shows_certificate=shows_certificate)
+        found += check_manager(
+            client,
+            is_expected=is_expected,
+            is_here=not is_elsewhere,
+            shows_certificate=connection.cert_file is not None,
+        )
     if as_json:
         print_json(_report(found))
     else:

@@ -50,7 +50,7 @@ def export_index(
     data_dir: DataDir = None,
     group: Group = "",
     with_accounts: Annotated[
-        bool, typer.Option("--with-accounts", help="Also the accounts, with the hashes of their passwords.")
+        bool, typer.Option("--with-accounts", help="Also accounts and keys, with the hashes of passwords and secrets.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
@@ -75,6 +75,7 @@ def import_index(
     data_dir: DataDir = None,
     group: Group = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing, tell what would be written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Add what an export holds. What exists stays as it is; something different of the same name refuses the import.
 
@@ -90,7 +91,10 @@ def import_index(
                 )
             tools = _tools(settings, progress)
             imported = asyncio.run(tools.import_(source, file, group, dry_run=dry_run, is_file=is_file))
-    _print_imported(imported, dry_run=dry_run)
+    if as_json:
+        typer.echo(_imported_json(imported))
+    else:
+        _print_imported(imported, dry_run=dry_run)
 
 
 @index_app.command("verify")
@@ -195,6 +199,8 @@ def _print_exported(exported: Exported) -> None:
         table.add_row(instance_id, f"{records:,}")
     console = Console(stderr=True)  # the standard output may be the export itself
     console.print(table)
+    if exported.pins:
+        console.print(f"{exported.pins:,} pins")
     if exported.left_out:
         console.print(f"{exported.left_out:,} blocks are being written and were left out")
     for name in sorted(exported.unknown_storages):
@@ -209,10 +215,29 @@ def _print_imported(imported: Imported, *, dry_run: bool) -> None:
     for instance_id in sorted(imported.stored.keys() | imported.skipped.keys()):
         table.add_row(instance_id, f"{imported.stored[instance_id]:,}", f"{imported.skipped[instance_id]:,}")
     console.print(table)
+    if imported.pins:
+        console.print(f"{imported.pins:,} pins {'would be there' if dry_run else 'are there'}")
+    for sentence in imported.refused_pins:
+        console.print(sentence, markup=False)
     for sentence in imported.fitted:
         console.print(f"changed: {sentence}", markup=False)
     for sentence in imported.exceeded:
         console.print(f"over quota: {sentence}", markup=False)
+
+
+def _imported_json(imported: Imported) -> str:
+    return json.dumps(
+        {
+            "is_all_there": not imported.created and not +imported.stored and not imported.refused_pins,
+            "added": imported.created,
+            "stored": imported.stored,
+            "there_already": imported.skipped,
+            "pins": imported.pins,
+            "refused_pins": imported.refused_pins,
+            "changed": imported.fitted,
+            "over_quota": imported.exceeded,
+        }
+    )
 
 
 def _print_report(report: AuditReport) -> None:

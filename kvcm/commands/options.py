@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvcm.exposure import is_exposed
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.refusals import refuse_to_run
 
@@ -114,7 +115,7 @@ def first_line(path: Path, what: str) -> str:
     """
     with path.open(encoding="utf-8") as file:
         mode = path.stat().st_mode & 0o777
-        if mode & 0o077:
+        if is_exposed(path):
             raise InvalidArgumentError(
                 f"{what} {path} has mode {mode:03o}: others can read the secret in it; run `chmod 600 {path}`"
             )

@@ -61,7 +61,7 @@ def print_json(value: Any) -> None:
 
 
 def print_counts(counts: dict[str, Any], *, as_json: bool) -> None:
-    """Print how many there are of what; names that end in bytes are sizes."""
+    """Print how many there are of what; names that end in bytes are sizes, but for what is `without_bytes`."""
     if as_json:
         print_json(counts)
         return
@@ -70,7 +70,8 @@ def print_counts(counts: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _shown_count(name: str, count: int) -> str:
-    return shown_size(count) if name == "bytes" or name.endswith("_bytes") else f"{count:,}"
+    is_size = name == "bytes" or (name.endswith("_bytes") and name != "without_bytes")
+    return shown_size(count) if is_size else f"{count:,}"
 
 
 def shown_end(unix_ms: int) -> str:

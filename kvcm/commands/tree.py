@@ -12,14 +12,27 @@ from kvcm.commands.group import group_app, group_usage
 from kvcm.commands.index import index_app
 from kvcm.commands.instance import instance_app
 from kvcm.commands.key import key_app, login, who_am_i
+from kvcm.commands.optimize import optimize
 from kvcm.commands.pin import pin_app
 from kvcm.commands.quota import quota_app
 from kvcm.commands.snapshot import snapshot_app
 from kvcm.commands.storage import storage_app
+from kvcm.commands.trace import trace_app
 
 __all__ = ["add_commands"]
 
-_APPS = (storage_app, group_app, quota_app, instance_app, pin_app, account_app, key_app, index_app, snapshot_app)
+_APPS = (
+    storage_app,
+    group_app,
+    quota_app,
+    instance_app,
+    pin_app,
+    account_app,
+    key_app,
+    index_app,
+    snapshot_app,
+    trace_app,
+)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -32,3 +45,4 @@ def add_commands(app: typer.Typer) -> None:
     app.command("login")(login)
     app.command("whoami")(who_am_i)
     app.command("doctor")(doctor)
+    app.command("optimize")(optimize)

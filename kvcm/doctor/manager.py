@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvcm.admin_client import AdminClient
@@ -35,12 +36,15 @@ _CHECK = "manager"
 _PATHS = (NfsStorageSpec, ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
 
 
-def check_manager(client: AdminClient, *, is_expected: bool, shows_certificate: bool = False) -> Iterator[Finding]:
+def check_manager(
+    client: AdminClient, *, is_expected: bool, is_here: bool = True, shows_certificate: bool = False
+) -> Iterator[Finding]:
     """Yield how a manager is, by what it answers.
 
     Args:
         client: of its admin port.
         is_expected: whether it has to run.
+        is_here: whether this is its host: then storages are looked at from here, too.
         shows_certificate: whether the client shows one.
     """
     try:
@@ -54,7 +58,7 @@ def check_manager(client: AdminClient, *, is_expected: bool, shows_certificate: 
             yield ok(_CHECK, f"none runs at {client.url}; `kvcm serve` starts one")
         return
     yield from readiness(client.url, page.status, page.body.decode(errors="replace"))
-    for check in (_leader, _usage, _storages):
+    for check in (_leader, _usage, partial(_storages, is_here=is_here)):
         yield from _asked(client, check)
 
 
@@ -119,7 +123,7 @@ def _of_trouble(is_bad: bool, text: str) -> Finding:
     return Finding(Level.FAIL if is_bad else Level.WARN, "capacity", text, advice)
 
 
-def _storages(client: AdminClient) -> Iterator[Finding]:
+def _storages(client: AdminClient, *, is_here: bool) -> Iterator[Finding]:
     answer = client.call("ListStorage", pb.ListStorageRequest(), pb.ListStorageResponse)
     known = {each.storage_unique_name: read(StorageStatus, each) for each in answer.storage_status}
     if not answer.storage:
@@ -128,7 +132,8 @@ def _storages(client: AdminClient) -> Iterator[Finding]:
         status = known.get(config.global_unique_name)
         if status is not None:
             yield status_of(status)
-        yield from check_storage(config)
+        if is_here:
+            yield from check_storage(config)
 
 
 def status_of(status: StorageStatus) -> Finding:
