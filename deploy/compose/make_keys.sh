@@ -1,0 +1,26 @@
+#!/bin/sh
+# Makes the keys of Prometheus and of the demo's engine, once: the job `keys` runs it when a manager is ready. A key that
+# the managers do not know, because the store was emptied, is made anew.
+set -eu
+umask 077
+
+# key FILE GROUP NAME OPTION…: GROUP also reads FILE, "" for nobody else.
+key() {
+  file=$1 group=$2 name=$3
+  shift 3
+  if [ -s "$file" ]; then
+    code=0
+    KVCM_KEY_FILE='' KVCM_KEY=$(cat "$file") kvcm whoami > /dev/null || code=$?
+    [ "$code" -ne 0 ] || return 0
+    [ "$code" -eq 3 ] || exit "$code"
+  fi
+  kvcm key create --name "$name-$(date +%s)" --out "$file.new" --force "$@" > /dev/null
+  if [ -n "$group" ]; then
+    chgrp "$group" "$file.new"
+    chmod 440 "$file.new"
+  fi
+  mv "$file.new" "$file"
+}
+
+key "$1/prometheus.key" 10011 prometheus --role viewer
+key "$2/engine.key" "" demo-engine --role engine --group default --verb match --verb write

@@ -1,0 +1,197 @@
+"""Just enough of a Kubernetes API server for Helm to install a chart into, and for kubectl to apply manifests to.
+
+It says which kinds it knows, keeps what is created or merged, and refuses what a real one refuses by its schemas, and
+changes of what a real one never changes.
+There is nothing behind it: no pod ever runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from schemas import SchemaError, check_object
+
+__all__ = ["Cluster", "stand_in_cluster"]
+
+_KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+clusters: [{name: here, cluster: {server: "http://127.0.0.1:%d"}}]
+contexts: [{name: here, context: {cluster: here, user: nobody}}]
+users: [{name: nobody, user: {}}]
+current-context: here
+"""
+_VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
+
+
+class _Kind(NamedTuple):
+    plural: str
+    kind: str
+    is_namespaced: bool = True
+
+
+_KINDS = {
+    "v1": (
+        _Kind("configmaps", "ConfigMap"),
+        _Kind("namespaces", "Namespace", is_namespaced=False),
+        _Kind("persistentvolumeclaims", "PersistentVolumeClaim"),
+        _Kind("pods", "Pod"),
+        _Kind("secrets", "Secret"),
+        _Kind("serviceaccounts", "ServiceAccount"),
+        _Kind("services", "Service"),
+    ),
+    "apps/v1": (_Kind("deployments", "Deployment"), _Kind("statefulsets", "StatefulSet")),
+    "autoscaling/v2": (_Kind("horizontalpodautoscalers", "HorizontalPodAutoscaler"),),
+    "policy/v1": (_Kind("poddisruptionbudgets", "PodDisruptionBudget"),),
+    "networking.k8s.io/v1": (_Kind("networkpolicies", "NetworkPolicy"),),
+    "cert-manager.io/v1": (_Kind("certificates", "Certificate"),),
+    "monitoring.coreos.com/v1": (
+        _Kind("prometheusrules", "PrometheusRule"),
+        _Kind("servicemonitors", "ServiceMonitor"),
+    ),
+}
+
+
+_FIXED = {
+    "Deployment": ("selector",),
+    "StatefulSet": ("selector", "serviceName", "volumeClaimTemplates"),
+    "PersistentVolumeClaim": ("accessModes", "storageClassName"),
+}
+"""What no update changes, of the `spec` of a kind."""
+
+
+class Cluster:
+    """What was created, by path, and how to reach the server.
+
+    Args:
+        version: of Kubernetes, as in 1.34.
+
+    Attributes:
+        kubeconfig: file that names the server.
+    """
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.kubeconfig = Path()
+        self.created: dict[str, dict[str, Any]] = {}
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """What was created, in that order."""
+        return list(self.created.values())
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        """Return status and body."""
+        if method == "POST":
+            return self._create(path, json.loads(body))
+        if method == "PATCH" and path in self.created:
+            return self._change(path, json.loads(body))
+        if path in self.created:
+            return 200, self.created[path]
+        found = self._described(path)
+        return (200, found) if found is not None else (404, _status("NotFound", f"{path} is not there", 404))
+
+    def _create(self, path: str, made: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            check_object(made, self.version)
+        except SchemaError as error:
+            return 422, _status("Invalid", str(error), 422)
+        self.created[f"{path}/{made['metadata']['name']}"] = made
+        return 201, made
+
+    def _change(self, path: str, patch: dict[str, Any]) -> tuple[int, Any]:
+        old = self.created[path]
+        new = _merged(old, patch)
+        for field in _FIXED.get(old["kind"], ()):
+            if new["spec"].get(field) != old["spec"].get(field):
+                return 422, _status("Invalid", f"{path}: {field} is immutable", 422)
+        self.created[path] = new
+        return 200, new
+
+    def _described(self, path: str) -> Any:
+        """What a client asks before it begins."""
+        groups = [each for each in _KINDS if "/" in each]
+        if path == "/version":
+            major, minor = self.version.split(".")
+            return {"major": major, "minor": minor, "gitVersion": f"v{self.version}.0"}
+        if path == "/api":
+            return {"kind": "APIVersions", "versions": ["v1"]}
+        if path == "/apis":
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(each) for each in groups]}
+        version = path.removeprefix("/api/").removeprefix("/apis/")
+        return _resources(version) if version in _KINDS else None
+
+
+def _merged(old: Any, patch: Any) -> Any:
+    """Apply a JSON merge patch (RFC 7386)."""
+    if not isinstance(patch, dict):
+        return patch
+    new = {**old} if isinstance(old, dict) else {}
+    new.update({key: _merged(new.get(key), value) for key, value in patch.items()})
+    return {key: value for key, value in new.items() if value is not None}
+
+
+def _group(version: str) -> dict[str, Any]:
+    told = {"groupVersion": version, "version": version.partition("/")[2]}
+    return {"name": version.partition("/")[0], "versions": [told], "preferredVersion": told}
+
+
+def _resources(version: str) -> dict[str, Any]:
+    kinds = [
+        {
+            "name": each.plural,
+            "singularName": each.kind.lower(),
+            "namespaced": each.is_namespaced,
+            "kind": each.kind,
+            "verbs": _VERBS,
+        }
+        for each in _KINDS[version]
+    ]
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": kinds}
+
+
+def _status(reason: str, message: str, code: int) -> dict[str, Any]:
+    told = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+    return {**told, "reason": reason, "message": message, "code": code, "details": {}}
+
+
+@contextlib.contextmanager
+def stand_in_cluster(directory: Path, version: str) -> Iterator[Cluster]:
+    """Yield a cluster that listens on loopback."""
+    cluster = Cluster(version)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, answer = cluster.answer(self.command, urlsplit(self.path).path, body)
+            encoded = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(encoded)))
+            self.end_headers()
+            self.wfile.write(encoded)
+
+        do_POST = do_PATCH = do_GET  # noqa: N815 - names that the library looks for
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        cluster.kubeconfig = directory / f"kubeconfig-{server.server_port}"
+        cluster.kubeconfig.write_text(_KUBECONFIG % server.server_port)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield cluster
+        finally:
+            server.shutdown()
+            thread.join()

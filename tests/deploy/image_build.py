@@ -1,0 +1,162 @@
+"""Carries the Dockerfile out, without a registry: buildah builds it, on a base made of Debian's packages.
+
+The base has the name of the one in the Dockerfile, but Debian's own Python. Packages of Python are fetched by the
+host's pip, which knows the way out; inside they come from a folder, by a pip.conf that only the build sees.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composed import ROOT
+
+__all__ = ["Image", "Workshop", "can_build"]
+
+_SUITE = "bookworm"
+_PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
+_MIRROR = "http://deb.debian.org/debian"
+# Debian's Python 3.11.2 wants it for redis; later ones, as the image's, do not.
+_OF_OLDER_PYTHONS = "async-timeout"
+_PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\ndisable-pip-version-check = true\n"
+
+
+def can_build() -> bool:
+    """Whether the programs are there."""
+    return all(map(shutil.which, ("buildah", "mmdebstrap")))
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What was built.
+
+    Attributes:
+        root: its files, in a directory that may be written.
+        config: of the image: user, environment, entry point…
+        size_bytes: of all its files, the base's included.
+        package_bytes: of those of the package and what it needs.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    size_bytes: int
+    package_bytes: int
+
+
+class Workshop:
+    """Builds images below one directory.
+
+    Args:
+        directory: where everything is kept; the base and the packages are used again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._containers: list[str] = []
+        self._driver = "overlay" if _has_overlays(directory) else "vfs"  # the latter copies everything for every stage
+
+    def built(self, target: str, extras: Sequence[str], version: str) -> Image:
+        """Build a target of the Dockerfile.
+
+        Args:
+            target: its stage.
+            extras: of the package, as the stage installs them.
+            version: the build argument.
+        """
+        self._base()
+        self._fetch(extras)
+        pip_conf = self._directory / "pip.conf"
+        pip_conf.write_text(_PIP_CONF)
+        tag = f"localhost/kvcm-{target}:test"
+        self._buildah(
+            "bud", "--pull-never", "--isolation", "chroot", "--format", "docker", "--target", target, "--tag", tag,
+            "--volume", f"{self._wheels}:/wheels:ro", "--volume", f"{pip_conf}:/etc/pip.conf:ro",
+            "--build-arg", f"KVCM_VERSION={version}", str(ROOT),
+        )  # fmt: skip
+        root = self._opened(tag)
+        inspected = json.loads(self._buildah("inspect", "--type", "image", tag))
+        return Image(root, inspected["Docker"]["config"], _size(root), _size(root / "opt/kvcm"))
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        for container in self._containers:
+            self._buildah("umount", container)
+            self._buildah("rm", container)
+        self._containers.clear()
+
+    @property
+    def _wheels(self) -> Path:
+        return self._directory / "wheels"
+
+    def _base(self) -> None:
+        (name,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        tag = f"docker.io/library/{name}"
+        if self._has(tag):
+            return
+        archive = self._directory / "base.tar"
+        subprocess.run(
+            ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={_PACKAGES}",
+             "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*",
+             "--customize-hook=ln -s /usr/bin/python3 $1/usr/local/bin/python", _SUITE, archive, _MIRROR],
+            check=True,
+        )  # fmt: skip
+        recipe = self._directory / "base.Dockerfile"
+        recipe.write_text(
+            "FROM scratch\nADD base.tar /\nENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin\n"
+        )
+        self._buildah("bud", "--isolation", "chroot", "--file", str(recipe), "--tag", tag, str(self._directory))
+        archive.unlink()
+
+    def _has(self, tag: str) -> bool:
+        return any(tag in (image.get("names") or ()) for image in json.loads(self._buildah("images", "--json") or "[]"))
+
+    def _fetch(self, extras: Sequence[str]) -> None:
+        listed = subprocess.run(
+            [sys.executable, ROOT / "deploy/images/requirements.py", *extras],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        building = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--dest", self._wheels, "--only-binary", ":all:",
+             "--python-version", "3.11", "--constraint", ROOT / ".ci/constraints.txt",
+             *listed.stdout.split("\n")[:-1], *building, _OF_OLDER_PYTHONS],
+            check=True,
+        )  # fmt: skip
+
+    def _opened(self, tag: str) -> Path:
+        container = self._buildah("from", "--pull-never", tag).strip()
+        self._containers.append(container)
+        return Path(self._buildah("mount", container).strip())
+
+    def _buildah(self, *words: str) -> str:
+        command = ["buildah", "--root", self._directory / "store", "--runroot", self._directory / "run",
+                   "--storage-driver", self._driver, *words]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"buildah {words[0]}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+
+def _has_overlays(directory: Path) -> bool:
+    """Tell whether overlays can be mounted on the directory's file system."""
+    parts = {name: directory / "overlay" / name for name in ("lower", "upper", "work", "all")}
+    for part in parts.values():
+        part.mkdir(parents=True, exist_ok=True)
+    options = ",".join(f"{name}dir={parts[name]}" for name in ("lower", "upper", "work"))
+    tried = subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", parts["all"]], capture_output=True)
+    if tried.returncode == 0:
+        subprocess.run(["umount", parts["all"]], check=True)
+    return tried.returncode == 0
+
+
+def _size(root: Path) -> int:
+    told = subprocess.run(["du", "-sxB1", root], capture_output=True, text=True, check=True)
+    return int(told.stdout.split()[0])

@@ -1,0 +1,18 @@
+"""The release before this one, and what it shares with the tests of real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from previous_release import Release, previous_release
+
+
+@pytest.fixture(scope="session")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The release before this one, unpacked."""
+    return previous_release(tmp_path_factory.mktemp("previous"))
