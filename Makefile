@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality engines clean
+.PHONY: setup run package test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-deploy gameday acceptance-gameday engines clean
 
 setup: $(VENV)/.dev
 
@@ -20,7 +20,7 @@ $(VENV)/.server: pyproject.toml .ci/constraints.txt
 # it would bring a build for GPUs. triton interprets the kernels of GPUs in tests.
 $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
-	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,optimizer,dev]'
 	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
 	touch $@
 
@@ -58,12 +58,54 @@ mooncake:
 .PHONY: promtool
 unit: promtool
 promtool:
-	command -v promtool > /dev/null || { apt-get update -qq && mkdir -p build/prometheus && cd build/prometheus \
-	    && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && install usr/bin/promtool /usr/local/bin; } \
+	command -v promtool > /dev/null && command -v prometheus > /dev/null || { apt-get update -qq && mkdir -p build/prometheus && cd build/prometheus \
+	    && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . \
+	    && install usr/bin/promtool usr/bin/prometheus /usr/local/bin; } \
 	  || echo "promtool is missing: checks of alert rules are skipped" >&2
+
+# Builds the Dockerfile where there is no Docker, on a base of Debian's packages. Without it these tests are skipped, and
+# say so.
+.PHONY: buildah
+buildah:
+	command -v buildah > /dev/null && command -v mmdebstrap > /dev/null \
+	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends buildah mmdebstrap; } \
+	  || echo "buildah or mmdebstrap is missing: the images are not built and not run" >&2
+
+# Helm, for the tests of its chart: a package has it as a library, for a newer Python than it needs. Without it these tests
+# are skipped, and say so.
+.PHONY: helm
+unit: helm
+helm: setup
+	test -d build/helm/helm_sdkpy || $(PIP) install --quiet --target build/helm --no-deps --only-binary :all: \
+	    --ignore-requires-python --python-version 3.12 --require-hashes --requirement .ci/helm.txt \
+	  || echo "Helm is missing: tests of the chart are skipped" >&2
+
+# Hosts of the game day are network name spaces; nft loses packets where the kernel has no netem. Without them it is left
+# out, and says so.
+.PHONY: iproute
+iproute:
+	{ command -v ip && command -v tc && command -v nft; } > /dev/null \
+	  || { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2 nftables; } \
+	  || echo "iproute2 is missing: the game day is left out" >&2
+
+# Reports are opened in a real browser. Without one these tests are skipped, and say so.
+.PHONY: chromium
+unit: chromium
+chromium:
+	command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+	  || echo "chromium is missing: tests of reports in a browser are skipped" >&2
 
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
+
+# Wheel, sdist and SBOM of the checked-out commit, below dist/: docs/contributing.md.
+package: $(VENV)-package/.made
+	.ci/package $(<D)/bin/python
+
+$(VENV)-package/.made: pyproject.toml .ci/constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt build cyclonedx-bom
+	touch $@
 
 test: check unit
 
@@ -93,8 +135,20 @@ thorough: setup redis fuse mooncake
 demo: setup
 	$(BIN)/python docs/examples/demo/run.py $(DEMO_ARGS)
 
+# Pages that are made of the code: calls, resources, commands.
+.PHONY: reference
+reference: setup
+	$(BIN)/python docs/site/reference.py
+
+# The documents as a site in build/site. Nothing is fetched, neither while it is built nor while it is read. Pages open
+# from that folder; the search wants a server: python3 -m http.server --directory build/site
+.PHONY: docs
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file docs/site/mkdocs.yml
+
 proto: setup
 	$(BIN)/python proto/generate.py
+	$(BIN)/python docs/site/reference.py
 
 # Full figures, committed under benchmarks/results/, and the documents that show them.
 acceptance-manager: setup
@@ -105,16 +159,16 @@ acceptance-manager: setup
 # The demo, the tests with processes that are killed, and the benchmarks but those that repeat these tests with more kills
 # and faults (of crashes the benchmark). Figures of so short a run mean little, so missed targets are shown and do not
 # count; violations do.
-smoke: setup redis fuse mooncake engines
+smoke: setup redis fuse mooncake iproute engines buildah
 	mkdir -p build
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
 	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
 	$(BIN)/python benchmarks/match.py --quick --json build/match.json
 	$(BIN)/python benchmarks/index.py --quick --json build/index.json
 	$(BIN)/python benchmarks/scale.py --quick --json build/scale.json
-	$(BIN)/python -m pytest -m e2e --ignore tests/e2e --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile
-	$(BIN)/python -m pytest -m e2e --ignore tests/e2e/test_crash_smoke.py tests/e2e
+	$(BIN)/python -m pytest -m e2e --ignore tests/e2e/test_crash_smoke.py --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile
 	$(BIN)/python -m pytest -m engines_smoke tests/engines
+	$(BIN)/python benchmarks/gameday.py --quick --seed 2 --json build/gameday.json
 	$(BIN)/python benchmarks/crash.py --quick --kills 7 --json build/crash.json
 	$(BIN)/python benchmarks/capacity.py --quick --json build/capacity.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
@@ -125,26 +179,30 @@ smoke: setup redis fuse mooncake engines
 	$(BIN)/python benchmarks/mooncake_store.py --quick --json build/mooncake_store.json
 	$(BIN)/python benchmarks/service.py --quick --json build/service.json
 	$(BIN)/python benchmarks/auth_cost.py --quick --json build/auth_cost.json
+	$(BIN)/python benchmarks/vitals.py --quick --json build/vitals.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 	$(BIN)/python benchmarks/soak.py --quick --json build/soak.json
 	$(BIN)/python benchmarks/connector.py --quick --json build/connector.json
 	$(BIN)/python benchmarks/conversation.py --quick --json build/conversation.json
+	$(BIN)/python benchmarks/live_tuning.py --quick --json build/live_tuning.json
+	$(BIN)/python benchmarks/optimizer.py --quick --json build/optimizer.json
+	$(MAKE) --jobs 3 --output-sync=target smoke-gpu
+
+# Those of the GPU tier time nothing here, so they run beside each other, the longest first.
+GPU_QUICK := retrieval_quality quality ablations index_build
+GPU_SMOKE := k4_wave_decode k9_end_to_end k5_million check_device k10_breakdown k7_pq_search k6_dsa_decode k8_index_build \
+  k1_io_transfer k2_lru_diff k3_decode_attention
+.PHONY: smoke-gpu smoke-gpu-compile $(GPU_QUICK:%=smoke-gpu-quick-%) $(GPU_SMOKE:%=smoke-gpu-%)
+smoke-gpu: $(GPU_QUICK:%=smoke-gpu-quick-%) $(GPU_SMOKE:%=smoke-gpu-%) smoke-gpu-compile
+
+smoke-gpu: export OMP_NUM_THREADS = 2
+smoke-gpu-check_device: export TRITON_INTERPRET = 1
+smoke-gpu-compile:
 	$(BIN)/python benchmarks/gpu/compile_kernels.py --json build/gpu_compile.json
-	TRITON_INTERPRET=1 $(BIN)/python benchmarks/gpu/check_device.py --cpu-smoke --json build/gpu_check.json
-	$(BIN)/python benchmarks/gpu/k1_io_transfer.py --cpu-smoke --json build/gpu_k1.json
-	$(BIN)/python benchmarks/gpu/k2_lru_diff.py --cpu-smoke --json build/gpu_k2.json
-	$(BIN)/python benchmarks/gpu/k3_decode_attention.py --cpu-smoke --json build/gpu_k3.json
-	$(BIN)/python benchmarks/gpu/k4_wave_decode.py --cpu-smoke --json build/gpu_k4.json
-	$(BIN)/python benchmarks/gpu/k5_million.py --cpu-smoke --json build/gpu_k5.json
-	$(BIN)/python benchmarks/gpu/k6_dsa_decode.py --cpu-smoke --json build/gpu_k6.json
-	$(BIN)/python benchmarks/gpu/k7_pq_search.py --cpu-smoke --json build/gpu_k7.json
-	$(BIN)/python benchmarks/gpu/k8_index_build.py --cpu-smoke --json build/gpu_k8.json
-	$(BIN)/python benchmarks/gpu/k9_end_to_end.py --cpu-smoke --json build/gpu_k9.json
-	$(BIN)/python benchmarks/gpu/k10_breakdown.py --cpu-smoke --json build/gpu_k10.json
-	$(BIN)/python benchmarks/gpu/quality.py --quick --json build/gpu_quality.json
-	$(BIN)/python benchmarks/gpu/index_build.py --quick --json build/gpu_index_build.json
-	$(BIN)/python benchmarks/gpu/retrieval_quality.py --quick --json build/gpu_retrieval_quality.json
-	$(BIN)/python benchmarks/gpu/ablations.py --quick --json build/gpu_ablations.json
+$(GPU_QUICK:%=smoke-gpu-quick-%): smoke-gpu-quick-%:
+	$(BIN)/python benchmarks/gpu/$*.py --quick --json build/gpu_$*.json
+$(GPU_SMOKE:%=smoke-gpu-%): smoke-gpu-%:
+	$(BIN)/python benchmarks/gpu/$*.py --cpu-smoke --json build/gpu_$*.json
 
 # Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
 # An hour on two cores.
@@ -182,6 +240,7 @@ acceptance-service: setup
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
 	$(BIN)/python benchmarks/auth_cost.py --json benchmarks/results/auth_cost.json
+	$(BIN)/python benchmarks/vitals.py --json benchmarks/results/vitals.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
@@ -195,6 +254,33 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python benchmarks/conversation.py --json benchmarks/results/conversation.json
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py
+
+# The optimizer against another simulator, on the published traces (KVCM_TRACES says where they are); what is predicted of
+# a running manager, and proposed to it, against what it then does. Seven minutes on two idle cores.
+acceptance-optimizer: setup
+	$(BIN)/python benchmarks/optimizer.py --json benchmarks/results/optimizer.json
+	$(BIN)/python benchmarks/live_tuning.py --json benchmarks/results/live_tuning.json
+	$(BIN)/python benchmarks/optimizer_plot.py
+	$(BIN)/python benchmarks/readme.py
+
+# From one release to the next under load, back, and forward again; restores with imports that are killed; packages. Six
+# minutes on two idle cores.
+acceptance-deploy: setup redis helm package buildah promtool
+	KVCM_TESTS=thorough $(BIN)/python -m pytest -m e2e tests/upgrade tests/restore tests/package tests/deploy
+	test ! -e build/images.json || cp build/images.json benchmarks/results/images.json
+
+# Everything goes wrong in a cluster on this host, in an order that follows from a seed (docs/gameday). Needs root.
+MINUTES ?= 2
+SEED ?= 1
+gameday: setup redis fuse iproute
+	$(BIN)/python benchmarks/gameday.py --minutes $(MINUTES) --seed $(SEED) --report build/gameday --json build/gameday_$(SEED).json
+
+# Three orders, twenty minutes each. An hour and a quarter on four cores.
+acceptance-gameday: setup redis fuse iproute
+	for seed in 1 2 3; do \
+	  $(BIN)/python benchmarks/gameday.py --minutes 20 --seed $$seed --report docs/gameday --json benchmarks/results/gameday_$$seed.json \
+	  || exit 1; \
+	done
 
 # Quality of the sparse tier's selections, without a GPU: half an hour on one core.
 acceptance-quality: setup
@@ -212,4 +298,4 @@ acceptance-gpu:
 	done; exit $$failed  # a target that one of them misses does not hide the others
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(DATA) build *.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang $(VENV)-package $(DATA) build dist *.egg-info

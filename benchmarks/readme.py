@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
@@ -122,6 +123,20 @@ def conversation_table(rows: Rows) -> list[str]:
     ]
 
 
+def passes_table(rows: Rows) -> list[str]:
+    """What one pass over each trace takes, of benchmarks/optimizer.py."""
+    header = [
+        "| trace | policy, capacities | ours, all of them | libCacheSim, one of them | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    passes = [row for row in rows if row["metric"].startswith("one pass")]
+    return header + [
+        f"| {row['case'].replace(', ', ' | ', 1).replace(' at ', ', ')} | {row['value']:,.1f} ms | "
+        f"{row['baseline']:,.1f} ms | {row['ratio']:.1f}× |"
+        for row in passes
+    ]
+
+
 def compatibility_table(rows: Rows) -> list[str]:
     """A row per feature, a column per engine: how many tests have shown it, of benchmarks/compatibility.py."""
     engines = list(dict.fromkeys(row["metric"] for row in rows))
@@ -142,6 +157,61 @@ def overload_table(rows: Rows) -> list[str]:
     return costs_table([row for row in rows if not row["case"].partition(": ")[2].startswith("afterwards, ")])
 
 
+def claims_table(_: Rows) -> list[str]:
+    """A row for each file of results: what its script claims, and how many of its rows have a target and miss it."""
+    lines = ["| what is claimed | script | figures | wanted | missed |", "|---|---|---|---|---|"]
+    for result in sorted(RESULTS.glob("*.json")):
+        script = _script_of(result.stem)
+        judged = [row["ok"] for row in json.loads(result.read_text())["rows"] if row["ok"] is not None]
+        places = [f"[{path.name}](../{path.relative_to(ROOT).as_posix()})" for path in (script, result)]
+        lines.append(f"| {_claim_of(script)} | {' | '.join(places)} | {len(judged)} | {judged.count(False)} |")
+    return lines
+
+
+def games_table(_: Rows) -> list[str]:
+    """A row for each game day."""
+    metrics = (
+        "faults", "calls answered well, outside", "calls answered well, inside", "prompts answered and compared",
+        "prompts with wrong tokens", "blocks acknowledged", "acknowledged blocks lost",
+    )  # fmt: skip
+    titles = "| game | faults | calls answered outside of faults | inside | prompts | wrong | blocks | lost | missed |"
+    lines = [titles, "|---" * 9 + "|"]
+    for result in sorted(RESULTS.glob("gameday_*.json")):
+        rows = json.loads(result.read_text())["rows"]
+        seed, shown = result.stem.rpartition("_")[2], {row["metric"]: row for row in rows if "," not in row["case"]}
+        figures = " | ".join(_told(shown[metric]) for metric in metrics)
+        lines.append(f"| [seed {seed}](seed_{seed}.md) | {figures} | {sum(row['ok'] is False for row in rows)} |")
+    return lines
+
+
+def _told(row: dict[str, Any]) -> str:
+    return f"{row['value']:.2f} %" if row["unit"] == "%" else f"{row['value']:,}"
+
+
+def missed_table(_: Rows) -> list[str]:
+    """Every row of any file that misses its target."""
+    lines = ["| figures | what | figure | compared with | ratio | wanted |", "|---|---|---|---|---|---|"]
+    for result in sorted(RESULTS.glob("*.json")):
+        rows = [row for row in json.loads(result.read_text())["rows"] if row["ok"] is False]
+        lines += [f"| {result.stem} {line}" for line in costs_table(rows)[2:]]
+    return lines
+
+
+def _script_of(result: str) -> Path:
+    """Return the script or test that wrote a file of results: of the same name, or the one that it is a part of."""
+    folder, name = (ROOT / "benchmarks" / "gpu", result[4:]) if result.startswith("gpu_") else (RESULTS.parent, result)
+    found = [folder / f"{name}.py", *sorted(folder.glob(f"{name}_*.py")), folder / f"{name.rpartition('_')[0]}.py"]
+    found.append(ROOT / "tests" / "deploy" / f"test_{name}.py")
+    return next(path for path in found if path.exists())
+
+
+def _claim_of(script: Path) -> str:
+    """Return the first sentence of a script about itself."""
+    text = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n\n")[0]
+    claim = " ".join(text.split()).removeprefix("Claim: ").partition(". ")[0].rstrip(".")
+    return claim[:1].upper() + claim[1:]
+
+
 def _figure(row: dict[str, Any], of: str = "value") -> str:
     value = row[of]
     digits = 0 if value == int(value) else 1 if value >= 10 else 3
@@ -159,12 +229,17 @@ def _beside(row: dict[str, Any]) -> str:
 TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "match", "match.json", match_table),
     ("README.md", "cpu", "service.json", cpu_table),
+    ("README.md", "passes", "optimizer.json", passes_table),
     ("docs/performance.md", "calls", "service.json", calls_table),
     ("docs/performance.md", "scaling", "service_scaling.json", costs_table),
     ("docs/performance.md", "keys", "auth_cost.json", keys_table),
     ("docs/performance.md", "soak", "soak.json", judged_table),
     ("docs/performance.md", "overload", "overload.json", overload_table),
     ("docs/performance.md", "restarts", "restarts.json", judged_table),
+    ("docs/performance.md", "claims", "", claims_table),
+    ("docs/performance.md", "missed", "", missed_table),
+    ("docs/gameday/index.md", "games", "", games_table),
+    ("docs/rest.md", "vitals", "vitals.json", judged_table),
     ("docs/metadata.md", "index", "index.json", costs_table),
     ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/engines.md", "compatibility", "compatibility.json", compatibility_table),
@@ -191,7 +266,7 @@ def main() -> int:
     stale = []
     for document, marker, result, table in TABLES:
         path = ROOT / document
-        rows = json.loads((RESULTS / result).read_text())["rows"]
+        rows = json.loads((RESULTS / result).read_text())["rows"] if result else []
         text = path.read_text()
         new = filled(text, marker, table(rows))
         if new != text:

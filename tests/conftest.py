@@ -6,8 +6,11 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-for folder in ("store", "contract", "gpu_tier"):
+from hypothesis import HealthCheck, settings
+
+for folder in ("store", "contract", "gpu_tier", "service"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
@@ -24,6 +27,13 @@ def _import_triton_to_be_interpreted() -> None:
     else:
         os.environ["TRITON_INTERPRET"] = before
 
+
+# What property tests try follows from their code, so that a commit passes or fails alike wherever it is tried; a
+# thorough run goes on looking. How long an example takes says how busy the machine is.
+_UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **_UNTIMED)
+settings.register_profile("thorough", **_UNTIMED)
+settings.load_profile("thorough" if os.environ.get("KVCM_TESTS") == "thorough" else "repeatable")
 
 _import_triton_to_be_interpreted()
 

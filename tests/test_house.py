@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ MOST_LINES = 400
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_CALLS = re.compile(r"\b(pickle|marshal|shelve)\b\.|(?<!\.)\b(?:eval|exec)\(|\bos\.system\(|shell=True")
 TOP_LEVEL = {
-    ".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "benchmarks", "connectors", "deploy",
-    "docs", "gpu_tier", "kvcm", "proto", "pyproject.toml", "tests",
+    ".ci", ".dockerignore", ".gitignore", "CHANGELOG.md", "Dockerfile", "LICENSE", "Makefile", "README.md",
+    "benchmarks", "connectors", "deploy", "docker-compose.yml", "docs", "gpu_tier", "kvcm", "proto",
+    "pyproject.toml", "tests",
 }  # fmt: skip
 
 
@@ -53,6 +55,12 @@ def test_nothing_is_imported_from_a_conftest() -> None:
     # Every room has one: which of them is meant depends on which tests run.
     for path in OUR_PYTHON:
         assert not re.search(r"^\s*(from|import) conftest\b", path.read_text(), re.MULTILINE), path
+
+
+def test_no_two_modules_of_tests_have_one_name() -> None:
+    # They are imported by their names alone: which of them is meant depends on which came first.
+    names = Counter(path.name for path in OUR_PYTHON if path.is_relative_to(ROOT / "tests"))
+    assert [name for name, count in names.items() if count > 1] == ["conftest.py"]
 
 
 @pytest.mark.parametrize("room", ["kvcm", "connectors", "gpu_tier"])

@@ -57,9 +57,13 @@ class Manager:
     Args:
         directory: for its log and, without a shared store, its data.
         settings: `kvcm.…` keys and values.
+
+    Attributes:
+        code: directory of the packages that the next start runs, None for those of the test.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
+        self.code: Path | None = None
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.settings = {**{f"kvcm.service.{name}": str(free_port()) for name in _PORTS}, **settings}
@@ -96,11 +100,15 @@ class Manager:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvcm", "serve", *self.options],
                 cwd=self.directory,
-                env={key: value for key, value in os.environ.items() if not key.lower().startswith("kvcm")},
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+
+    def _environment(self) -> dict[str, str]:
+        own = {key: value for key, value in os.environ.items() if not key.lower().startswith("kvcm")}
+        return own if self.code is None else {**own, "PYTHONPATH": str(self.code)}
 
     def start(self) -> None:
         """Start the process and wait until it serves."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -214,24 +214,30 @@ def _placements(registry: Registry) -> Iterator[tuple[Instance, Placement]]:
         yield removal.instance, removal.placement
 
 
-def verified(manager_options: Sequence[str]) -> list[str]:
+def verified(manager_options: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
     """Run `kvcm index verify` over the store that the options name; returns what it found.
 
     What changed all the time, so that it could not be checked, is looked at once more.
+
+    Args:
+        manager_options: of `kvcm serve`.
+        environment: variables of the command, None for those of the test.
     """
-    done = _verify(manager_options)
+    done = _verify(manager_options, environment)
     if done.returncode == _UNSETTLED:
-        done = _verify(manager_options)
+        done = _verify(manager_options, environment)
     return [] if done.returncode == 0 else [f"index verify ends with {done.returncode}: {done.stdout}{done.stderr}"]
 
 
-def _verify(manager_options: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _verify(manager_options: Sequence[str], environment: Mapping[str, str] | None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvcm", "index", "verify", "--json", *manager_options],
         capture_output=True,
         text=True,
         timeout=_VERIFY_SECONDS,
         check=False,
+        cwd="/",  # or the packages there would be taken
+        env=environment,
     )
 
 
