@@ -1,32 +1,22 @@
 """Carries the Dockerfile out, without a registry: buildah builds it, on a base made of Debian's packages.
 
-The base has the name of the one in the Dockerfile, but Debian's own Python. Packages of Python are fetched by the
-host's pip, which knows the way out; inside they come from a folder, by a pip.conf that only the build sees.
+The base has the name of the one in the Dockerfile, but Debian's own Python.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
-import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from composed import ROOT
+from materials import PIP_CONF, base_archive, base_name, fetch_packages
 
 __all__ = ["Image", "Workshop", "can_build"]
-
-_SUITE = "bookworm"
-_PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
-_MIRROR = "http://deb.debian.org/debian"
-# Debian's Python 3.11.2 wants it for redis; later ones, as the image's, do not.
-_OF_OLDER_PYTHONS = "async-timeout"
-_PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\ndisable-pip-version-check = true\n"
 
 
 def can_build() -> bool:
@@ -73,9 +63,9 @@ class Workshop:
             version: the build argument.
         """
         self._base()
-        self._fetch(extras)
+        fetch_packages(self._wheels, extras)
         pip_conf = self._directory / "pip.conf"
-        pip_conf.write_text(_PIP_CONF)
+        pip_conf.write_text(PIP_CONF)
         tag = f"localhost/kvcm-{target}:test"
         self._buildah(
             "bud", "--pull-never", "--isolation", "chroot", "--format", "docker", "--target", target, "--tag", tag,
@@ -98,17 +88,11 @@ class Workshop:
         return self._directory / "wheels"
 
     def _base(self) -> None:
-        (name,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-        tag = f"docker.io/library/{name}"
+        tag = f"docker.io/library/{base_name()}"
         if self._has(tag):
             return
         archive = self._directory / "base.tar"
-        subprocess.run(
-            ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={_PACKAGES}",
-             "--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*",
-             "--customize-hook=ln -s /usr/bin/python3 $1/usr/local/bin/python", _SUITE, archive, _MIRROR],
-            check=True,
-        )  # fmt: skip
+        base_archive(archive)
         recipe = self._directory / "base.Dockerfile"
         recipe.write_text(
             "FROM scratch\nADD base.tar /\nENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin\n"
@@ -118,19 +102,6 @@ class Workshop:
 
     def _has(self, tag: str) -> bool:
         return any(tag in (image.get("names") or ()) for image in json.loads(self._buildah("images", "--json") or "[]"))
-
-    def _fetch(self, extras: Sequence[str]) -> None:
-        listed = subprocess.run(
-            [sys.executable, ROOT / "deploy/images/requirements.py", *extras],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        building = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--dest", self._wheels, "--only-binary", ":all:",
-             "--python-version", "3.11", "--constraint", ROOT / ".ci/constraints.txt",
-             *listed.stdout.split("\n")[:-1], *building, _OF_OLDER_PYTHONS],
-            check=True,
-        )  # fmt: skip
 
     def _opened(self, tag: str) -> Path:
         container = self._buildah("from", "--pull-never", tag).strip()
