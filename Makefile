@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run package test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-deploy gameday acceptance-gameday engines clean
+.PHONY: setup run package test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
 
 setup: $(VENV)/.dev
 
@@ -262,6 +262,13 @@ acceptance-optimizer: setup
 	$(BIN)/python benchmarks/live_tuning.py --json benchmarks/results/live_tuning.json
 	$(BIN)/python benchmarks/optimizer_plot.py
 	$(BIN)/python benchmarks/readme.py
+
+# The tests that have a Redis, with a Valkey in its place, killed processes included. Its programs must be on the PATH: Debian
+# has them since release 13, and in the backports of 12.
+acceptance-valkey: setup
+	valkey-server --version
+	KVCM_REDIS_PROGRAM=valkey $(BIN)/python -m pytest -m 'e2e or not e2e' --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile \
+	  tests/store tests/index tests/cache tests/registry tests/reclaim tests/service tests/e2e tests/restore tests/upgrade
 
 # From one release to the next under load, back, and forward again; restores with imports that are killed; packages. Six
 # minutes on two idle cores.

@@ -1,11 +1,13 @@
 """Real Redis servers on loopback: alone, behind sentinels, as a cluster; a plug-in of all tests (`tests/conftest.py`).
 
+With KVCM_REDIS_PROGRAM=valkey they are Valkey's: `valkey-server` and `valkey-cli` of the PATH.
 Tests share the servers of the fixtures: each uses a deployment name of its own and leaves every process running.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ __all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standa
 
 _START_SECONDS = 60.0
 _SERVICE = "mymaster"
+_PROGRAM = os.environ.get("KVCM_REDIS_PROGRAM", "redis")
 
 
 class RedisServer:
@@ -45,7 +48,7 @@ class RedisServer:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port, self._password = directory, port, password
-        self._command = ["redis-server", *(["sentinel.conf", "--sentinel"] if is_sentinel else []), *options]
+        self._command = [f"{_PROGRAM}-server", *(["sentinel.conf", "--sentinel"] if is_sentinel else []), *options]
         self._start()
 
     def _start(self) -> None:
@@ -205,7 +208,8 @@ def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Clus
             servers.append(RedisServer(directory / str(port), options, port))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         subprocess.run(
-            ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", str(replicas), "--cluster-yes"],
+            [f"{_PROGRAM}-cli", "--cluster", "create", *addresses,
+             "--cluster-replicas", str(replicas), "--cluster-yes"],
             check=True, capture_output=True, timeout=_START_SECONDS,
         )  # fmt: skip
         made = Cluster(tuple(servers), f"redis+cluster://{','.join(addresses)}/")
