@@ -95,6 +95,15 @@ chromium:
 	command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 	  || echo "chromium is missing: tests of reports in a browser are skipped" >&2
 
+# The proxy that the console's document shows. Only the program is taken from the package, which would also start a server.
+# Without it these tests are skipped, and say so.
+.PHONY: nginx
+unit: nginx
+nginx:
+	command -v nginx > /dev/null || { apt-get update -qq && mkdir -p build/nginx && cd build/nginx \
+	    && apt-get download -qq nginx && dpkg-deb -x nginx_*.deb . && install usr/sbin/nginx /usr/local/bin && nginx -v; } \
+	  || echo "nginx is missing: tests of the console behind a proxy are skipped" >&2
+
 run: $(VENV)/.server
 	$(BIN)/kvcm serve --data-dir $(DATA)
 
