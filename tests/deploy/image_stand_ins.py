@@ -60,10 +60,15 @@ def import_stand_ins(engine: DockerEngine, directory: Path) -> None:
         if not engine.has_image(tag):
             debian_archive(archive, service.suite, service.packages, *service.hooks)
             engine.import_image(archive, tag, (_PATH, *service.changes))
-    if not engine.has_image(base_name()):
-        wheels, pip_conf = directory / "wheels", directory / "pip.conf"
-        fetch_packages(wheels, ("server", "tracing", "engine"))
-        pip_conf.write_text(PIP_CONF)
-        base_archive(archive, f"copy-in {wheels} /", f"upload {pip_conf} /etc/pip.conf")
-        engine.import_image(archive, base_name(), (_PATH, 'CMD ["python"]'))
-    archive.unlink(missing_ok=True)
+    _import_base(engine, directory, archive)
+    archive.unlink()
+
+
+def _import_base(engine: DockerEngine, directory: Path, archive: Path) -> None:
+    """Every time: what builds install follows the constraints of the commit."""
+    wheels, pip_conf = directory / "wheels", directory / "pip.conf"
+    fetch_packages(wheels, ("server", "tracing", "engine"))
+    pip_conf.write_text(PIP_CONF)
+    base_archive(archive, f"copy-in {wheels} /", f"upload {pip_conf} /etc/pip.conf")
+    engine.import_image(archive, base_name(), (_PATH, 'CMD ["python"]'))
+    engine.run("docker", "image", "prune", "--force", seconds=600)  # those of earlier commits
