@@ -270,7 +270,8 @@ acceptance-optimizer: setup
 acceptance-valkey: setup
 	valkey-server --version
 	KVCM_REDIS_PROGRAM=valkey $(BIN)/python -m pytest -m 'e2e or not e2e' --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile \
-	  tests/store tests/index tests/cache tests/registry tests/reclaim tests/service tests/e2e tests/restore tests/upgrade
+	  tests/store tests/index tests/cache tests/registry tests/reclaim tests/service tests/e2e tests/restore tests/upgrade \
+	  tests/deploy/test_pods.py
 
 # From one release to the next under load, back, and forward again; restores with imports that are killed; packages. Six
 # minutes on two idle cores.

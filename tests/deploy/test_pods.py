@@ -20,6 +20,7 @@ from authorities import Authority, dns, ip
 from manifests import KUSTOMIZED, ROOT, Installation, Object, has_helm, installed, kustomized, one, values_of
 from pods import Pod, may_isolate, unpacked
 from ports import free_port
+from redis_servers import REDIS_PROGRAM
 from rollout import Engine, Namespace, Network, Rollout, Traffic
 from waiting import until
 
@@ -100,11 +101,13 @@ def _bundled_store(directory: Path, users: str, port: int) -> subprocess.Popen[b
     text = settings["valkey.conf"].replace("dir /data", f"dir {directory}\nport {port}\nbind 127.0.0.1")
     (directory / "valkey.conf").write_text(text.replace("/run/secrets/valkey/", f"{directory}/"))
     with (directory / "log").open("wb") as log:
-        return subprocess.Popen(["redis-server", str(directory / "valkey.conf")], stdout=log, stderr=log)
+        return subprocess.Popen([f"{REDIS_PROGRAM}-server", str(directory / "valkey.conf")], stdout=log, stderr=log)
 
 
 def _redis_cli(port: int, *words: str) -> str:
-    return subprocess.run(["redis-cli", "-p", str(port), *words], capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [f"{REDIS_PROGRAM}-cli", "-p", str(port), *words], capture_output=True, text=True
+    ).stdout.strip()
 
 
 def kvcm(pod: Pod, namespace: Namespace, *words: str) -> str:

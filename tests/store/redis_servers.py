@@ -20,11 +20,12 @@ import redis
 from ports import BUS_OFFSET, free_port
 from waiting import until
 
-__all__ = ["Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone"]
+__all__ = ["REDIS_PROGRAM", "Cluster", "RedisServer", "Sentinels", "cluster", "sentinel", "standalone"]
 
 _START_SECONDS = 60.0
 _SERVICE = "mymaster"
-_PROGRAM = os.environ.get("KVCM_REDIS_PROGRAM", "redis")
+REDIS_PROGRAM = os.environ.get("KVCM_REDIS_PROGRAM", "redis")
+"""What the names of the programs begin with: `redis` or `valkey`."""
 
 
 class RedisServer:
@@ -48,7 +49,7 @@ class RedisServer:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port, self._password = directory, port, password
-        self._command = [f"{_PROGRAM}-server", *(["sentinel.conf", "--sentinel"] if is_sentinel else []), *options]
+        self._command = [f"{REDIS_PROGRAM}-server", *(["sentinel.conf", "--sentinel"] if is_sentinel else []), *options]
         self._start()
 
     def _start(self) -> None:
@@ -208,7 +209,7 @@ def cluster(directory: Path, nodes: int = 3, replicas: int = 0) -> Iterator[Clus
             servers.append(RedisServer(directory / str(port), options, port))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         subprocess.run(
-            [f"{_PROGRAM}-cli", "--cluster", "create", *addresses,
+            [f"{REDIS_PROGRAM}-cli", "--cluster", "create", *addresses,
              "--cluster-replicas", str(replicas), "--cluster-yes"],
             check=True, capture_output=True, timeout=_START_SECONDS,
         )  # fmt: skip
