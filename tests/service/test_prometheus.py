@@ -285,6 +285,18 @@ def test_every_metric_of_a_dashboard_is_in_a_scrape(path: Path, fresh: ManagerPr
         assert asked <= Scrape(fresh).names, expression
 
 
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_shows_the_deployment_that_is_chosen(path: Path) -> None:
+    dashboard = json.loads(path.read_text())
+    chosen = {each["name"] for each in dashboard["templating"]["list"] if each.get("allValue") == ".*"}
+    assert {"namespace", "job"} <= chosen, "all of them where labels are missing"
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for expression in expressions:
+        selectors = re.findall(r"\b(?:kvcm|process)_\w+(\{[^}]*\})?", expression)
+        assert all(each.startswith('{namespace=~"$namespace",job=~"$job"') for each in selectors), expression
+        assert "on (instance)" not in expression, "two deployments may have one address"
+
+
 def test_every_metric_of_the_rules_is_in_a_scrape(fresh: ManagerProcess) -> None:
     asked = _asked_for("\n".join(re.findall(r"^ +(?!summary|description).*$", RULES.read_text(), re.MULTILINE)))
     assert len(asked) > 10
