@@ -3,17 +3,17 @@ to be done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from kvcm.service.usage_values import DrainStatus, GroupUsage, StorageStatus, StorageUsage, Usage, UsageReport
 from kvcm.sizes import shown_size
 from kvcm.storage.health import HealthState
+from kvcm.terminal_table import TerminalTable
 
 __all__ = ["ListedStorage", "print_drains", "print_storages", "print_usage", "shown_time", "troubles"]
 
@@ -41,79 +41,89 @@ class ListedStorage(NamedTuple):
 
 def print_storages(storages: Sequence[ListedStorage], console: Console) -> None:
     """Show storages and how they are."""
-    table = _table("storage", "type", "health", "since", "used", "limit", "free", "of medium", "enabled")
+    words = ("storage", "type", "state", "since")
+    table = TerminalTable((*words, "used", "limit", "free", "of medium"), words=words)
     for storage in storages:
         limit = shown_size(storage.capacity_bytes) if storage.capacity_bytes else Text("none", _QUIET)
-        health, since, free, whole, enabled = _status(storage.status)
+        state, since, free, whole = _status(storage.status)
         used = shown_size(storage.used_bytes)
-        table.add_row(_name(storage.name), storage.kind, health, since, used, limit, free, whole, enabled)
+        table.add_row(storage.name, storage.kind, state, since, used, limit, free, whole)
     console.print(table)
-    for status in (storage.status for storage in storages):
-        if status is not None and status.reason:
-            sentence = f"storage {status.storage_unique_name} is {status.health.label}: {status.reason}"
-            console.print(Text(sentence, _HEALTH_STYLES[status.health]))
+    told = (storage.status for storage in storages if storage.status is not None and storage.status.reason)
+    _print_below(map(_trouble, told), console)
 
 
-def _status(status: StorageStatus | None) -> tuple[RenderableType, ...]:
+def _status(status: StorageStatus | None) -> tuple[str | Text, ...]:
     if status is None:
-        return ("", "", "", "", "")
+        return ("", "", "", "")
     since = shown_time(status.since_ms) if status.since_ms else ""
     sizes = (shown_size(size) if size >= 0 else "" for size in (status.medium_free_bytes, status.medium_bytes))
-    health = Text(status.health.label, _HEALTH_STYLES[status.health])
-    return (health, since, *sizes, _use(status))
+    return (_state(status), since, *sizes)
 
 
-def _use(status: StorageStatus) -> Text:
+def _state(status: StorageStatus) -> Text:
+    state = Text.assemble((status.health.label, _HEALTH_STYLES[status.health]))
     if not status.is_enabled:
-        return Text("no", _WARN)
-    return Text("draining", _WARN) if status.is_draining else Text("yes")
+        state.append(", disabled", _WARN)
+    elif status.is_draining:
+        state.append(", draining", _WARN)
+    return state
+
+
+def _trouble(status: StorageStatus) -> Text:
+    sentence = f"storage {status.storage_unique_name} is {status.health.label}: {status.reason}"
+    return Text(sentence, _HEALTH_STYLES[status.health])
 
 
 def print_drains(drains: Sequence[DrainStatus], console: Console) -> None:
     """Show drains, and why they do not go on."""
-    table = _table("storage", "task", "state", "since", "left")
+    words = ("storage", "task", "state", "since")
+    table = TerminalTable((*words, "left"), words=words)
     for drain in drains:
         task = "forget, removed" if drain.is_removal else "drain"
         since, left = shown_time(drain.started_ms), shown_size(drain.left_bytes)
-        table.add_row(_name(drain.storage_unique_name), task, drain.state.label, since, left)
+        table.add_row(drain.storage_unique_name, task, drain.state.label, since, left)
     console.print(table)
-    for drain in drains:
-        if drain.reason:
-            console.print(Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN))
+    stuck = (drain for drain in drains if drain.reason)
+    _print_below((Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN) for drain in stuck), console)
+
+
+def _print_below(sentences: Iterable[Text], console: Console) -> None:
+    for number, sentence in enumerate(sentences):
+        if not number:
+            console.print()  # without it the first would look like a row
+        console.print(sentence)
 
 
 def shown_time(unix_ms: int) -> str:
-    """Return a time as people write it, in UTC."""
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(" ", "seconds")
+    """Return a time as people write it, in UTC: `2026-11-21 08:00:00Z`."""
+    return f"{datetime.fromtimestamp(unix_ms / 1000, UTC):%Y-%m-%d %H:%M:%SZ}"
 
 
 def print_usage(report: UsageReport, console: Console) -> None:
     """Show usage and limits."""
     console.print(_groups(report))
+    if any(group.instances for group in report.groups):
+        console.print("", _instances(report), sep="\n")
     if report.storages:
-        console.print(_storages(report))
+        console.print("", _storages(report), sep="\n")
     if report.global_quotas:
-        console.print(_quotas(report))
-    for sentence in _sentences(report):
-        console.print(sentence)
+        console.print("", _quotas(report), sep="\n")
+    _print_below(_sentences(report), console)
 
 
-def _groups(report: UsageReport) -> Table:
-    table = _table("group", "", *_LIMITS, "blocks", "policy")
+def _groups(report: UsageReport) -> TerminalTable:
+    table = TerminalTable(("group", "", *_LIMITS), words=("",))
     for group in report.groups:
         table.add_section()
-        table.add_row(_name(group.name), "total", *_limits(group.total))
+        table.add_row(group.name, "total", *_limits(group.total))
         for kind in group.types:
             table.add_row("", f"type {kind.storage_type.kind}", *_limits(kind.usage))
         for storage in group.storages:
-            name = _name(f"storage {storage.storage_unique_name}")
+            name = Text(f"storage {storage.storage_unique_name}")
             if storage.guaranteed_bytes:
                 name.append(f", {shown_size(storage.guaranteed_bytes)} guaranteed", _QUIET)
             table.add_row("", name, shown_size(storage.used_bytes))
-        for instance in group.instances:
-            blocks = _of(f"{instance.key_count:,}", instance.max_key_count, f"{instance.max_key_count:,}")
-            name, used = _name(f"instance {instance.instance_id}"), shown_size(instance.used_bytes)
-            table.add_row("", name, used, "", "", "", "", "", blocks, instance.policy)
         if group.pinned_bytes or group.pin_budget_bytes:
             share = _percent(group.pinned_bytes, group.pin_budget_bytes)
             pinned, budget = shown_size(group.pinned_bytes), shown_size(group.pin_budget_bytes)
@@ -121,28 +131,39 @@ def _groups(report: UsageReport) -> Table:
     return table
 
 
-def _storages(report: UsageReport) -> Table:
-    table = _table("storage", *_LIMITS, "guaranteed", "quotas", "to delete", "failures")
+def _instances(report: UsageReport) -> TerminalTable:
+    table = TerminalTable(("instance", "group", "used", "blocks", "at most", "policy"), words=("group", "policy"))
+    for group in report.groups:
+        for instance in group.instances:
+            most = f"{instance.max_key_count:,}" if instance.max_key_count >= 0 else ""
+            used, blocks = shown_size(instance.used_bytes), f"{instance.key_count:,}"
+            table.add_row(instance.instance_id, group.name, used, blocks, most, instance.policy)
+    return table
+
+
+def _storages(report: UsageReport) -> TerminalTable:
+    table = TerminalTable(("storage", *_LIMITS, "guaranteed", "quotas", "to delete", "failures"))
     for storage in report.storages:
+        failures = f"{storage.deletion_failures:,}" if storage.deletion_failures else ""
         table.add_row(
-            _name(storage.storage_unique_name),
+            storage.storage_unique_name,
             *_limits(storage.usage),
             shown_size(storage.guaranteed_bytes) if storage.guaranteed_bytes else "",
             _oversubscription(storage),
-            f"{storage.deletion_backlog:,}",
-            Text(f"{storage.deletion_failures:,}", _WARN if storage.deletion_failures else ""),
+            f"{storage.deletion_backlog:,}" if storage.deletion_backlog else "",
+            Text(failures, _WARN),
         )
     return table
 
 
-def _quotas(report: UsageReport) -> Table:
-    table = _table("global quota", *_LIMITS, "groups")
+def _quotas(report: UsageReport) -> TerminalTable:
+    table = TerminalTable(("global quota", *_LIMITS, "groups"), words=("groups",))
     for quota in report.global_quotas:
-        table.add_row(_name(quota.name), *_limits(quota.usage), _name(", ".join(quota.groups)))
+        table.add_row(quota.name, *_limits(quota.usage), ", ".join(quota.groups))
     return table
 
 
-def _limits(usage: Usage) -> Iterator[RenderableType]:
+def _limits(usage: Usage) -> Iterator[str | Text]:
     yield shown_size(usage.used_bytes)
     yield shown_size(usage.deleting_bytes) if usage.deleting_bytes else ""
     for limit in (usage.capacity_bytes, usage.high_mark_bytes, usage.low_mark_bytes):
@@ -159,11 +180,7 @@ def _percent(used_bytes: int, capacity_bytes: int) -> str:
     return f"{100 * used_bytes / capacity_bytes:.1f}"
 
 
-def _of(value: str, limit: int, shown_limit: str) -> str:
-    return f"{value} of {shown_limit}" if limit >= 0 else value
-
-
-def _oversubscription(storage: StorageUsage) -> RenderableType:
+def _oversubscription(storage: StorageUsage) -> str | Text:
     ratio = storage.oversubscription
     return Text(f"× {ratio:.2f}", _WARN if ratio > 1 else "") if ratio else ""
 
@@ -209,15 +226,3 @@ def _about_storage(storage: StorageUsage) -> Iterator[Text]:
         yield Text(f"storage {name} cannot keep its guarantees: they are more than its capacity", _BAD)
     if storage.deletion_failures and storage.deletion_backlog:
         yield Text(f"storage {name} fails to delete: {storage.deletion_backlog:,} locations wait", _WARN)
-
-
-def _name(text: str) -> Text:
-    return Text(text, overflow="fold")
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    words = {"", "policy", "groups", "type", "health", "since", "enabled", "task", "state"}
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number and column not in words else "left")
-    return table

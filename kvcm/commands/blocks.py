@@ -16,7 +16,7 @@ from kvcm.commands.blocks_named import Prompt, instance_info
 from kvcm.commands.completion import instance_ids
 from kvcm.commands.connection import Connection
 from kvcm.commands.options import AsJson, Yes, confirm, with_options
-from kvcm.commands.shown import print_json, print_table, progress, waiting
+from kvcm.commands.shown import print_below, print_json, print_table, progress, waiting
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb
@@ -131,7 +131,7 @@ def _print_runs(blocks: Sequence[Block], matched: int, block_size: int) -> None:
     columns = ("blocks", "number", "state", "storage", "places", "bytes", "first and last")
     print_table(columns, rows, words=("state", "storage", "first and last"))
     tokens = f", {matched * block_size:,} tokens" if block_size > 0 else ""
-    typer.echo(f"an engine can load the first {matched:,} of {len(blocks):,} blocks{tokens}")
+    print_below(f"an engine can load the first {matched:,} of {len(blocks):,} blocks{tokens}")
 
 
 def _report(blocks: Sequence[Block], matched: int, block_size: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from kvcm.admin_client import AdminClient
@@ -17,6 +16,7 @@ from kvcm.config import Settings
 from kvcm.doctor.findings import Finding, Level, ok
 from kvcm.refusals import FINDINGS, asking
 from kvcm.telemetry.logs import LEVELS, configure_logs
+from kvcm.terminal_table import TerminalTable
 
 __all__ = ["doctor"]
 
@@ -83,9 +83,8 @@ def _report(found: Iterable[Finding]) -> dict[str, object]:
 
 
 def _print(found: Iterable[Finding]) -> None:
-    table = Table()
-    for column in ("", "looked at", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    columns = ("", "looked at", "found", "what to do")
+    table = TerminalTable(columns, words=columns)
     for each in found:
-        table.add_row(Text(each.level.value, _STYLES[each.level]), *map(Text, (each.check, each.found, each.advice)))
+        table.add_row(Text(each.level.value, _STYLES[each.level]), each.check, each.found, each.advice)
     console().print(table)

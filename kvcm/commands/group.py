@@ -16,7 +16,7 @@ from kvcm.commands.completion import group_names
 from kvcm.commands.connection import Connection
 from kvcm.commands.group_options import GroupOptions, new_group
 from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, with_options
-from kvcm.commands.shown import console, plain, print_fields, print_json, print_table
+from kvcm.commands.shown import console, plain, print_below, print_fields, print_json, print_table
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import DEFAULT_HYSTERESIS, InstanceGroup
 from kvcm.protocol import admin_service_pb2 as pb
@@ -170,7 +170,7 @@ def create_group(
         print_json(plain(group))
     elif dry_run:
         print_fields(_fields(read(InstanceGroup, group)))
-        typer.echo("nothing was created: leave --dry-run out for that")
+        print_below("nothing was created: leave --dry-run out for that")
 
 
 @group_app.command("update")

@@ -7,14 +7,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvcm.cache.audit_report import AuditReport, Repair
 from kvcm.commands.options import ConfigFile, DataDir, Env
@@ -24,6 +23,7 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.private_files import private_file
 from kvcm.refusals import CANNOT_RUN, FAILED, FINDINGS, refusals
 from kvcm.telemetry.logs import LEVELS, configure_logs
+from kvcm.terminal_table import TerminalTable
 
 if TYPE_CHECKING:
     from kvcm.cache.export import Exported
@@ -194,35 +194,49 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print_exported(exported: Exported) -> None:
-    table = _table("instance", "records")
+    table = TerminalTable(("instance", "records"))
     for instance_id, records in exported.records.items():
         table.add_row(instance_id, f"{records:,}")
     console = Console(stderr=True)  # the standard output may be the export itself
     console.print(table)
+    _print_below(console, _about_exported(exported))
+
+
+def _about_exported(exported: Exported) -> Iterator[str]:
     if exported.pins:
-        console.print(f"{exported.pins:,} pins")
+        yield f"{exported.pins:,} pins"
     if exported.left_out:
-        console.print(f"{exported.left_out:,} blocks are being written and were left out")
+        yield f"{exported.left_out:,} blocks are being written and were left out"
     for name in sorted(exported.unknown_storages):
-        console.print(f"storage {name} is configured no more, locations on it were exported without it", markup=False)
+        yield f"storage {name} is configured no more, locations on it were exported without it"
 
 
 def _print_imported(imported: Imported, *, dry_run: bool) -> None:
     console = Console()
     for kind, names in imported.created.items():
         console.print(f"{'would add' if dry_run else 'added'} {kind}: {', '.join(names)}", markup=False)
-    table = _table("instance", "would be stored" if dry_run else "stored", "there already")
+    table = TerminalTable(("instance", "would be stored" if dry_run else "stored", "there already"))
     for instance_id in sorted(imported.stored.keys() | imported.skipped.keys()):
         table.add_row(instance_id, f"{imported.stored[instance_id]:,}", f"{imported.skipped[instance_id]:,}")
     console.print(table)
+    _print_below(console, _about_imported(imported, dry_run=dry_run))
+
+
+def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
     if imported.pins:
-        console.print(f"{imported.pins:,} pins {'would be there' if dry_run else 'are there'}")
-    for sentence in imported.refused_pins:
-        console.print(sentence, markup=False)
+        yield f"{imported.pins:,} pins {'would be there' if dry_run else 'are there'}"
+    yield from imported.refused_pins
     for sentence in imported.fitted:
-        console.print(f"changed: {sentence}", markup=False)
+        yield f"changed: {sentence}"
     for sentence in imported.exceeded:
-        console.print(f"over quota: {sentence}", markup=False)
+        yield f"over quota: {sentence}"
+
+
+def _print_below(console: Console, sentences: Iterable[str]) -> None:
+    for number, sentence in enumerate(sentences):
+        if not number:
+            console.print()  # without it the first would look like a row
+        console.print(sentence, markup=False)
 
 
 def _imported_json(imported: Imported) -> str:
@@ -249,7 +263,7 @@ def _print_report(report: AuditReport) -> None:
         typer.echo(f"and {report.more:,} more; run again after a repair")
     for what in report.unsettled:
         typer.echo(f"could not be checked: {what}")
-    table = _table("looked at", "number")
+    table = TerminalTable(("looked at", "number"))
     for name, number in report.looked_at.items():
         table.add_row(name, f"{number:,}")
     table.add_row("findings", f"{len(report.findings) + report.more:,}")
@@ -267,10 +281,3 @@ def _report_json(report: AuditReport) -> str:
             "unsettled": report.unsettled,
         }
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table

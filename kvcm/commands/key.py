@@ -13,7 +13,7 @@ from kvcm.commands.account import PasswordFile
 from kvcm.commands.completion import account_names, group_names, key_ids
 from kvcm.commands.connection import Connection
 from kvcm.commands.options import AsJson, Yes, asked_password, confirm, noun, with_options
-from kvcm.commands.shown import plain, print_fields, print_json, print_table, shown_end
+from kvcm.commands.shown import plain, print_below, print_fields, print_json, print_table, shown_end
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.private_files import private_file
 from kvcm.protocol import admin_service_pb2 as admin_pb
@@ -59,14 +59,13 @@ def list_keys(
     if as_json:
         print_json({"keys": [plain(each) for each in answer.keys]})
         return
-    columns = ("key", "name", "role", "groups", "verbs", "made", "ends", "last used")
+    columns = ("key", "name", "role", "groups", "made", "ends", "last used")
     rows = (
         (
             each.key_id,
             _name(each),
-            _role(each),
+            _may(each),
             _groups(each),
-            _verbs(each),
             shown_end(each.created_at_ms),
             shown_end(each.expires_at_ms),
             shown_end(each.last_used_at_ms),
@@ -221,6 +220,12 @@ def _role(key: pb.Key) -> str:
     return next((name for name, number in _ROLES.items() if number == key.role), str(key.role))
 
 
+def _may(key: pb.Key) -> str:
+    """Return its role, and the verbs of an engine that may not do all of them."""
+    has_limits = bool(key.verbs) and not set(key.verbs).issuperset(_VERBS.values())
+    return f"{_role(key)}: {_verbs(key)}" if key.role == pb.ROLE_ENGINE and has_limits else _role(key)
+
+
 def _groups(key: pb.Key) -> str:
     return ", ".join(key.instance_groups) or "*"
 
@@ -261,7 +266,6 @@ def _print_made(answer: pb.CreateKeyResponse, out: Path | None, *, as_json: bool
         return
     print_fields(_fields(answer.key))
     if out is not None:
-        typer.echo(f"the secret is in {out}")
+        print_below(f"the secret is in {out}")
     elif answer.secret:
-        typer.echo("the secret is shown this once:")
-        typer.echo(answer.secret)
+        print_below("the secret is shown this once:", answer.secret)

@@ -19,7 +19,7 @@ from kvcm.commands.optimize_options import Asking, Outputs, Reading
 from kvcm.commands.optimize_original import write_original
 from kvcm.commands.optimize_sample import Sample, estimate, print_estimates, sampling_of
 from kvcm.commands.options import with_options
-from kvcm.commands.shown import print_table
+from kvcm.commands.shown import print_below, print_table
 from kvcm.optimizer.errors import OptionError
 from kvcm.refusals import CANNOT_RUN, refusals, refuse_to_run
 from kvcm.refusals import asking as asking_manager
@@ -105,8 +105,7 @@ def _estimate(
 
 
 def _print_written(outputs: Outputs) -> None:
-    for path in outputs.written:
-        typer.echo(f"wrote {path}")
+    print_below(*(f"wrote {path}" for path in outputs.written))
 
 
 def _require_optimizer() -> None:

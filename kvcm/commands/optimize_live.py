@@ -15,7 +15,7 @@ from kvcm.admin_client import AdminClient
 from kvcm.commands.changes import changes, print_changes
 from kvcm.commands.optimize_options import Outputs
 from kvcm.commands.options import Yes, confirm
-from kvcm.commands.shown import print_table, waiting
+from kvcm.commands.shown import print_below, print_table, waiting
 from kvcm.model.errors import KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
@@ -165,9 +165,7 @@ def _print_proposals(situation: Situation, made: Sequence[Proposal]) -> None:
     typer.echo(f"recorded: {situation.recording.lookups:,} lookups in {coverage.seconds:,.0f} s{dropped}")
     columns = ("group", "measured", "attainable", "now", "rehearsed", "proposed", "predicted", "gain", "confidence")
     print_table(columns, [_row(each) for each in made], words=("now", "proposed", "confidence"))
-    for each in made:
-        for warning in each.warnings:
-            typer.echo(f"{each.state.group.name}: {warning}")
+    print_below(*(f"{each.state.group.name}: {warning}" for each in made for warning in each.warnings))
 
 
 def _row(proposal: Proposal) -> tuple[str, ...]:
@@ -203,8 +201,7 @@ def _write(situation: Situation, made: Sequence[Proposal], outputs: Outputs) -> 
         write_whole(outputs.json_file, json.dumps(document_of(situation, made), indent=1) + "\n")
     if outputs.csv_file is not None:
         write_csv(trial_rows(made), outputs.csv_file)
-    for path in outputs.written:
-        typer.echo(f"wrote {path}")
+    print_below(*(f"wrote {path}" for path in outputs.written))
 
 
 def _page(situation: Situation, made: Sequence[Proposal]) -> str:
@@ -223,7 +220,7 @@ def apply_proposals(client: AdminClient, looked: Looked, made: Sequence[Proposal
     """
     wanted = {each.state.group.name: each.proposed.group for each in made if each.is_change}
     if not wanted:
-        typer.echo("nothing to change: no other settings are proposed")
+        print_below("nothing to change: no other settings are proposed")
         return
     changed = {name: _changed(looked.messages[name], group) for name, group in wanted.items()}
     for name, message in changed.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcm.commands.optimize_options import Outputs
-from kvcm.commands.shown import print_table
+from kvcm.commands.shown import print_below, print_table
 from kvcm.optimizer.errors import OptionError
 
 if TYPE_CHECKING:
@@ -94,6 +94,6 @@ def print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Sampl
         ],
         words=("of hits",),
     )
-    typer.echo(
+    print_below(
         "bar: how far samples differ (95 % t interval) and coarseness in size; what all samples miss is not in it"
     )

@@ -41,7 +41,7 @@ def list_pins(connection: Connection, instance: Instance, as_json: AsJson = Fals
         (pin["pin_id"], pin["owner"], f"{pin['blocks']:,}", shown_size(pin["bytes"]), shown_time(pin["deadline_ms"]))
         for pin in pins
     )
-    print_table(("pin", "owner", "blocks", "bytes", "until"), rows)
+    print_table(("pin", "owner", "blocks", "bytes", "until"), rows, words=("owner", "until"))
 
 
 @pin_app.command("add")

@@ -12,14 +12,15 @@ import typer
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from kvcm.capacity_tables import shown_time
 from kvcm.sizes import shown_size
+from kvcm.terminal_table import TerminalTable
 
 __all__ = [
-    "console", "plain", "plain_fields", "print_counts", "print_fields", "print_json", "print_table", "progress",
+    "console", "plain", "plain_fields", "print_below", "print_counts", "print_fields", "print_json", "print_table",
+    "progress",
     "shown_end",
     "waiting",
 ]  # fmt: skip
@@ -36,23 +37,24 @@ def console() -> Console:
 
 def print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]], *, words: Iterable[str] = ()) -> None:
     """Print rows of texts; all columns but the first are numbers, save those named in `words`."""
-    table, left = Table(), set(words)
-    for number, column in enumerate(columns):
-        justify = "right" if number and column not in left else "left"
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type] # both are allowed
+    table = TerminalTable(columns, words=words)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*row)
     console().print(table)
 
 
 def print_fields(rows: Iterable[tuple[str, str]]) -> None:
     """Print what one thing is: names and values."""
-    table = Table(show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    table = TerminalTable(("field", "value"), words=("value",), has_titles=False)
     for name, value in rows:
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(name, "dim"), value)
     console().print(table)
+
+
+def print_below(*sentences: str) -> None:
+    """Print sentences below a table, after an empty line: without it the first would look like a row."""
+    for number, sentence in enumerate(sentences):
+        typer.echo(sentence if number else f"\n{sentence}")
 
 
 def print_json(value: Any) -> None:

@@ -13,7 +13,7 @@ import typer
 from kvcm.admin_client import AdminClient
 from kvcm.commands.connection import Connection
 from kvcm.commands.options import AsJson, DryRun, Yes, noun, with_options
-from kvcm.commands.shown import console, print_json
+from kvcm.commands.shown import console, print_below, print_json
 from kvcm.commands.snapshot_tables import Change, print_changes, shown_counts
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.private_files import private_file
@@ -132,4 +132,6 @@ def _show(changes: Sequence[Change], *, as_json: bool, is_loaded: bool) -> None:
         return
     if changes:
         print_changes(changes, console())
-    typer.echo(shown_counts(changes))
+        print_below(shown_counts(changes))
+    else:
+        typer.echo(shown_counts(changes))

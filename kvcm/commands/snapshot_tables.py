@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+from kvcm.terminal_table import TerminalTable
 
 __all__ = ["Change", "print_changes", "shown_counts"]
 
@@ -44,13 +44,12 @@ class Change(NamedTuple):
 
 def print_changes(changes: Sequence[Change], console: Console) -> None:
     """Print what is added, changed, removed, and what stays although it is not in the snapshot."""
-    table = Table()
-    for column in ("action", "kind", "name", "field", "now", "then"):
-        table.add_column(column, overflow="fold")
+    columns = ("action", "kind", "name", "field", "now", "then")
+    table = TerminalTable(columns, words=columns)
     for change in changes:
         for field, old, new in _rows(change):
             cells = (change.action, change.kind, change.name, field, old, new)
-            table.add_row(*map(Text, cells), style=_STYLES.get(change.action, ""))
+            table.add_row(*cells, style=_STYLES.get(change.action, ""))
     console.print(table)
 
 

@@ -15,7 +15,7 @@ from kvcm.capacity_tables import ListedStorage, print_drains, print_storages
 from kvcm.commands.completion import instance_ids, storage_names
 from kvcm.commands.connection import Connection
 from kvcm.commands.options import AsJson, Yes, confirm, noun, with_options
-from kvcm.commands.shown import console, plain_fields, print_counts, print_json, progress, waiting
+from kvcm.commands.shown import console, plain_fields, print_below, print_counts, print_json, progress, waiting
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
@@ -196,7 +196,7 @@ def scrub_storage(
         answer = client.call("ScrubStorage", request, capacity_pb.ScrubStorageResponse, _LONG_SECONDS)
     print_counts(plain_fields(answer), as_json=as_json)
     if not (delete or as_json) and answer.orphans:
-        typer.echo("nothing was deleted: give --delete for that")
+        print_below("nothing was deleted: give --delete for that")
     if answer.failed:
         raise typer.Exit(FAILED)
 
@@ -222,4 +222,4 @@ def collect_garbage(
     print_counts(plain_fields(answer), as_json=as_json)
     found = answer.without_bytes or answer.without_prefix or answer.expired_sessions
     if not (delete or as_json) and found:
-        typer.echo("nothing was freed: give --delete for that")
+        print_below("nothing was freed: give --delete for that")

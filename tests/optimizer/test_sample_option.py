@@ -95,7 +95,7 @@ def test_the_table_says_what_its_bars_are(chains_file: Path) -> None:
     assert "95 % t interval" in said
     assert "all samples miss" in said
     row, _ = json.loads(Path("chains.json").read_text())
-    (line,) = (line for line in said.splitlines() if " lru " in line)
+    (line,) = (line for line in said.splitlines() if line.startswith("lru "))
     assert f"{row['hit_rate']:.2%}" in line
     assert f"± {(row['high'] - row['low']) / 2:.2%}" in line
     assert "prefix" in line

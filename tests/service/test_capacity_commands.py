@@ -67,7 +67,7 @@ def test_the_usage_of_a_group_is_shown_and_printed_as_json_with_numbers(site: Si
     instance = site.instance(group)
     site.write(instance, range(32))
     shown = commands.ok("group", "usage", group)
-    for text in (group, f"instance {instance}", f"storage {storage}", "2.0 KiB", "3.0 MiB", "× 3.00", "lru"):
+    for text in (group, instance, f"storage {storage}", "2.0 KiB", "3.0 MiB", "× 3.00", "lru"):
         assert text in shown, shown
     assert f"storage {storage} is oversubscribed: its groups may use 3.00 times its capacity" in shown
     report = commands.json("group", "usage", group)
@@ -81,8 +81,7 @@ def test_the_usage_of_a_group_is_shown_and_printed_as_json_with_numbers(site: Si
 def test_tables_in_a_pipe_are_as_wide_as_they_need_to_be(site: Site, commands: Commands) -> None:
     group = site.group()
     done = commands.run("group", "usage", group, COLUMNS="")
-    (header,) = [line for line in done.stdout.splitlines() if "┃ group" in line]
-    assert "evict above" in header
+    assert "evict above" in done.stdout.splitlines()[0]
 
 
 def test_an_unknown_group_is_refused_in_one_line(commands: Commands) -> None:
@@ -96,7 +95,7 @@ def test_global_quotas_are_set_listed_and_removed(commands: Commands) -> None:
     listed = {each["name"]: each for each in commands.json("quota", "list")["global_quotas"]}
     assert listed[name] == {"name": name, "capacity_bytes": 10 << 30, "used_percentage": 0.75}
     assert listed[other]["capacity_bytes"] == 500_000_000
-    shown = {line.split("│")[1].strip(): line for line in commands.ok("quota", "list").splitlines() if "│" in line}
+    shown = {line.partition(" ")[0]: line for line in commands.ok("quota", "list").splitlines()}
     assert ("10.0 GiB" in shown[name], "75 %" in shown[name], "90 %" in shown[other]) == (True, True, True)
     assert commands.ok("quota", "remove", name) == ""
     assert name not in {each["name"] for each in commands.json("quota", "list")["global_quotas"]}

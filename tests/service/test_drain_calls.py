@@ -160,7 +160,7 @@ def test_drains_from_the_command_line(server: ManagerProcess, tmp_path: Path) ->
         api.ok("PinService.PinPrefix", instance_id=instance, **fields)
     assert commands.ok("drain", storage) == ""
     eventually(lambda: f"storage {storage}: 3 locations are pinned" in commands.ok("drains"))
-    assert "draining" in next(line for line in commands.ok("list").splitlines() if f" {storage} " in line)
+    assert "draining" in next(line for line in commands.ok("list").splitlines() if line.startswith(f"{storage} "))
     listed = {each["storage_unique_name"]: each for each in json.loads(commands.ok("drains", "--json"))["drains"]}
     shown = listed[storage]
     assert (shown["state"], shown["left_bytes"], shown["is_removal"]) == ("DRAIN_RUNNING", 3 * BLOCK, False)

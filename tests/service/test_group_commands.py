@@ -71,7 +71,7 @@ def test_what_is_not_said_has_defaults_that_work(group: str, site: Site, command
     assert shown["cache_config"]["reclaim_strategy"]["trigger_strategy"]["used_percentage"] == 0.8
     site.write(site.instance(group), range(4))
     rows = commands.ok("group", "list").splitlines()
-    (row,) = [line for line in rows if f"│ {group} " in line]
+    (row,) = [line for line in rows if line.startswith(f"{group} ")]
     assert ("10.0 GiB" in row, "80 %" in row, "leaf_lru" in row) == (True, True, True)
     assert group in [each["name"] for each in commands.json("group", "list")["groups"]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,34 +32,44 @@ SLOW = StorageStatus.of(
 CLOSED = StorageStatus.of(StorageConfig("[red]gone", DummyStorageSpec()), None)
 
 SEEN = """\
-┏━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━┓
-┃ storage   ┃ type     ┃ health   ┃ since                     ┃    used ┃   limit ┃     free ┃ of medium ┃ enabled ┃
-┡━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━┩
-│ nfs       │ file     │ up       │ 2026-11-21 08:00:00+00:00 │ 4.0 GiB │ 8.0 GiB │ 40.0 GiB │ 100.0 GiB │ yes     │
-│ moon      │ mooncake │ degraded │ 2026-11-21 08:00:00+00:00 │     0 B │    none │          │           │ no      │
-│ [red]gone │ file     │ down     │                           │     0 B │    none │          │           │ yes     │
-│ old       │ file     │          │                           │     0 B │    none │          │           │         │
-└───────────┴──────────┴──────────┴───────────────────────────┴─────────┴─────────┴──────────┴───────────┴─────────┘
+storage    type      state               since                    used    limit      free  of medium
+────────────────────────────────────────────────────────────────────────────────────────────────────
+nfs        file      up                  2026-11-21 08:00:00Z  4.0 GiB  8.0 GiB  40.0 GiB  100.0 GiB
+moon       mooncake  degraded, disabled  2026-11-21 08:00:00Z      0 B     none
+[red]gone  file      down                                          0 B     none
+old        file                                                    0 B     none
+
 storage moon is degraded: slow: it took 2.0 s to answer
 storage [red]gone is down: it could not be opened on this manager, whose log says why
 """
 
 SEEN_DRAINS = """\
-┏━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┓
-┃ storage    ┃ task            ┃ state   ┃ since                     ┃    left ┃
-┡━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━┩
-│ old [b]nfs │ drain           │ running │ 2026-11-21 08:00:00+00:00 │ 1.0 GiB │
-│ gone       │ forget, removed │ done    │ 2026-11-21 08:00:00+00:00 │     0 B │
-└────────────┴─────────────────┴─────────┴───────────────────────────┴─────────┘
+storage     task             state    since                    left
+───────────────────────────────────────────────────────────────────
+old [b]nfs  drain            running  2026-11-21 08:00:00Z  1.0 GiB
+gone        forget, removed  done     2026-11-21 08:00:00Z      0 B
+
 storage old [b]nfs: 2 locations are pinned
 """
 
 
-def _shown(*storages: ListedStorage, colour: bool = False) -> str:
+SEEN_AT_80 = """\
+storage  type      state       since          used    limit      free  of medium
+────────────────────────────────────────────────────────────────────────────────
+shared   file      up          2026-11-21  4.0 GiB  8.0 GiB  40.0 GiB  100.0 GiB
+                               08:00:00Z
+moon     mooncake  degraded,   2026-11-21      0 B     none
+                   disabled    08:00:00Z
+
+storage moon is degraded: slow: it took 2.0 s to answer
+"""
+
+
+def _shown(*storages: ListedStorage, width: int = 160, colour: bool = False) -> str:
     text = io.StringIO()
-    console = Console(file=text, width=160, force_terminal=colour, color_system="standard" if colour else None)
+    console = Console(file=text, width=width, force_terminal=colour, color_system="standard" if colour else None)
     print_storages(storages, console)
-    return text.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def test_a_table_of_storages_and_a_sentence_for_each_that_is_not_well() -> None:
@@ -69,6 +80,11 @@ def test_a_table_of_storages_and_a_sentence_for_each_that_is_not_well() -> None:
         ListedStorage("old", "file", 0, 0, None),  # of a manager that does not tell
     )
     assert _shown(*listed) == SEEN
+
+
+def test_a_terminal_of_80_columns_is_wide_enough() -> None:
+    listed = ListedStorage("shared", "file", 4 * GIB, 8 * GIB, UP), ListedStorage("moon", "mooncake", 0, 0, SLOW)
+    assert _shown(*listed, width=80) == SEEN_AT_80
 
 
 @pytest.mark.parametrize(("status", "colour"), [(UP, None), (SLOW, "33"), (CLOSED, "1;31")])
@@ -99,10 +115,10 @@ def test_the_command_lists_every_storage_with_what_is_used_of_it(server: Manager
         names = [each.global_unique_name for each in api.ok("AdminService.ListStorage").storage]
     done = run_kvcm(tmp_path, "storage", "list", "--manager", f"http://{server.address.admin_http}")
     assert (done.returncode, done.stderr) == (0, "")
-    lines = [line.split("│")[1:] for line in done.stdout.splitlines() if line.startswith("│")]
-    assert [line[0].strip() for line in lines] == names
-    (found,) = [[each.strip() for each in line] for line in lines if line[0].strip() == name]
-    assert (found[1], found[4], found[5]) == ("dummy", "1.0 KiB", "1.0 MiB")
+    rows = [re.split("  +", line) for line in done.stdout.partition("\n\n")[0].splitlines()[2:]]
+    assert [row[0] for row in rows] == names
+    (found,) = [row for row in rows if row[0] == name]
+    assert {"dummy", "1.0 KiB", "1.0 MiB"} <= set(found)
 
 
 def test_a_storage_that_is_drained_is_marked_unless_it_is_disabled_anyway() -> None:
@@ -110,8 +126,8 @@ def test_a_storage_that_is_drained_is_marked_unless_it_is_disabled_anyway() -> N
     shown = {}
     for config in (CONFIG, leaving, replace(leaving, is_available=False)):
         status = StorageStatus.of(config, StorageHealth())
-        shown[config] = _shown(ListedStorage("s", "file", 0, 0, status)).splitlines()[3].split("│")[-2].strip()
-    assert list(shown.values()) == ["yes", "draining", "no"]
+        shown[config] = re.split("  +", _shown(ListedStorage("s", "file", 0, 0, status)).splitlines()[2])[2]
+    assert list(shown.values()) == ["up", "up, draining", "up, disabled"]
 
 
 def test_drains_are_shown_with_what_holds_them_up() -> None:
