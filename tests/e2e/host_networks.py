@@ -10,16 +10,16 @@ import contextlib
 import ctypes
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from mooncake_rig import DIES_WITH_PARENT
 
 __all__ = ["Host", "Network", "why_no_hosts"]
 
 _MEMORY_BYTES = 256 << 20
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _libc = ctypes.CDLL(None, use_errno=True)
 _UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc")
 _HOLD = """
@@ -34,7 +34,11 @@ exec cat
 
 def why_no_hosts() -> str:
     """Return why this machine cannot play several hosts, "" when it can."""
-    missing = [each for each in ("unshare", "ip", "mount", "hostname", "sh") if shutil.which(each) is None]
+    missing = [
+        each
+        for each in ("unshare", "nsenter", "setpriv", "ip", "mount", "hostname", "sh")
+        if shutil.which(each) is None
+    ]
     if missing:
         return f"there is no {missing[0]} here"
     tried = subprocess.run(
@@ -58,32 +62,28 @@ class Host:
         self.log = log
         script = _HOLD.format(size=_MEMORY_BYTES, name=name)
         self._holder = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            preexec_fn=_die_with_parent,
+            [*DIES_WITH_PARENT, *_UNSHARE, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == b"ready\n", f"host {name} cannot be made"
-        self._spaces = [os.open(f"/proc/{self.pid}/ns/{each}", os.O_RDONLY) for each in ("net", "uts", "ipc", "mnt")]
+        self._network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
 
     @property
     def pid(self) -> int:
         """A process on it."""
         return self._holder.pid
 
-    def enter(self) -> None:
-        """Let a new process be on the host; runs in that process, before its program."""
-        _die_with_parent()
-        if any(_libc.setns(space, 0) for space in self._spaces):
-            os._exit(1)
+    @property
+    def inside(self) -> list[str]:
+        """The words before a command that is to run on the host."""
+        return [*DIES_WITH_PARENT, "nsenter", f"--target={self.pid}", "--net", "--uts", "--ipc", "--mount", "--"]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Let the calling thread, and what it starts, be in the host's network inside the block."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
-            assert not _libc.setns(self._spaces[0], _NEW_NETWORK)
+            assert not _libc.setns(self._network, _NEW_NETWORK)
             yield
         finally:
             assert not _libc.setns(own, _NEW_NETWORK)
@@ -91,21 +91,19 @@ class Host:
 
     def run(self, command: str) -> None:
         """Run a line of the shell on the host, which must succeed."""
-        done = subprocess.run(["sh", "-c", command], preexec_fn=self.enter, capture_output=True, text=True, check=False)
+        done = subprocess.run([*self.inside, "sh", "-c", command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command} on {self.name}: {done.stderr}"
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a program on the host."""
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=self.enter, start_new_session=True
+                [*self.inside, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
     def close(self) -> None:
         """End the host; its processes must have ended."""
-        for space in self._spaces:
-            os.close(space)
-        self._spaces = []
+        os.close(self._network)
         self._holder.kill()
         self._holder.wait()
         for stream in (self._holder.stdin, self._holder.stdout):
@@ -158,7 +156,3 @@ class Network:
         """End all hosts."""
         for host in (*self._hosts.values(), self.centre):
             host.close()
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))

@@ -74,7 +74,7 @@ class HostSite:
         self.start_manager()
         address = f"127.0.0.1:{self.manager.settings['kvcm.service.admin_rpc_port']}"
         log = self._directory / "watcher.log"
-        self._others.append(Process(watcher_command(address), self.network.centre.enter, log))
+        self._others.append(Process([*self.network.centre.inside, *watcher_command(address)], log))
         self.ask("set_up", storages=self._storages(), groups=[self._group()])
         for name in (*HOSTS, NOBODY):
             self.hosts[name] = self.network.add(name)
@@ -158,7 +158,8 @@ class HostSite:
             *(self._address(name), number, len(HOSTS) + 1, node_id),
             *(_DEADLINE_SECONDS * self.slowness, _PAUSE_SECONDS, self._seed * 100 + number),
         )
-        return Process(engine_command(settings), self.hosts[name].enter, self._directory / f"engine-{name}.log")
+        command = [*self.hosts[name].inside, *engine_command(settings)]
+        return Process(command, self._directory / f"engine-{name}.log")
 
     def _address(self, name: str) -> str:
         return f"{self.network.centre_address(name)}:{self.manager.settings['kvcm.service.rpc_port']}"

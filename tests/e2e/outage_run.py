@@ -130,7 +130,7 @@ def _started(manager: Manager, outage: Outage, directory: Path, engines: int, se
     started: list[Process] = []
 
     def start(command_line: Sequence[str]) -> Process:
-        started.append(Process(command_line, lambda: None, log))
+        started.append(Process(command_line, log))
         return started[-1]
 
     try:

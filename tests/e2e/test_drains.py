@@ -164,7 +164,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         started: list[Process] = []
 
         def start(words: list[str]) -> Process:
-            started.append(Process(words, lambda: None, tmp_path / "processes.log"))
+            started.append(Process(words, tmp_path / "processes.log"))
             stack.callback(started[-1].kill)
             return started[-1]
 

@@ -25,6 +25,7 @@ from kvcm.protocol import admin_service_pb2 as pb
 __all__ = ["KINDS", "impossible", "kill_writers"]
 
 _PACKED_KEYS = 8
+_LEASE_SECONDS = 5.0  # the default of Mooncake: a busy machine takes its time to read
 _OWNED_BYTES = 1 << 31
 _POOL_BYTES = 1 << 32  # what killed writers were given is theirs until their sessions end
 _NODE = "writers"
@@ -57,7 +58,7 @@ def _directory(keys_per_file: int) -> Callable[[Path], _Made]:
 
 @contextlib.contextmanager
 def _mooncake(directory: Path) -> Iterator[_Place]:
-    site = Site(directory)
+    site = Site(directory, _LEASE_SECONDS)
     try:
         site.owner(_OWNED_BYTES)
         with site.entered():

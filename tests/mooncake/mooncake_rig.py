@@ -31,8 +31,11 @@ CLIENT_TTL_SECONDS = 2
 ANSWER_SECONDS = 45.0  # longer than the client needs for anything: who does not answer hangs
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _libc = ctypes.CDLL(None, use_errno=True)
+
+DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""Words before a command. Python could do it between fork and exec, but after a fork gRPC begins its threads anew: they
+would stay in the network that the caller is in at that moment."""
 
 _HOLD_A_NETWORK = """
 import ctypes, fcntl, socket, struct, sys
@@ -64,11 +67,9 @@ def _master_program() -> str:
 class Process:
     """A process of ours that takes lines of JSON and answers each with one."""
 
-    def __init__(self, command: Sequence[str], enter: Callable[[], None], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path) -> None:
         with log.open("ab") as errors:
-            self.popen = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, preexec_fn=enter
-            )
+            self.popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
 
     def ask(self, call: str, **arguments: Any) -> Any:
         """Return the answer; what the process raised is raised here as its text."""
@@ -121,7 +122,7 @@ class Site:
         self._lease_seconds = lease_seconds
         self._log = folder / "mooncake.log"
         self._network: int | None = None
-        self._holder = Process([sys.executable, "-c", _HOLD_A_NETWORK], _die_with_parent, self._log)
+        self._holder = Process([*DIES_WITH_PARENT, sys.executable, "-c", _HOLD_A_NETWORK], self._log)
         assert self._holder.popen.stdout is not None
         if self._holder.popen.stdout.readline():
             self._network = os.open(f"/proc/{self._holder.popen.pid}/ns/net", os.O_RDONLY)
@@ -150,9 +151,9 @@ class Site:
             "default_kv_lease_ttl": int(self._lease_seconds * 1000),
             "client_ttl": CLIENT_TTL_SECONDS,
         }
-        command = [_master_program(), *(f"--{name}={value}" for name, value in flags.items())]
+        command = [*self._inside(), _master_program(), *(f"--{name}={value}" for name, value in flags.items())]
         with self._log.open("ab") as log:
-            self.master = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=self._enter)
+            self.master = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill_master(self) -> None:
         assert self.master is not None
@@ -161,9 +162,8 @@ class Site:
 
     def client(self) -> Process:
         """Start a process that is a manager, an engine or an owner of memory, as it is asked."""
-        client = Process(
-            [sys.executable, str(FOLDER / "participant.py"), json.dumps(self.spec)], self._enter, self._log
-        )
+        participant = [sys.executable, str(FOLDER / "participant.py"), json.dumps(self.spec)]
+        client = Process([*self._inside(), *participant], self._log)
         self._clients.append(client)
         return client
 
@@ -189,7 +189,7 @@ class Site:
 
     def run(self, command: Sequence[str]) -> int:
         """Run a program in the store's network and return its exit status."""
-        return subprocess.run(command, preexec_fn=self._enter, check=False).returncode
+        return subprocess.run([*self._inside(), *command], check=False).returncode
 
     def close(self) -> None:
         for client in self._clients:
@@ -199,15 +199,10 @@ class Site:
             os.close(self._network)
         self._holder.kill()
 
-    def _enter(self) -> None:
-        """Runs in the new process."""
-        _die_with_parent()
-        if self._network is not None and _libc.setns(self._network, _NEW_NETWORK):
-            os._exit(1)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL))
+    def _inside(self) -> list[str]:
+        """Return the words before a command that is to run in the store's network."""
+        network = f"--net=/proc/{self._holder.popen.pid}/ns/net"
+        return [*DIES_WITH_PARENT, *(["nsenter", network, "--"] if self._network is not None else [])]
 
 
 def eventually(condition: Callable[[], bool], within_seconds: float = 30.0) -> None:
