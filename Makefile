@@ -6,7 +6,7 @@ DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup run package test demo check lint types imports figures unit thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
+.PHONY: setup run package test demo check lint types imports figures quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
 
 setup: $(VENV)/.dev
 
@@ -56,7 +56,6 @@ mooncake:
 # Prometheus' checker of rules. Only that is taken from the package, which would also start a server. Without it the
 # checks of deploy/prometheus are skipped, and say so.
 .PHONY: promtool
-unit: promtool
 promtool:
 	command -v promtool > /dev/null && command -v prometheus > /dev/null || { apt-get update -qq && mkdir -p build/prometheus && cd build/prometheus \
 	    && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . \
@@ -74,7 +73,6 @@ buildah:
 # Helm, for the tests of its chart: a package has it as a library, for a newer Python than it needs. Without it these tests
 # are skipped, and say so.
 .PHONY: helm
-unit: helm
 helm: setup
 	test -d build/helm/helm_sdkpy || $(PIP) install --quiet --target build/helm --no-deps --only-binary :all: \
 	    --ignore-requires-python --python-version 3.12 --require-hashes --requirement .ci/helm.txt \
@@ -90,7 +88,6 @@ iproute:
 
 # Reports are opened in a real browser. Without one these tests are skipped, and say so.
 .PHONY: chromium
-unit: chromium
 chromium:
 	command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
 	  || echo "chromium is missing: tests of reports in a browser are skipped" >&2
@@ -98,7 +95,6 @@ chromium:
 # The proxy that the console's document shows. Only the program is taken from the package, which would also start a server.
 # Without it these tests are skipped, and say so.
 .PHONY: nginx
-unit: nginx
 nginx:
 	command -v nginx > /dev/null || { apt-get update -qq && mkdir -p build/nginx && cd build/nginx \
 	    && apt-get download -qq nginx && dpkg-deb -x nginx_*.deb . && install usr/sbin/nginx /usr/local/bin && nginx -v; } \
@@ -134,12 +130,22 @@ imports: setup
 figures: setup
 	$(BIN)/python benchmarks/readme.py --check
 
-unit: setup redis fuse mooncake
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
+# The core in at most 90 seconds on two cores: no processes, a fifth of the examples of property tests.
+QUICK_TESTS := tests/model tests/index tests/cache tests/reclaim tests/registry tests/property tests/connectors tests/gpu_tier
+quick: setup
+	KVCM_TESTS=quick $(BIN)/python -m pytest -q --no-header --show-capture=no -r fE --numprocesses $(WORKERS) --maxprocesses 4 \
+	    --dist worksteal $(QUICK_TESTS)
 
-# The same with every history that the property tests know: four times as many.
+unit: setup redis fuse mooncake
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
+
+# What `make test` leaves to .ci/run: documents, dashboards, images, packages, browsers, long histories.
+ci-tests: setup redis fuse mooncake chromium nginx helm promtool buildah
+	$(BIN)/python -m pytest -m 'ci and not e2e and not engines' --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
+
+# The same, and the tests marked `ci`, with every history that the property tests know: five times as many.
 thorough: setup redis fuse mooncake
-	KVCM_TESTS=thorough $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --timeout 600
+	KVCM_TESTS=thorough $(BIN)/python -m pytest -m 'not e2e and not engines' --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --timeout 600
 
 demo: setup
 	$(BIN)/python docs/examples/demo/run.py $(DEMO_ARGS)

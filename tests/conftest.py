@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, settings
+from thoroughness import examples, is_thorough
 
 for folder in ("store", "contract", "gpu_tier", "service"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
@@ -31,10 +32,10 @@ def _import_triton_to_be_interpreted() -> None:
 # What property tests try follows from their code, so that a commit passes or fails alike wherever it is tried; a
 # thorough run goes on looking. How long an example takes says how busy the machine is.
 _UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("repeatable", derandomize=True, **_UNTIMED)
+settings.register_profile("repeatable", derandomize=True, max_examples=examples(100), **_UNTIMED)
 settings.register_profile("thorough", **_UNTIMED)
-settings.load_profile("thorough" if os.environ.get("KVCM_TESTS") == "thorough" else "repeatable")
+settings.load_profile("thorough" if is_thorough() else "repeatable")
 
 _import_triton_to_be_interpreted()
 
-pytest_plugins = ["redis_servers", "feature_records"]
+pytest_plugins = ["redis_servers", "feature_records", "quick_level"]

@@ -1,8 +1,8 @@
 """The public interfaces as plain data: wire, settings, metrics, resources under /v1, commands.
 
-Help texts and descriptions are left out: they may change from commit to commit, the rest must not. Run as a script, this
-module writes the snapshots that `test_public_interfaces.py` compares the code with. Do that only for a change of an
-interface that is wanted.
+Help texts and descriptions are left out: they may change from commit to commit, the rest must not. Run as a script,
+this module writes the snapshots that `test_public_interfaces.py` compares the code with. Do that only for a change of
+an interface that is wanted.
 """
 
 from __future__ import annotations
