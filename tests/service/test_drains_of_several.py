@@ -16,6 +16,7 @@ from test_several_managers import (
     eventually,
     finish,
     hits,
+    leading,
     node,
     registered,
     settings_of,
@@ -60,11 +61,12 @@ async def refuses(on: Node) -> bool:
 async def test_a_drain_holds_for_all_and_outlives_a_change_of_leaders(nodes: list[Node]) -> None:
     await registered(nodes[0])
     await finish(nodes[0], await start(nodes[0], KEYS), len(KEYS))
-    leader = [(await each.admin.CheckHealth(admin.CheckHealthRequest())).is_leader for each in nodes].index(True)
-    async with storages_of(nodes[1 - leader]) as stub:
+    leader = await leading(nodes)
+    (other,) = (each for each in nodes if each is not leader)
+    async with storages_of(other) as stub:
         answer = await stub.DrainStorage(pb.DrainStorageRequest(storage_unique_name="nfs"))
         assert answer.header.status.code == admin.OK
-    await nodes[leader].admin.LeaderDemote(admin.LeaderDemoteRequest())
+    await leader.admin.LeaderDemote(admin.LeaderDemoteRequest())
     for each in nodes:
         await eventually(lambda each=each: refuses(each))
 

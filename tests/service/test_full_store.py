@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 from redis_servers import Standalone, standalone
-from test_several_managers import KEYS, Node, eventually, finish, gauge, hits, node, registered, settings_of, start
+from test_several_managers import (
+    KEYS,
+    Node,
+    eventually,
+    finish,
+    gauge,
+    hits,
+    leading,
+    node,
+    registered,
+    settings_of,
+    start,
+)
 
 from kvcm.protocol import meta_service_pb2 as meta
 
@@ -41,27 +53,29 @@ async def server(tmp_path: Path) -> AsyncIterator[Limited]:
 async def test_a_full_store_is_left_by_finishing_expiring_and_removing(server: Limited, tmp_path: Path) -> None:
     """Invariants 1, 3 and 4 hold on the way: what is answered, decided and counted is what is stored."""
     settings = settings_of(server.uri, tmp_path)
-    async with contextlib.AsyncExitStack() as rest:
-        async with node(settings) as first:
-            second = await rest.enter_async_context(node(settings))
-            await registered(first)
-            await finish(first, await start(first, KEYS[:10]), 10)
-            finishing = await start(first, KEYS[10:20])
-            await start(second, KEYS[20:25], seconds=1)
-            server.limit(1)
-            await refused(second)
-            assert (await finish(second, finishing, 10)).header.status.code == meta.OK
-            assert await hits(second) == 20
-            await remove(second, 20)
-            await eventually(lambda: uses(second, 19))  # what expired and what was removed is gone
-            assert await hits(second) == 19
-            assert server.leader() == first.endpoint.node_id
-        await eventually(lambda: leads(server, second))
-        await remove(second, 19)
-        await eventually(lambda: uses(second, 18))
+    async with contextlib.AsyncExitStack() as one, contextlib.AsyncExitStack() as another:
+        ends = {await stack.enter_async_context(node(settings)): stack for stack in (one, another)}
+        first, second = ends
+        await registered(first)
+        await finish(first, await start(first, KEYS[:10]), 10)
+        finishing = await start(first, KEYS[10:20])
+        await start(second, KEYS[20:25], seconds=1)
+        server.limit(1)
         await refused(second)
+        assert (await finish(second, finishing, 10)).header.status.code == meta.OK
+        assert await hits(second) == 20
+        await remove(second, 20)
+        await eventually(lambda: uses(second, 19))  # what expired and what was removed is gone
+        assert await hits(second) == 19
+        leader = await leading([first, second])
+        (left,) = ends.keys() - {leader}
+        await ends[leader].aclose()
+        await eventually(lambda: leads(server, left))
+        await remove(left, 19)
+        await eventually(lambda: uses(left, 18))
+        await refused(left)
         server.limit(0)
-        assert len((await start(second, [500])).locations) == 1
+        assert len((await start(left, [500])).locations) == 1
 
 
 async def refused(on: Node) -> None:

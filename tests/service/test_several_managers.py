@@ -164,16 +164,29 @@ async def test_every_manager_tells_how_all_of_them_are(nodes: list[Node]) -> Non
             items = client.get("/v1/managers").body["items"]
         return {each["admin_http_port"]: (each["phase"], each["is_leader"], each["is_self"]) for each in items}
 
-    def expected(on: Node) -> dict[int, tuple[str | None, bool, bool]]:
-        return {
-            each.endpoint.admin_http_port: ("serving", each is nodes[0], each is on)  # the first one took the lease
-            for each in nodes
-        }
-
     async def all_agree() -> bool:
-        return [await asyncio.to_thread(listed, each) for each in nodes] == [expected(each) for each in nodes]
+        """Whether each names all of them as serving, itself as itself, and the same one as the leader."""
+        told = [await asyncio.to_thread(listed, each) for each in nodes]
+        leaders = [port for port, (_, is_leader, _) in told[0].items() if is_leader]
+        ports = {each: each.endpoint.admin_http_port for each in nodes}
+        return len(leaders) == 1 and told == [
+            {port: ("serving", port in leaders, each is on) for each, port in ports.items()} for on in nodes
+        ]
 
     await eventually(all_agree)
+
+
+async def leading(nodes: list[Node]) -> Node:
+    """Wait until a manager leads, and return it: which one does is settled by chance."""
+    found: list[Node] = []
+
+    async def one_leads() -> bool:
+        told = [await each.admin.CheckHealth(admin.CheckHealthRequest()) for each in nodes]
+        found[:] = [each for each, answer in zip(nodes, told, strict=True) if answer.is_leader]
+        return len(found) == 1
+
+    await eventually(one_leads)
+    return found[0]
 
 
 async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) -> None:
