@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from thoroughness import examples, is_thorough
 
@@ -37,5 +38,18 @@ settings.register_profile("thorough", **_UNTIMED)
 settings.load_profile("thorough" if is_thorough() else "repeatable")
 
 _import_triton_to_be_interpreted()
+
+# Tests of these folders run in .ci/run: documents, images, browsers, mounts that fail. An edit does not wait for them.
+_IN_CI = ("deploy", "docs", "faults", "gameday", "package", "web")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that `make test` leaves out."""
+    folders = [Path(__file__).parent / name for name in _IN_CI]
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in folders):
+            item.add_marker(pytest.mark.ci)
+
 
 pytest_plugins = ["redis_servers", "feature_records", "quick_level"]
