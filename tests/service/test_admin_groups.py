@@ -116,20 +116,6 @@ def test_an_update_needs_the_stored_version_and_a_greater_new_one(site: Site, cu
     assert _stored(site.api, name) == before
 
 
-def test_of_two_updates_on_the_same_version_one_wins(apis: dict[str, Api]) -> None:
-    name = Site(apis["grpc"]).group()
-    spec = group_spec(name, "s", version=2)
-    apis["grpc"].ok("AdminService.UpdateInstanceGroup", instance_group=spec, current_version=1)
-    code, message = apis["http"].refused("AdminService.UpdateInstanceGroup", instance_group=spec, current_version=1)
-    assert (code, "read the group again" in message) == ("INVALID_ARGUMENT", True)
-
-
-def test_a_removed_group_can_be_created_again(site: Site) -> None:
-    name = site.group()
-    site.api.ok("AdminService.RemoveInstanceGroup", name=name)
-    _create(site.api, group_spec(name, "s"))
-
-
 def test_an_ignored_meta_storage_uri_is_said_once_in_the_log_decision_6(server: ManagerProcess, site: Site) -> None:
     for _ in range(2):
         spec = group_spec(unique("group"), "s")
@@ -160,21 +146,6 @@ def test_the_instances_of_a_group_are_listed_in_order(site: Site) -> None:
 def test_a_group_without_instances_and_an_unknown_group_have_an_empty_list(site: Site) -> None:
     assert _listed(site, site.group()) == []
     assert _listed(site, "nowhere") == []
-
-
-def test_a_listed_instance_is_complete(site: Site) -> None:
-    group = site.group()
-    instance = site.instance(group)
-    (listed,) = site.api.ok("AdminService.ListInstanceInfo", instance_group_name=group).instance_info
-    assert listed == site.api.ok("AdminService.GetInstanceInfo", instance_id=instance).instance_info
-    assert (listed.model_deployment.model_name, listed.location_spec_infos[0].size) == ("m", 64)
-
-
-def test_remove_instance_does_not_look_at_the_group(site: Site) -> None:
-    group = site.group()
-    instance = site.instance(group)
-    site.api.ok("AdminService.RemoveInstance", instance_id=instance, instance_group="another")
-    assert _listed(site, group) == []
 
 
 def test_quota_group_name_is_that_of_the_registration(site: Site) -> None:

@@ -189,9 +189,8 @@ ANY_NODE = {
 }
 
 
-@BOTH
-def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_path: Path, transport: str) -> None:
-    with manager(tmp_path, "kvcm.service.require_leader=true") as process, process.api(transport) as api:
+def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_path: Path) -> None:
+    with manager(tmp_path, "kvcm.service.require_leader=true") as process, process.api() as api:
         site = Site(api)
         instance = site.instance()
         site.write(instance, [1])
@@ -204,7 +203,7 @@ def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_p
         assert api.ok("GetClusterInfo").self_node_id
         assert not _health(api).is_leader
         assert api.ok("AdminService.GetMetrics").metrics
-    with manager(tmp_path / "leads", "kvcm.service.require_leader=true") as process, process.api(transport) as api:
+    with manager(tmp_path / "leads", "kvcm.service.require_leader=true") as process, process.api() as api:
         api.ok("RegisterInstance", **instance_fields("i", "default"))
         api.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=2000)
         api.ok("AdminService.LeaderDemote")
@@ -257,14 +256,13 @@ def test_unknown_instances_do_not_grow_the_table_of_metrics(api: Api) -> None:
 # ── Log level ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@BOTH
-def test_the_log_level_is_changed_at_once_in_any_spelling(tmp_path: Path, transport: str) -> None:
+def test_the_log_level_is_changed_at_once_in_any_spelling(tmp_path: Path) -> None:
     def refused(process: ManagerProcess) -> int:
         """How many refusals stand in the log; each call adds one at level DEBUG."""
         assert api.refused("GetInstanceInfo", instance_id="nobody").code == "INSTANCE_NOT_EXIST"
         return len(process.events("refused"))
 
-    with manager(tmp_path) as process, process.api(transport) as api:
+    with manager(tmp_path) as process, process.api() as api:
         before = refused(process)
         api.ok("AdminService.UpdateLogger", log_level="debug", module_name="ignored")
         eventually(lambda: refused(process) > before)

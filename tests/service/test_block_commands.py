@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,6 @@ from kvcm.model.keys import block_keys_from_tokens
 BLOCK = 64
 TOKENS = list(range(100, 120))
 KEYS = block_keys_from_tokens(TOKENS, 4)
-
-
-@pytest.fixture
-def commands(server: ManagerProcess) -> Commands:
-    """Commands against the shared manager."""
-    return Commands(server)
-
-
-@pytest.fixture
-def site(server: ManagerProcess) -> Iterator[Site]:
-    """A place of the test's own on the shared manager."""
-    with server.api() as api:
-        yield Site(api)
 
 
 def _texts(numbers: list[int]) -> str:

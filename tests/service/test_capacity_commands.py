@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_runner import Commands
 from ports import free_port
-from test_transport_process import ManagerProcess, run_kvcm
+from test_transport_process import run_kvcm
 from test_transport_sites import Site, unique
 
-pytestmark = pytest.mark.e2e
-
 BLOCK = 64
-
-
-@pytest.fixture
-def site(server: ManagerProcess) -> Any:
-    """A place of the test's own on the shared manager."""
-    with server.api() as api:
-        yield Site(api)
-
-
-class Commands:
-    """Runs commands against a manager."""
-
-    def __init__(self, server: ManagerProcess, directory: Path) -> None:
-        self._server = server
-        self._directory = directory
-
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        url = f"http://{self._server.address.admin_http}"
-        return run_kvcm(self._directory, *arguments, "--manager", url, **environment)
-
-    def ok(self, *arguments: str) -> str:
-        done = self.run(*arguments)
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        return done.stdout
-
-    def json(self, *arguments: str) -> Any:
-        return json.loads(self.ok(*arguments, "--json"))
-
-    def refused(self, *arguments: str) -> str:
-        done = self.run(*arguments)
-        assert (done.returncode, done.stdout) == (1, ""), done
-        assert done.stderr.startswith("kvcm: ")
-        assert done.stderr.count("\n") == 1
-        return done.stderr
-
-
-@pytest.fixture
-def commands(server: ManagerProcess, tmp_path: Path) -> Commands:
-    """Commands against the shared manager."""
-    return Commands(server, tmp_path)
 
 
 def test_the_usage_of_a_group_is_shown_and_printed_as_json_with_numbers(site: Site, commands: Commands) -> None:
@@ -82,10 +38,6 @@ def test_tables_in_a_pipe_are_as_wide_as_they_need_to_be(site: Site, commands: C
     group = site.group()
     done = commands.run("group", "usage", group, COLUMNS="")
     assert "evict above" in done.stdout.splitlines()[0]
-
-
-def test_an_unknown_group_is_refused_in_one_line(commands: Commands) -> None:
-    assert commands.refused("group", "usage", "nowhere") == "kvcm: instance group 'nowhere' does not exist\n"
 
 
 def test_global_quotas_are_set_listed_and_removed(commands: Commands) -> None:
@@ -141,20 +93,6 @@ def test_garbage_is_freed_only_when_it_is_told_to(site: Site, commands: Commands
     assert (found["blocks"], found["without_bytes"], found["freed_bytes"]) == (2, 2, 2 * BLOCK)
     assert site.hits(instance, [1, 2]) == []
     assert "nobody" in commands.refused("storage", "garbage", "--instance", "nobody")
-
-
-def test_pins_are_listed_from_the_data_port_that_the_manager_tells(site: Site, commands: Commands) -> None:
-    instance = site.instance(site.group(pin_budget_bytes=1 << 20))
-    site.write(instance, range(3))
-    fields = {"block_keys": [0, 1, 2], "owner": "[bold]someone", "ttl_seconds": 600}
-    pin = site.api.ok("PinService.PinPrefix", instance_id=instance, **fields)
-    (listed,) = commands.json("pin", "list", instance)["pins"]
-    assert (listed["pin_id"], listed["owner"], listed["blocks"], listed["bytes"]) == (
-        pin.pin_id, "[bold]someone", 3, 3 * BLOCK,
-    )  # fmt: skip
-    shown = commands.ok("pin", "list", instance)
-    assert ("[bold]someone" in shown, pin.pin_id in shown, "192 B" in shown) == (True, True, True)
-    assert "nobody" in commands.refused("pin", "list", "nobody")
 
 
 @pytest.mark.parametrize(

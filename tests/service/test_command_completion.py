@@ -5,22 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from command_runner import COMMANDS
 from ports import free_port
 from test_transport_process import ManagerProcess
 from test_transport_sites import Site, unique
 from typer.testing import CliRunner
-
-
-@pytest.fixture
-def site(server: ManagerProcess) -> Iterator[Site]:
-    """A place of the test's own on the shared manager."""
-    with server.api() as api:
-        yield Site(api)
 
 
 def _completed(words: str, url: str) -> list[str]:

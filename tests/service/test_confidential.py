@@ -3,13 +3,12 @@ whoever is limited to some."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rest_client import RestClient, component
-from secured import Tenants, secured
+from secured import Tenants
 from test_transport_drivers import Api
 from test_transport_sites import Site, group_spec, instance_fields, unique
 
@@ -20,23 +19,10 @@ OTHER = "correcthorse"
 _NOTE = f"see redis://u:{PLANTED}@h"
 
 
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    with secured(tmp_path_factory.mktemp("secured")) as server:
-        yield Tenants.on(server)
-
-
 @pytest.fixture
 def admin(tenants: Tenants) -> Iterator[Api]:
     with tenants.server.api() as api:
         yield api
-
-
-@pytest.fixture
-def client(tenants: Tenants) -> Iterator[RestClient]:
-    made = RestClient(tenants.server.process.address.admin_http)
-    with contextlib.closing(made.connection):
-        yield made
 
 
 def _storage_fields(tenants: Tenants, name: str, **spec: Any) -> dict[str, Any]:
@@ -137,46 +123,46 @@ def test_a_secret_that_is_nowhere_is_refused(tenants: Tenants, admin: Api, stora
 
 @pytest.mark.parametrize("kind", ["storages", "groups"])
 def test_resources_keep_secrets_and_conditions(
-    tenants: Tenants, client: RestClient, storage: str, group: str, kind: str
+    tenants: Tenants, by_tenants: RestClient, storage: str, group: str, kind: str
 ) -> None:
     """Whoever sees less has tags of its own: one over the secret would tell who guessed it right."""
     path = f"/v1/{kind}/{component(storage if kind == 'storages' else group)}"
     by_admin, by_operator = ({"authorization": tenants.authorization(who)} for who in ("admin", "operator"))
-    full, read = client.get(path, **by_admin), client.get(path, **by_operator)
+    full, read = by_tenants.get(path, **by_admin), by_tenants.get(path, **by_operator)
     assert PLANTED.encode() in full.raw
-    assert PLANTED.encode() not in read.raw + client.get(f"/v1/{kind}", **by_operator).raw
+    assert PLANTED.encode() not in read.raw + by_tenants.get(f"/v1/{kind}", **by_operator).raw
     assert read.headers["etag"] != full.headers["etag"]
-    assert client.get(path, **by_operator, if_none_match=read.headers["etag"]).status == 304
-    assert client.put(path, read.body, **by_admin, if_match=read.headers["etag"]).status == 412
-    put = client.put(path, read.body, **by_admin, if_match=full.headers["etag"])
+    assert by_tenants.get(path, **by_operator, if_none_match=read.headers["etag"]).status == 304
+    assert by_tenants.put(path, read.body, **by_admin, if_match=read.headers["etag"]).status == 412
+    put = by_tenants.put(path, read.body, **by_admin, if_match=full.headers["etag"])
     assert put.status == 200
-    assert put.headers["etag"] == client.get(path, **by_admin).headers["etag"]
+    assert put.headers["etag"] == by_tenants.get(path, **by_admin).headers["etag"]
     assert PLANTED.encode() in put.raw
     secret = (
         {"vcnsthreefs": {"meta_storage_uri": f"mysql://u:{OTHER}@meta:3306/db"}}
         if kind == "storages"
         else {"user_data": f"see redis://u:{OTHER}@h"}
     )
-    patched = client.patch(path, secret, **by_admin, if_match=put.headers["etag"])
+    patched = by_tenants.patch(path, secret, **by_admin, if_match=put.headers["etag"])
     assert OTHER.encode() in patched.raw
-    hidden = {name: client.get(path, **by_operator).body[name] for name in secret}
-    assert client.patch(path, hidden, **by_admin, if_match=put.headers["etag"]).status == 412
-    assert OTHER.encode() in client.patch(path, hidden, **by_admin).raw
+    hidden = {name: by_tenants.get(path, **by_operator).body[name] for name in secret}
+    assert by_tenants.patch(path, hidden, **by_admin, if_match=put.headers["etag"]).status == 412
+    assert OTHER.encode() in by_tenants.patch(path, hidden, **by_admin).raw
 
 
 def test_an_operator_switches_a_storage_whose_secrets_it_does_not_see(
-    tenants: Tenants, client: RestClient, admin: Api, storage: str
+    tenants: Tenants, by_tenants: RestClient, admin: Api, storage: str
 ) -> None:
     by_operator = {"authorization": tenants.authorization("operator")}
     path = f"/v1/storages/{storage}"
-    tag = client.get(path, **by_operator).headers["etag"]
-    switched = client.patch(path, {"is_available": False}, **by_operator, if_match=tag)
+    tag = by_tenants.get(path, **by_operator).headers["etag"]
+    switched = by_tenants.patch(path, {"is_available": False}, **by_operator, if_match=tag)
     assert (switched.status, switched.body["is_available"]) == (200, False)
     assert PLANTED in _uri(admin, storage)
-    assert client.patch(path, {"capacity_bytes": 5}, **by_operator).status == 403
+    assert by_tenants.patch(path, {"capacity_bytes": 5}, **by_operator).status == 403
 
 
-def test_usage_of_a_limited_principal_is_its_own(tenants: Tenants, client: RestClient, admin: Api) -> None:
+def test_usage_of_a_limited_principal_is_its_own(tenants: Tenants, by_tenants: RestClient, admin: Api) -> None:
     site = Site(admin)
     storage, quota = site.storage(), unique("quota")
     own, foreign = (site.group(storage, global_quota_group_name=quota) for _ in range(2))
@@ -186,7 +172,7 @@ def test_usage_of_a_limited_principal_is_its_own(tenants: Tenants, client: RestC
     viewer = tenants.server.key(unique("limited"), "ROLE_VIEWER", instance_groups=[own])
 
     def seen(key: str) -> tuple[list[Any], list[Any]]:
-        found = client.get(f"/v1/usage?group={own}", authorization=f"Bearer {key}").body
+        found = by_tenants.get(f"/v1/usage?group={own}", authorization=f"Bearer {key}").body
         storages = [(each["usage"]["used_bytes"], each["oversubscription"]) for each in found["storages"]]
         return storages, [(each["usage"]["used_bytes"], each["groups"]) for each in found["global_quotas"]]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_transport_drivers import eventually
-from test_transport_process import ManagerProcess, manager, run_kvcm
+from test_transport_process import manager
 from test_transport_sites import Site
 
 from kvcm.cache.drains import TAKE_BACK_SECONDS
@@ -130,41 +128,3 @@ def test_a_drain_and_what_was_removed_outlive_a_restart(tmp_path: Path) -> None:
         site = Site(api)
         assert _status(site, drained).is_draining
         assert [each.storage_unique_name for each in api.ok("StorageService.ListDrain").drains] == [drained, removed]
-
-
-class Commands:
-    """Runs `kvcm storage` against a manager."""
-
-    def __init__(self, server: ManagerProcess, directory: Path) -> None:
-        self._server = server
-        self._directory = directory
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        url = f"http://{self._server.address.admin_http}"
-        return run_kvcm(self._directory, "storage", *arguments, "--manager", url)
-
-    def ok(self, *arguments: str) -> str:
-        done = self.run(*arguments)
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        return done.stdout
-
-
-def test_drains_from_the_command_line(server: ManagerProcess, tmp_path: Path) -> None:
-    commands = Commands(server, tmp_path)
-    with server.api() as api:
-        site = Site(api)
-        storage = site.storage()
-        instance = site.instance(site.group(storage, pin_budget_bytes=1 << 20))
-        site.write(instance, KEYS)
-        fields = {"block_keys": KEYS, "owner": "o", "ttl_seconds": 600}
-        api.ok("PinService.PinPrefix", instance_id=instance, **fields)
-    assert commands.ok("drain", storage) == ""
-    eventually(lambda: f"storage {storage}: 3 locations are pinned" in commands.ok("drains"))
-    assert "draining" in next(line for line in commands.ok("list").splitlines() if line.startswith(f"{storage} "))
-    listed = {each["storage_unique_name"]: each for each in json.loads(commands.ok("drains", "--json"))["drains"]}
-    shown = listed[storage]
-    assert (shown["state"], shown["left_bytes"], shown["is_removal"]) == ("DRAIN_RUNNING", 3 * BLOCK, False)
-    assert commands.ok("drain", "--cancel", storage) == ""
-    assert storage not in commands.ok("drains")
-    refused = commands.run("drain", "nowhere")
-    assert (refused.returncode, refused.stderr) == (1, "kvcm: storage 'nowhere' does not exist\n")

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from command_runner import Commands
-from test_transport_process import ManagerProcess
 from test_transport_sites import Site, unique
-
-
-@pytest.fixture
-def commands(server: ManagerProcess) -> Commands:
-    """Commands against the shared manager."""
-    return Commands(server)
-
-
-@pytest.fixture
-def site(server: ManagerProcess) -> Iterator[Site]:
-    """A place of the test's own on the shared manager."""
-    with server.api() as api:
-        yield Site(api)
 
 
 @pytest.fixture

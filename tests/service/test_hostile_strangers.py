@@ -36,7 +36,7 @@ _NESTED_PROTO = (b"\x0b" * 16_000, b"\x0a\x7f" * 8_000, b"\x2a" * 16_000)
 _ENDLESS_BYTES = 192 << 20
 
 
-@pytest.fixture(scope="module", params=["plain", "tls"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("tls", marks=pytest.mark.ci)])
 def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     """A manager with little patience."""
     directory = tmp_path_factory.mktemp("guarded")

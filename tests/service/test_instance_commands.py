@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_runner import Commands
-from test_transport_process import ManagerProcess
 from test_transport_sites import Site, unique
 
 REGISTER = ("--model", "m", "--dtype", "bf16", "--block-size", "4", "--spec", "tp0=1KiB", "--spec", "tp1=1KiB")
-
-
-@pytest.fixture
-def commands(server: ManagerProcess) -> Commands:
-    """Commands against the shared manager."""
-    return Commands(server)
-
-
-@pytest.fixture
-def site(server: ManagerProcess) -> Iterator[Site]:
-    """A place of the test's own on the shared manager."""
-    with server.api() as api:
-        yield Site(api)
 
 
 def test_an_instance_is_registered_listed_shown_and_removed(site: Site, commands: Commands) -> None:

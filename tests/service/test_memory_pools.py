@@ -67,18 +67,6 @@ def test_memory_is_given_to_its_own_node_alone(site: Site) -> None:
     assert pools.storages(site.match(pools.instance, KEYS, "QT_BATCH_GET", node_id=first)) == [pools.pools[0]] * 3
 
 
-def test_a_group_of_pools_alone_has_nothing_for_others(site: Site) -> None:
-    pools = PoolSite(site)
-    for call, fields in (
-        ("GetCacheLocation", {"query_type": "QT_PREFIX_MATCH"}),
-        ("StartWriteCache", {}),
-    ):
-        refusal = site.api.refused(call, instance_id=pools.instance, block_keys=KEYS, **fields)
-        assert refusal.code == "SERVICE_NOT_READY"
-        assert pools.pools[0] in refusal.message
-    site.write(pools.instance, KEYS, node_id=pools.nodes[0])
-
-
 def test_a_new_generation_forgets_what_was_there_and_its_space_comes_back(site: Site) -> None:
     pools = PoolSite(site)
     node = pools.nodes[0]
@@ -99,12 +87,6 @@ def test_memory_that_is_as_it_was_handed_out_is_not_given_up(site: Site) -> None
     part = {"block_key": KEYS[0], "uri": entry["kv"]}
     answer = site.api.ok("PinService.ReportMissing", instance_id=pools.instance, parts=[part])
     assert (answer.removed_locations, answer.unconfirmed_parts) == (0, 1)
-
-
-def test_operators_see_the_memory_of_all_nodes(site: Site) -> None:
-    pools = PoolSite(site)
-    site.write(pools.instance, KEYS, node_id=pools.nodes[0])
-    assert site.statuses(pools.instance, KEYS) == ["CLS_SERVING"] * 3
 
 
 def test_a_pool_that_is_full_is_no_error_of_a_storage(site: Site) -> None:

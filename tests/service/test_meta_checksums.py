@@ -45,14 +45,6 @@ def test_what_is_told_at_the_finish_is_answered_with_the_uris(site: Site) -> Non
     assert [spec.get("checksum") for spec in found["locations"][0]["location_specs"]] == ["1", str(MOST)]
 
 
-def test_checksums_of_parts_that_were_written_apart_come_in_one_answer(site: Site) -> None:
-    instance = site.instance(**K_V)
-    for name, checksum in (("k", 3), ("v", 4)):
-        started = site.start(instance, [1], location_spec_group_names=[f"only {name}"])
-        site.finish(instance, started, locations=[_told(**{name: checksum})])
-    assert _answered(site, instance, [1]) == [{"k": 3, "v": 4}]
-
-
 @pytest.mark.parametrize(("told", "recorded"), [(5, 5), (-1, MOST), (-(2**63), 2**63), (0, 0)])
 def test_the_checksum_of_a_location_with_one_part_is_that_of_the_part(site: Site, told: int, recorded: int) -> None:
     """It has a sign on the wire, and 64 bits either way."""
@@ -70,15 +62,6 @@ def test_clients_that_send_back_what_they_were_given_tell_nothing(site: Site) ->
     assert _answered(site, instance, [1, 2]) == [{"k": 0, "v": 0}] * 2
     (found,) = site.metas(instance, [1], detail_level=1)
     assert [set(spec) for spec in found["locations"][0]["location_specs"]] == [{"name", "uri"}] * 2
-
-
-@pytest.mark.parametrize(
-    "locations", [[{}], [{}] * 3, [{"location_specs": [{"name": "other", "uri": "x"}, {"name": "other"}]}]]
-)
-def test_locations_without_a_checksum_have_no_effect(site: Site, locations: list[dict[str, Any]]) -> None:
-    instance = site.instance(**K_V)
-    site.finish(instance, site.start(instance, [1, 2]), locations=locations)
-    assert _answered(site, instance, [1, 2]) == [{"k": 0, "v": 0}] * 2
 
 
 @pytest.mark.parametrize(
@@ -106,14 +89,6 @@ def test_locations_that_do_not_fit_do_not_consume_the_session(
     assert site.statuses(instance, [1, 2]) == ["CLS_WRITING"] * 2
     site.finish(instance, started, locations=[_told(k=1), _told(v=2)])
     assert _answered(site, instance, [1, 2]) == [{"k": 1, "v": 0}, {"k": 0, "v": 2}]
-
-
-def test_only_entries_of_written_positions_count(site: Site) -> None:
-    instance = site.instance()
-    started = site.start(instance, [1, 2])
-    told = [_told(nonsense=1), _told(kv=2)]
-    site.finish(instance, started, mask(flags=[False, True]), locations=told)
-    assert _answered(site, instance, [2]) == [{"kv": 2}]
 
 
 def test_a_corrupt_part_is_believed_with_its_checksum_only(site: Site) -> None:

@@ -116,15 +116,6 @@ def test_a_file_goes_after_the_delay_and_not_before_invariant_6(lasting: Files) 
     assert kept.read() == {1}
 
 
-def test_blocks_of_one_write_share_files_in_slots_of_equal_size_invariant_5(packed: Files) -> None:
-    slots = packed.write([1, 2, 3, 4, 5, 6])
-    assert all(slot.packed for slot in slots)
-    assert [slot.offset // SIZE for slot in slots] == [0, 1, 2, 3, 0, 1]
-    assert len({slot.path for slot in slots[:4]}) == 1
-    assert len({(slot.path, slot.offset) for slot in slots}) == 6
-    assert [slot.read() for slot in slots] == [{1}, {2}, {3}, {4}, {5}, {6}]
-
-
 def test_a_removed_slot_is_punched_and_its_neighbours_keep_their_bytes_invariant_5(packed: Files) -> None:
     first, second, third = packed.write([1, 2, 3])
     blocks = first.path.stat().st_blocks
@@ -150,28 +141,6 @@ def test_blocks_reported_as_failed_are_deleted_and_the_others_stay(packed: Files
     assert (first.read(), third.read()) == ({1}, {3})
 
 
-def test_the_files_of_an_expired_session_are_deleted(files: Files) -> None:
-    _, (slot,) = files.start([1], write_timeout_seconds=1)
-    eventually(lambda: not slot.path.exists())
-
-
-def test_a_file_of_a_removed_write_stays_until_its_session_is_over(files: Files) -> None:
-    begin = time.monotonic()
-    _, (slot,) = files.start([1], write_timeout_seconds=1)
-    files.remove(1)
-    eventually(lambda: not slot.path.exists())
-    assert time.monotonic() - begin >= 1.0 - 0.01
-
-
-def test_trim_of_metadata_leaves_the_bytes(files: Files) -> None:
-    (trimmed,) = files.write([1])
-    files.site.api.ok("TrimCache", instance_id=files.instance, strategy="TS_REMOVE_ALL_META")
-    (witness,) = files.write([2])
-    files.remove(2)
-    eventually(lambda: not witness.path.exists())
-    assert trimmed.read() == {1}
-
-
 @pytest.mark.parametrize("how", ["TrimCache", "AdminService.RemoveInstance"])
 def test_trim_and_removal_of_the_instance_delete_the_files_after_the_delay(lasting: Files, how: str) -> None:
     slots = lasting.write([1, 2])
@@ -195,31 +164,6 @@ def test_bytes_on_a_disabled_storage_are_still_deleted(files: Files) -> None:
     files.site.api.ok("AdminService.DisableStorage", storage_unique_name=files.storage)
     files.remove(1)
     eventually(lambda: not slot.path.exists())
-
-
-def _readd(files: Files, keys_per_file: int) -> dict[str, Any]:
-    spec = {"root_path": f"{files.root}/", "key_count_per_file": keys_per_file}
-    return {"global_unique_name": files.storage, "nfs": spec}
-
-
-def test_a_packed_file_goes_with_its_last_block_also_after_an_update_of_its_storage(packed: Files) -> None:
-    first, second = packed.write([1, 2])
-    packed.site.api.ok("AdminService.UpdateStorage", storage=_readd(packed, 2))
-    packed.remove(1)
-    eventually(lambda: first.read() == {0})
-    assert second.read() == {2}
-    packed.remove(2)
-    eventually(lambda: not first.path.exists())
-
-
-def test_a_packed_file_goes_with_its_last_block_also_after_its_storage_was_removed_and_added(packed: Files) -> None:
-    first, second = packed.write([1, 2])
-    packed.site.api.ok("AdminService.RemoveStorage", storage_unique_name=packed.storage)
-    packed.site.api.ok("AdminService.AddStorage", storage=_readd(packed, 4))
-    assert packed.site.hits(packed.instance, [1, 2]) == [1, 2]
-    packed.remove(1, 2)
-    eventually(lambda: second.read() in ({0}, set()))
-    eventually(lambda: not first.path.exists())
 
 
 # ── Read leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,15 +199,6 @@ def test_several_leases_are_released_with_one_call_whatever_is_wrong_with_some(q
     assert foreign.path.exists()
 
 
-def test_a_leased_file_goes_when_the_lease_ends_by_itself(quick: Files) -> None:
-    (leased,) = quick.write([1])
-    begin = time.monotonic()
-    quick.lease([1], 900)
-    quick.remove(1)
-    eventually(lambda: not leased.path.exists())
-    assert time.monotonic() - begin >= 0.9 - 0.01
-
-
 def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(quick: Files) -> None:
     renewed, free = quick.write([1, 2])
     lease = quick.lease([1], 2000)
@@ -276,53 +211,9 @@ def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(quick: Files) -> No
     assert renewed.read() == {1}
 
 
-def test_a_lease_can_be_shortened(quick: Files) -> None:
-    (leased,) = quick.write([1])
-    fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1])}
-    quick.site.api.ok("LeaseService.RenewReadLease", read_lease_ms=1, **fields)
-    quick.remove(1)
-    eventually(lambda: not leased.path.exists())
-    assert quick.site.api.refused("LeaseService.RenewReadLease", read_lease_ms=1, **fields).code == "INVALID_ARGUMENT"
-
-
-def test_releasing_a_lease_that_has_just_ended_is_no_error(quick: Files) -> None:
-    quick.write([1])
-    for _ in range(20):
-        fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1], 1)}
-        end = time.time() + 0.001
-        eventually(lambda end=end: time.time() > end)
-        quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
-
-
-def test_the_file_stays_until_the_last_of_its_leases_is_over(quick: Files) -> None:
-    (leased,) = quick.write([1])
-    begin = time.monotonic()
-    quick.lease([1], 900)
-    released = quick.lease([1], 60_000)
-    quick.site.api.ok("LeaseService.ReleaseReadLease", instance_id=quick.instance, read_lease_id=released)
-    quick.remove(1)
-    eventually(lambda: not leased.path.exists())
-    assert time.monotonic() - begin >= 0.9 - 0.01
-
-
 def test_a_match_without_hits_or_without_the_wish_has_no_lease(quick: Files) -> None:
     quick.write([1])
     query = {"instance_id": quick.instance, "query_type": "QT_PREFIX_MATCH"}
     for more in ({"block_keys": [404], "read_lease_ms": 1000}, {"block_keys": [1]}):
         answer = quick.site.api.ok("GetCacheLocation", **query, **more)
         assert (answer.read_lease_id, answer.read_lease_deadline_ms) == ("", 0)
-
-
-def test_releasing_a_lease_twice_is_no_error_as_its_contract_says(quick: Files) -> None:
-    quick.write([1])
-    fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1])}
-    quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
-    quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
-
-
-def test_a_released_lease_cannot_be_renewed(quick: Files) -> None:
-    quick.write([1])
-    fields = {"instance_id": quick.instance, "read_lease_id": quick.lease([1])}
-    quick.site.api.ok("LeaseService.ReleaseReadLease", **fields)
-    code, message = quick.site.api.refused("LeaseService.RenewReadLease", read_lease_ms=1000, **fields)
-    assert (code, "read_lease_id" in message) == ("INVALID_ARGUMENT", True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_transport_drivers import eventually
 from test_transport_process import ManagerProcess
 from test_transport_sites import Site, mask, unique
 
@@ -54,45 +53,6 @@ def test_a_prefix_can_be_named_by_its_tokens(site: Site) -> None:
     site.finish(instance, started)
     pin = site.api.ok("PinService.PinPrefix", instance_id=instance, token_ids=tokens, owner="me", ttl_seconds=60)
     assert pin.pinned_blocks == 3
-
-
-def test_nothing_readable_is_an_answer_without_a_pin(site: Site) -> None:
-    instance = _budgeted(site)
-    pin = _pin(site, instance, [1])
-    assert (pin.pin_id, pin.pinned_blocks, pin.pinned_bytes, pin.deadline_ms) == ("", 0, 0, 0)
-
-
-def test_the_budget_is_shared_by_the_instances_of_a_group(site: Site) -> None:
-    group = site.group(pin_budget_bytes=3 * BLOCK)
-    first, second = site.instance(group), site.instance(group)
-    for instance in (first, second):
-        site.write(instance, [1, 2])
-    pin = _pin(site, first, [1, 2])
-    fields = {"instance_id": second, "block_keys": [1, 2], "owner": "me", "ttl_seconds": 60}
-    code, message = site.api.refused("PinService.PinPrefix", **fields)
-    assert code == "REACH_MAX_ENTITY_CAPACITY"
-    assert [text for text in ("192", "128", group) if text not in message] == [], message
-    assert _pins(site, second) == []
-    _unpin(site, first, pin.pin_id)
-    assert _pin(site, second, [1, 2]).pinned_blocks == 2
-
-
-def test_a_pin_ends_by_itself(site: Site) -> None:
-    instance = _budgeted(site, blocks=1)
-    site.write(instance, [1])
-    assert _pin(site, instance, [1], 1).pinned_blocks == 1
-    eventually(lambda: _pins(site, instance) == [])
-    assert _pin(site, instance, [1]).pinned_blocks == 1
-
-
-def test_removing_wins_over_a_pin(site: Site) -> None:
-    instance = _budgeted(site)
-    site.write(instance, [1, 2])
-    _pin(site, instance, [1, 2])
-    site.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
-    assert site.hits(instance, [1, 2]) == [2]
-    site.api.ok("TrimCache", instance_id=instance, strategy="TS_REMOVE_ALL_CACHE")
-    assert site.hits(instance, [1, 2]) == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from test_transport_drivers import eventually
-from test_transport_sites import Site, group_spec, mask, masked
+from test_transport_sites import Site, masked
 
 from kvcm.protocol import meta_service_pb2 as meta
 
@@ -23,38 +23,6 @@ def test_a_prefix_that_fits_is_granted_and_the_rest_is_masked_with_the_reason(si
     assert site.hits(instance, [1, 2, 3, 4]) == [1, 2]
 
 
-def test_behind_a_refused_block_nothing_is_granted_even_if_it_would_fit(site: Site) -> None:
-    infos = [{"name": "small", "size": 10}, {"name": "large", "size": 100}]
-    groups = [{"name": "s", "spec_names": ["small"]}, {"name": "l", "spec_names": ["large"]}]
-    group = site.group(capacity=50)
-    instance = site.instance(group, location_spec_infos=infos, location_spec_groups=groups)
-    started = site.start(instance, [1, 2, 3], location_spec_group_names=["s", "l", "s"])
-    assert masked(started) == [False, True, True]
-    assert "2 blocks" in started.header.status.message
-
-
-def test_a_write_of_which_nothing_fits_is_refused(site: Site) -> None:
-    instance = site.instance(site.group(capacity=BLOCK - 1))
-    code, message = site.api.refused("StartWriteCache", instance_id=instance, block_keys=[1])
-    assert code == "REACH_MAX_ENTITY_CAPACITY"
-    assert "63" in message
-    assert site.statuses(instance, [1]) == ["CLS_NOT_FOUND"]
-
-
-def test_a_write_that_needs_no_space_succeeds_in_a_full_group(site: Site) -> None:
-    instance = site.instance(site.group(capacity=BLOCK))
-    site.write(instance, [1])
-    assert masked(site.start(instance, [1])) == 1
-
-
-def test_instances_of_a_group_share_its_quota(site: Site) -> None:
-    group = site.group(capacity=2 * BLOCK)
-    first, second = site.instance(group), site.instance(group)
-    site.write(first, [1])
-    site.start(second, [1])
-    assert site.api.refused("StartWriteCache", instance_id=first, block_keys=[2]).code == "REACH_MAX_ENTITY_CAPACITY"
-
-
 def test_a_type_limit_holds_and_another_type_takes_the_rest(
     site: Site, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -65,13 +33,6 @@ def test_a_type_limit_holds_and_another_type_takes_the_rest(
     assert [location.type for location in started.locations] == [meta.ST_NFS, meta.ST_DUMMY]
 
 
-def test_a_type_limit_without_another_type_refuses_and_names_the_type(site: Site) -> None:
-    instance = site.instance(site.group(types={"ST_DUMMY": BLOCK}))
-    site.write(instance, [1])
-    code, message = site.api.refused("StartWriteCache", instance_id=instance, block_keys=[2])
-    assert (code, "dummy" in message) == ("REACH_MAX_ENTITY_CAPACITY", True)
-
-
 def test_max_key_count_grants_a_prefix_and_then_refuses(site: Site) -> None:
     instance = site.instance(site.group(max_keys=3))
     site.write(instance, [1, 2])
@@ -80,12 +41,6 @@ def test_max_key_count_grants_a_prefix_and_then_refuses(site: Site) -> None:
     assert "max_key_count" in started.header.status.message
     code, message = site.api.refused("StartWriteCache", instance_id=instance, block_keys=[5])
     assert (code, "max_key_count" in message) == ("REACH_MAX_ENTITY_CAPACITY", True)
-
-
-def test_max_key_count_is_per_instance(site: Site) -> None:
-    group = site.group(max_keys=1)
-    for _ in range(2):
-        assert len(site.write(site.instance(group), [1])) == 1
 
 
 def test_a_changed_key_limit_holds_for_the_next_write(site: Site) -> None:
@@ -110,25 +65,6 @@ def test_a_capacity_that_a_storage_is_given_holds_for_the_next_write_of_any_grou
     assert limited in site.api.ok("AdminService.ListStorage").storage
 
 
-def test_what_a_group_is_guaranteed_no_other_group_can_take(site: Site) -> None:
-    storage = site.storage()
-    kept = site.instance(
-        site.group(storage, storage_guarantees=[{"storage_unique_name": storage, "guaranteed_bytes": 2 * BLOCK}])
-    )
-    other = site.instance(site.group(storage))
-    site.limit_storage(storage, 3 * BLOCK)
-    started = site.start(other, [1, 2])
-    assert masked(started) == [False, True]
-    assert "guaranteed to other groups" in started.header.status.message
-    assert len(site.write(kept, [1, 2])) == 2
-
-
-def test_failed_blocks_give_their_space_back_invariant_4(site: Site) -> None:
-    instance = site.instance(site.group(capacity=2 * BLOCK))
-    site.finish(instance, site.start(instance, [1, 2]), mask(0))
-    eventually(lambda: _fits(site, instance, [3, 4]))
-
-
 def test_removed_blocks_count_until_their_bytes_are_gone_decision_15(site: Site) -> None:
     storage = site.storage()
     group = site.group(storage, capacity=BLOCK, delay_ms=600)
@@ -151,14 +87,6 @@ def test_a_changed_quota_is_in_force_at_once(site: Site) -> None:
     assert site.api.refused("StartWriteCache", instance_id=instance, block_keys=[1]).code == "REACH_MAX_ENTITY_CAPACITY"
     site.update_group(group, storage, capacity=BLOCK)
     assert len(site.write(instance, [1])) == 1
-
-
-def test_an_absent_quota_allows_nothing(site: Site) -> None:
-    spec = group_spec("no-quota-" + site.storage(), site.storage())
-    del spec["quota"]
-    site.api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
-    instance = site.instance(spec["name"])
-    assert site.api.refused("StartWriteCache", instance_id=instance, block_keys=[1]).code == "REACH_MAX_ENTITY_CAPACITY"
 
 
 # ── Availability ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,17 +124,6 @@ def test_blocks_on_a_disabled_storage_are_missing_and_visible_again_when_it_is_e
     assert site.match(instance, [1, 2]) == written
     site.api.ok("AdminService.DisableStorage", storage_unique_name=second)
     assert site.match(instance, [1, 2]) == written
-
-
-def test_blocks_of_a_storage_added_again_under_its_name_are_readable_again(site: Site) -> None:
-    first, second = site.storage(), site.storage()
-    instance = site.instance(site.group(first, second))
-    written = site.write(instance, [1])
-    site.api.ok("AdminService.RemoveStorage", storage_unique_name=first)
-    assert site.match(instance, [1]) == []
-    again = {"global_unique_name": first, "dummy": {"root_path": first, "key_count_per_file": 1}}
-    site.api.ok("AdminService.AddStorage", storage=again)
-    assert site.match(instance, [1]) == written
 
 
 @pytest.mark.parametrize("strategy", ["CPS_ALWAYS_3FS", "CPS_ALWAYS_MOONCAKE"])

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from test_transport_drivers import eventually
 from test_transport_sites import Site, mask, specs
 
 BOTH = pytest.mark.parametrize("plane", ["", "AdminService."], ids=["meta", "admin"])
@@ -37,15 +36,6 @@ def test_removing_unknown_keys_and_removing_twice_is_fine(site: Site, plane: str
     assert site.hits(instance, [1]) == []
 
 
-def test_a_removed_block_can_be_written_again_while_its_old_bytes_wait(site: Site) -> None:
-    instance = site.instance(site.group(site.storage(), delay_ms=60_000))
-    (old,) = site.write(instance, [1])
-    site.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
-    (new,) = site.write(instance, [1])
-    assert new != old
-    assert site.match(instance, [1]) == [new]
-
-
 def test_finishing_a_write_does_not_bring_removed_blocks_back(site: Site) -> None:
     instance = site.instance()
     started = site.start(instance, [1, 2])
@@ -54,17 +44,6 @@ def test_finishing_a_write_does_not_bring_removed_blocks_back(site: Site) -> Non
     assert "1 blocks were removed" in finished.header.status.message
     assert site.hits(instance, [1, 2]) == [2]
     assert site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND", "CLS_SERVING"]
-
-
-def test_a_removed_block_belongs_to_its_next_writer_not_to_the_first_invariant_2(site: Site) -> None:
-    instance = site.instance()
-    first = site.start(instance, [1])
-    site.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
-    second = site.start(instance, [1])
-    site.finish(instance, first)
-    assert site.hits(instance, [1]) == []
-    site.finish(instance, second)
-    assert site.match(instance, [1]) == [specs(entry) for entry in second.locations]
 
 
 # ── TrimCache ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,15 +60,6 @@ def test_trim_removes_every_block_of_the_instance_and_of_no_other(site: Site, st
     assert site.hits(instance, keys) == []
     assert site.hits(other, [1]) == [1]
     site.api.ok("TrimCache", instance_id=instance, strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["TS_REMOVE_ALL_CACHE", "TS_REMOVE_ALL_META"])
-def test_trim_takes_blocks_being_written_too_and_a_finish_does_not_revive_them(site: Site, strategy: str) -> None:
-    instance = site.instance()
-    started = site.start(instance, [1])
-    site.api.ok("TrimCache", instance_id=instance, strategy=strategy)
-    site.finish(instance, started)
-    assert site.hits(instance, [1]) == []
 
 
 def test_trim_by_timestamp_removes_what_was_written_from_begin_until_before_end(site: Site) -> None:
@@ -110,13 +80,6 @@ def test_trim_by_timestamp_removes_what_was_written_from_begin_until_before_end(
         end_timestamp=written + 1,
     )
     assert site.hits(instance, [1]) == []
-
-
-def test_trimmed_metadata_counts_no_longer_as_usage_invariant_4(site: Site) -> None:
-    instance = site.instance(site.group(capacity=64))
-    site.write(instance, [1])
-    site.api.ok("TrimCache", instance_id=instance, strategy="TS_REMOVE_ALL_META")
-    assert len(site.write(instance, [2])) == 1
 
 
 # ── GetCacheMeta ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,12 +111,3 @@ def test_get_cache_meta_has_no_entry_for_a_masked_key(
     fields = {"instance_id": instance, "block_keys": [1, 2, 3], "block_mask": block_mask}
     answer = site.api.ok(f"{plane}GetCacheMeta", **fields)
     assert (len(answer.locations), len(answer.metas)) == (count, count)
-
-
-def test_a_key_disappears_with_its_last_location(site: Site) -> None:
-    instance = site.instance(site.group(max_keys=1))
-    site.write(instance, [1])
-    site.write(instance, [1], min_replica_count=2)
-    site.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
-    assert site.statuses(instance, [1]) == ["CLS_NOT_FOUND"]
-    eventually(lambda: site.api.call("StartWriteCache", instance_id=instance, block_keys=[2]).locations)

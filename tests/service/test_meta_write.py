@@ -23,8 +23,6 @@ K_V = {
         ([1], [1, 2, 3], 1, 2),
         ([1, 2, 3], [1, 2, 3], 3, 0),
         ([2], [1, 2, 3], [False, True, False], 2),
-        ([1, 3], [1, 2, 3], [True, False, True], 1),
-        ([2, 3], [1, 2, 3], [False, True, True], 1),
     ],
 )
 def test_known_blocks_are_masked_by_offset_if_they_are_a_prefix_and_else_by_flags(
@@ -49,38 +47,12 @@ def test_locations_come_in_request_order_with_a_name_of_their_own(site: Site) ->
     assert [parse_qs(urlsplit(specs(entry)["kv"]).query) for entry in started.locations] == [{"size": ["64"]}] * 3
 
 
-def test_a_second_writer_gets_no_address_of_a_block_being_written_invariant_2(site: Site) -> None:
-    instance = site.instance()
-    site.start(instance, [1, 2])
-    second = site.start(instance, [1, 2, 3])
-    assert (masked(second), len(second.locations)) == (2, 1)
-    third = site.start(instance, [1, 2, 3], min_replica_count=5)
-    assert (masked(third), len(third.locations)) == (3, 0)
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [([1, 1, 2], [False, True, False]), ([1, 2, 1, 2], [False, False, True, True]), ([7, 7], [False, True])],
-)
-def test_a_key_repeated_in_one_request_is_masked_at_its_later_positions(
-    site: Site, keys: list[int], expected: list[bool]
-) -> None:
-    instance = site.instance()
-    started = site.start(instance, keys)
-    assert masked(started) == expected
-    assert len(started.locations) == expected.count(False)
-    site.finish(instance, started)
-    assert len(site.match(instance, keys)) == len(keys)
-
-
 @pytest.mark.parametrize(
     ("success", "served"),
     [
         (mask(0), []),
         (mask(2), [1, 2]),
-        (mask(3), [1, 2, 3]),
         (mask(flags=[True, False, True]), [1, 3]),
-        (mask(flags=[False, False, False]), []),
     ],
 )
 def test_successful_blocks_become_readable_and_the_others_go_invariant_3(
@@ -92,14 +64,6 @@ def test_successful_blocks_become_readable_and_the_others_go_invariant_3(
     expected = ["CLS_SERVING" if key in served else "CLS_NOT_FOUND" for key in (1, 2, 3)]
     assert site.statuses(instance, [1, 2, 3]) == expected
     assert len(site.start(instance, [1, 2, 3]).locations) == 3 - len(served)
-
-
-def test_success_positions_count_the_locations_and_not_the_keys_of_the_request(site: Site) -> None:
-    instance = site.instance()
-    site.write(instance, [1])
-    started = site.start(instance, [1, 2, 3])
-    site.finish(instance, started, mask(flags=[False, True]))
-    assert site.hits(instance, [1, 2, 3]) == [1, 3]
 
 
 # ── Parts of a block ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,36 +85,6 @@ def test_a_missing_part_is_added_later_and_both_parts_come_in_one_answer(site: S
     assert masked(site.start(instance, [1])) == 1
 
 
-def test_two_writers_may_write_two_parts_of_one_block_at_once(site: Site) -> None:
-    instance = site.instance(**K_V)
-    first = site.start(instance, [1], location_spec_group_names=["only k"])
-    second = site.start(instance, [1])
-    assert [set(specs(entry)) for entry in second.locations] == [{"v"}]
-    site.finish(instance, second)
-    assert [set(entry) for entry in site.match(instance, [1])] == [{"v"}]
-    site.finish(instance, first)
-    assert [set(entry) for entry in site.match(instance, [1])] == [{"k", "v"}]
-
-
-def test_every_key_gets_the_specs_of_its_own_group(site: Site) -> None:
-    instance = site.instance(**K_V)
-    started = site.start(instance, [1, 2], location_spec_group_names=["only v", "only k"])
-    assert [set(specs(entry)) for entry in started.locations] == [{"v"}, {"k"}]
-
-
-def test_a_missing_part_goes_to_the_storage_type_of_the_others(site: Site, tmp_path_factory: Any) -> None:
-    root = tmp_path_factory.mktemp("files")
-    files, dummy = site.storage(nfs={"root_path": str(root), "key_count_per_file": 1}), site.storage()
-    instance = site.instance(site.group(files, dummy), **K_V)
-    site.api.ok("AdminService.DisableStorage", storage_unique_name=files)
-    site.write(instance, [1], location_spec_group_names=["only k"])
-    site.api.ok("AdminService.EnableStorage", storage_unique_name=files)
-    (missing,) = site.start(instance, [1]).locations
-    assert missing.type == meta.ST_DUMMY
-    (fresh,) = site.start(instance, [2]).locations
-    assert fresh.type == meta.ST_NFS
-
-
 # ── Replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -163,13 +97,6 @@ def test_min_replica_count_gives_addresses_until_there_are_so_many(site: Site) -
     assert first != second
     assert masked(site.start(instance, [1], min_replica_count=2)) == 1
     assert len(site.start(instance, [1], min_replica_count=3).locations) == 1
-
-
-def test_a_reader_gets_one_entry_for_a_block_with_replicas_always_the_first_written_decision_14(site: Site) -> None:
-    instance = site.instance()
-    first = site.write(instance, [1])
-    site.write(instance, [1], min_replica_count=2)
-    assert [site.match(instance, [1]) for _ in range(10)] == [first] * 10
 
 
 def test_get_cache_meta_lists_every_location_of_a_block(site: Site) -> None:
@@ -202,21 +129,8 @@ def test_the_keys_of_a_request_are_a_chain_that_parent_block_key_continues(site:
     assert _chain(site, instance, [10, 20, 30, 40]) == [(None, 0), ("10", 1), ("20", 2), ("30", 3)]
 
 
-def test_a_request_that_begins_with_known_blocks_continues_their_chain(site: Site) -> None:
-    instance = site.instance()
-    site.write(instance, [10, 20])
-    site.write(instance, [10, 20, 30])
-    assert _chain(site, instance, [30]) == [("20", 2)]
-
-
 def test_a_parent_key_of_0_is_a_parent(site: Site) -> None:
     instance = site.instance()
     site.write(instance, [0])
     site.write(instance, [-1], parent_block_key=0)
     assert _chain(site, instance, [0, -1]) == [(None, 0), ("0", 1)]
-
-
-def test_detail_level_0_shows_id_and_status_only(site: Site) -> None:
-    instance = site.instance()
-    site.write(instance, [1])
-    assert [set(found) for found in site.metas(instance, [1])] == [{"id", "status"}]

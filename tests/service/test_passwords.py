@@ -22,9 +22,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield running
 
 
-@pytest.fixture(params=["grpc", "http"])
-def admin(request: pytest.FixtureRequest, server: Secured) -> Iterator[Api]:
-    with server.api(request.param) as api:
+@pytest.fixture
+def admin(server: Secured) -> Iterator[Api]:
+    with server.api() as api:
         yield api
 
 

@@ -249,6 +249,7 @@ def test_web_pages_are_refused(fresh: ManagerProcess, header: str) -> None:
     assert (status, text) == (403, "{}")
 
 
+@pytest.mark.ci
 def test_the_document_lists_what_a_scrape_tells(fresh: ManagerProcess) -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*) ?\| (.+) \|$", text, re.MULTILINE)
@@ -274,6 +275,7 @@ def _asked_for(expression: str) -> set[str]:
     return set(re.findall(r"(?<!:)\b(?:kvcm|process|python)_\w+", expression))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_every_metric_of_a_dashboard_is_in_a_scrape(path: Path, fresh: ManagerProcess) -> None:
     dashboard = json.loads(path.read_text())
@@ -285,6 +287,7 @@ def test_every_metric_of_a_dashboard_is_in_a_scrape(path: Path, fresh: ManagerPr
         assert asked <= Scrape(fresh).names, expression
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_a_dashboard_shows_the_deployment_that_is_chosen(path: Path) -> None:
     dashboard = json.loads(path.read_text())
@@ -297,12 +300,14 @@ def test_a_dashboard_shows_the_deployment_that_is_chosen(path: Path) -> None:
         assert "on (instance)" not in expression, "two deployments may have one address"
 
 
+@pytest.mark.ci
 def test_every_metric_of_the_rules_is_in_a_scrape(fresh: ManagerProcess) -> None:
     asked = _asked_for("\n".join(re.findall(r"^ +(?!summary|description).*$", RULES.read_text(), re.MULTILINE)))
     assert len(asked) > 10
     assert asked <= Scrape(fresh).names
 
 
+@pytest.mark.ci
 def test_every_metric_of_our_own_is_on_a_dashboard_or_in_a_rule() -> None:
     texts = [path.read_text() for path in (*DASHBOARDS, RULES)]
     asked = {re.sub("_(bucket|sum|count)$", "", name) for text in texts for name in _asked_for(text)}
@@ -317,11 +322,13 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([found, *arguments], capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.ci
 def test_prometheus_takes_the_rules() -> None:
     checked = promtool("check", "rules", str(RULES))
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.ci
 def test_the_alerts_fire_when_they_should() -> None:
     checked = promtool("test", "rules", str(RULES.with_name("rules_test.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -38,11 +38,11 @@ class Reloadable:
         return status.code == 1
 
 
-@pytest.fixture(params=["grpc", "http"])
-def reloadable(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Reloadable]:
+@pytest.fixture
+def reloadable(tmp_path: Path) -> Iterator[Reloadable]:
     file = tmp_path / "kvcm.conf"
     file.write_text(START)
-    with manager(tmp_path, "-c", str(file)) as process, process.api(request.param) as api:
+    with manager(tmp_path, "-c", str(file)) as process, process.api() as api:
         yield Reloadable(process, api, file)
 
 

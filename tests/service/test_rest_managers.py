@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 from rest_client import RestClient, component
-from secured import Tenants, secured
+from secured import Tenants
 from test_transport_drivers import eventually
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
 from kvcm import __version__
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    with secured(tmp_path_factory.mktemp("secured")) as server:
-        yield Tenants.on(server)
 
 
 def test_a_manager_alone_is_its_leader(rest: RestClient, server: ManagerProcess) -> None:

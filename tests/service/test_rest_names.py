@@ -16,8 +16,7 @@ from kvcm.service.rest.paging import PageQuery, page_of
 from kvcm.service.rest.problem import ProblemError
 
 NAMES = [
-    "../etc/passwd", "..", ".", "a/../b", "a?b=c", "a@b", "100%", "%2F", "two words", "שלום", "‮evil", "ümläut",
-    "a#b", "a;b,c", "Qwen/Qwen3-8B", "a\\b", "🙂", "+", "a&b", "'\"",
+    "../etc/passwd", "..", "a?b=c", "100%", "%2F", "two words", "‮evil", "a#b", "Qwen/Qwen3-8B", "a\\b", "+", "'\"",
 ]  # fmt: skip
 DOC = {"storage_candidates": ["nfs_01"], "global_quota_group_name": "quota"}
 

@@ -12,12 +12,6 @@ from test_transport_sites import Site, unique
 
 
 @pytest.fixture
-def commands(server: ManagerProcess) -> Commands:
-    """Commands against the shared manager."""
-    return Commands(server)
-
-
-@pytest.fixture
 def storage(commands: Commands) -> str:
     """A storage that moves no bytes."""
     name = unique("stored")

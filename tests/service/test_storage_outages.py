@@ -87,13 +87,10 @@ def _states(process: ManagerProcess, storage: str) -> list[str]:
     return [event["state"] for event in process.events("storage_health") if event["storage"] == storage]
 
 
-@pytest.mark.parametrize("transport", ["grpc", "http"])
-def test_a_storage_that_goes_away_costs_hits_only_while_it_is_away(
-    process: ManagerProcess, tmp_path: Path, transport: str
-) -> None:
+def test_a_storage_that_goes_away_costs_hits_only_while_it_is_away(process: ManagerProcess, tmp_path: Path) -> None:
     root, other_root, aside = tmp_path / "a", tmp_path / "b", tmp_path / "aside"
     names = [unique("a"), unique("b")]
-    with process.api(transport) as api:
+    with process.api() as api:
         site = Site(api)
         for name, path in zip(names, (root, other_root), strict=True):
             nfs = {"root_path": str(path), "key_count_per_file": 1}

@@ -23,9 +23,9 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess
         yield running
 
 
-@pytest.fixture(params=["grpc", "http"])
-def api(request: pytest.FixtureRequest, process: ManagerProcess) -> Iterator[Api]:
-    with process.api(request.param) as connected:
+@pytest.fixture
+def api(process: ManagerProcess) -> Iterator[Api]:
+    with process.api() as connected:
         yield connected
 
 

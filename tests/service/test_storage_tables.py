@@ -5,12 +5,9 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_transport_process import ManagerProcess, run_kvcm
-from test_transport_sites import Site, unique
 
 from kvcm.capacity_tables import ListedStorage, print_drains, print_storages
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
@@ -103,22 +100,6 @@ def test_a_status_is_read_as_it_was_told(status: StorageStatus) -> None:
 
 def test_a_storage_that_was_not_probed_yet_is_up_and_nothing_else_is_known() -> None:
     assert StorageStatus.of(CONFIG, StorageHealth()) == StorageStatus("nfs", True, HealthState.SH_UP)
-
-
-def test_the_command_lists_every_storage_with_what_is_used_of_it(server: ManagerProcess, tmp_path: Path) -> None:
-    name = unique("storage")
-    with server.api() as api:
-        storage = {"global_unique_name": name, "dummy": {}, "capacity_bytes": 1 << 20}
-        api.ok("AdminService.AddStorage", storage=storage)
-        site = Site(api)
-        site.write(site.instance(site.group(name)), range(16))
-        names = [each.global_unique_name for each in api.ok("AdminService.ListStorage").storage]
-    done = run_kvcm(tmp_path, "storage", "list", "--manager", f"http://{server.address.admin_http}")
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = [re.split("  +", line) for line in done.stdout.partition("\n\n")[0].splitlines()[2:]]
-    assert [row[0] for row in rows] == names
-    (found,) = [row for row in rows if row[0] == name]
-    assert {"dummy", "1.0 KiB", "1.0 MiB"} <= set(found)
 
 
 def test_a_storage_that_is_drained_is_marked_unless_it_is_disabled_anyway() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from secured import Tenants, secured
+from secured import Tenants
 from test_transport_drivers import DEADLINE_SECONDS
 from test_transport_sites import unique
 
@@ -44,12 +44,6 @@ class Stream:
 
     def close(self) -> None:
         self._connection.close()
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    with secured(tmp_path_factory.mktemp("secured")) as server:
-        yield Tenants.on(server)
 
 
 @pytest.fixture
