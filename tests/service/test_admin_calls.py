@@ -59,13 +59,6 @@ def test_the_built_in_group_can_be_read_changed_and_sent_back(site: Site) -> Non
     assert site.api.ok("AdminService.GetInstanceGroup", name="default").instance_group == group
 
 
-def test_all_groups_are_listed_in_order_of_names(site: Site) -> None:
-    created = {site.group() for _ in range(3)}
-    names = [group.name for group in site.api.ok("GroupService.ListInstanceGroup").instance_groups]
-    assert names == sorted(names)
-    assert created | {"default"} <= set(names)
-
-
 def test_unknown_candidates_are_accepted_and_named_in_a_warning(site: Site) -> None:
     known = site.storage()
     spec = group_spec(unique("group"), known, "nope-1", "nope-2")
@@ -149,11 +142,6 @@ def test_the_instances_of_a_group_are_listed_in_order(site: Site) -> None:
     assert _listed(site) == sorted(_listed(site))
 
 
-def test_a_group_without_instances_and_an_unknown_group_have_an_empty_list(site: Site) -> None:
-    assert _listed(site, site.group()) == []
-    assert _listed(site, "nowhere") == []
-
-
 def test_quota_group_name_is_that_of_the_registration(site: Site) -> None:
     group = site.group(global_quota_group_name="first")
     instance = site.instance(group)
@@ -177,11 +165,6 @@ def test_a_storage_is_listed_as_it_was_added_and_in_order_of_names(site: Site, t
     names = [s.global_unique_name for s in site.api.ok("AdminService.ListStorage").storage]
     assert names == sorted(names)
     assert "nfs_01" in names  # the built-in one
-
-
-def test_a_missing_root_directory_is_created(site: Site, tmp_path: Path) -> None:
-    site.storage(nfs={"root_path": str(tmp_path / "a" / "b"), "key_count_per_file": 1})
-    assert (tmp_path / "a" / "b").is_dir()
 
 
 NOT_OPENABLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -245,19 +228,6 @@ def test_an_update_does_not_enable_a_disabled_storage(site: Site) -> None:
     assert code == "SERVICE_NOT_READY"
     site.api.ok("AdminService.EnableStorage", storage_unique_name=name)
     assert len(site.write(instance, [1])) == 1
-
-
-def test_a_taken_name_keeps_its_storage(site: Site) -> None:
-    name = site.storage(dummy={"root_path": "first", "key_count_per_file": 1})
-    storage = {"global_unique_name": name, "dummy": {"root_path": "second"}}
-    assert site.api.refused("AdminService.AddStorage", storage=storage).code == "DUPLICATE_ENTITY"
-    assert _stored_storage(site, name).dummy.root_path == "first"
-
-
-def test_enabling_and_disabling_twice_is_fine(site: Site) -> None:
-    name = site.storage()
-    for rpc in ("EnableStorage", "DisableStorage", "DisableStorage", "EnableStorage"):
-        site.api.ok(f"AdminService.{rpc}", storage_unique_name=name)
 
 
 def test_a_removed_storage_is_listed_no_more_and_its_blocks_are_missing_invariant_1(site: Site) -> None:
@@ -343,14 +313,6 @@ def test_accounts_are_added_listed_with_their_role_and_deleted(api: Api) -> None
     assert user not in _accounts(api)
     assert api.refused("AdminService.DeleteAccount", user_name=user).code == "INVALID_ARGUMENT"
     api.ok("AdminService.AddAccount", user_name=user, password="p")
-
-
-def test_a_taken_user_name_keeps_its_role(api: Api) -> None:
-    user = unique("user")
-    api.ok("AdminService.AddAccount", user_name=user, password="p")
-    fields = {"user_name": user, "password": "q", "role": "ROLE_ADMIN"}
-    assert api.refused("AdminService.AddAccount", **fields).code == "DUPLICATE_ENTITY"
-    assert _accounts(api)[user] == "ROLE_USER"
 
 
 def test_of_many_who_add_the_same_account_at_once_one_succeeds(server: ManagerProcess) -> None:
@@ -474,12 +436,6 @@ def test_every_call_is_served_without_leadership_decision_7(delayed: Api) -> Non
     site.write(instance, [1])
     assert site.hits(instance, [1]) == [1]
     assert not _health(delayed).is_leader
-
-
-@pytest.mark.parametrize("delay", [0, 1, -1, 2**63 - 1, -(2**63)])
-def test_the_campaign_delay_takes_any_int64(delayed: Api, delay: int) -> None:
-    delayed.ok("AdminService.UpdateLeaderElectorConfig", campaign_delay_time_ms=delay)
-    assert delayed.ok("AdminService.GetLeaderElectorConfig").campaign_delay_time_ms == delay
 
 
 ANY_NODE = {

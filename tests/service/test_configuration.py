@@ -389,13 +389,6 @@ def test_settings_that_cannot_be_used_change_nothing(reloadable: Reloadable, bad
     assert reloadable.process.events("reload_refused")
 
 
-def test_a_file_that_is_gone_changes_nothing(reloadable: Reloadable) -> None:
-    reloadable.file.unlink()
-    code, message = reloadable.api.refused("ConfigService.ReloadConfig")
-    assert (code, str(reloadable.file) in message) == ("INVALID_ARGUMENT", True)
-    assert not reloadable.takes_keys(10)
-
-
 def _reloads(process: ManagerProcess) -> list[dict[str, Any]]:
     return process.events("reloaded")
 
@@ -446,21 +439,6 @@ def test_the_level_and_the_form_of_logs_are_hot_and_update_logger_stays(tmp_path
         assert not told()[-1].startswith("{")
 
 
-def test_the_access_log_is_hot(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        reloadable = Reloadable(process, api, file)
-        file.write_text("kvcm.logger.access_log_sample=1\n")
-        reloadable.reload()
-        api.ok("GetClusterInfo", trace_id="logged")
-        eventually(lambda: process.events("request"))
-        file.write_text("kvcm.logger.access_log_sample=0\nkvcm.logger.slow_request_ms=0\n")
-        reloadable.reload()
-        api.ok("GetClusterInfo", trace_id="dropped")
-        assert "dropped" not in process.log_text()
-
-
 def _probes(process: ManagerProcess) -> int:
     text = ask(process.address.admin_http, "/metrics").body.decode()
     found = re.search(r'^kvcm_backend_probe_seconds_count\{[^}]*"nfs_01"[^}]*\} ([0-9.]+)$', text, re.MULTILINE)
@@ -481,13 +459,3 @@ def test_the_pace_of_probes_is_hot_except_from_and_to_none(tmp_path: Path) -> No
         assert reloadable.reload() == [("kvcm.storage.probe_interval_ms", "100", "0", True)]
         probes = _probes(process)
         eventually(lambda: _probes(process) > probes)
-
-
-def test_times_of_the_drain_are_hot(tmp_path: Path) -> None:
-    file = tmp_path / "kvcm.conf"
-    file.write_text("kvcm.service.drain_delay_ms=3600000\n")
-    with manager(tmp_path, "-c", str(file)) as process, process.api("grpc") as api:
-        file.write_text("kvcm.service.drain_delay_ms=1\n")
-        assert Reloadable(process, api, file).reload() == [("kvcm.service.drain_delay_ms", "3600000", "1", False)]
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 0

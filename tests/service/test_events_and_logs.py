@@ -293,14 +293,6 @@ async def test_web_pages_cannot_listen(node: Node, header: str) -> None:
         writer.close()
 
 
-async def test_only_the_stream_is_there_for_get(node: Node) -> None:
-    async with served(node) as port:
-        for path in ("/api/event", "/api/getCacheLocation"):
-            reader, writer = await listen(port, path=path)
-            assert b" 404 " in await reader.readline()
-            writer.close()
-
-
 _SETTINGS = ("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")
 
 
@@ -354,15 +346,6 @@ def test_reads_and_writes_are_kept_with_what_became_of_them(keeping: ManagerProc
     assert (started["keys"], started["refused_keys"], started["block_mask"]) == ([1, 2], 0, 0)
     assert finished["write_session_id"] == started["write_session_id"]
     assert (read["query_type"], read["keys"], read["hit_keys"], read["tokens"]) == ("prefix_match", [1, 2, 3], 2, [])
-
-
-def test_write_masks_are_part_of_what_is_kept(keeping: ManagerProcess, kept_api: Api) -> None:
-    site = Site(kept_api)
-    instance = site.instance()
-    site.write(instance, [1, 2, 3])
-    site.write(instance, [1, 2, 3, 4])
-    masks = [event["block_mask"] for event in recent(keeping, instance) if event["type"] == "StartWriteCache"]
-    assert masks == [0, 3]
 
 
 def test_tokens_of_prompts_are_not_kept(keeping: ManagerProcess, kept_api: Api) -> None:
@@ -535,13 +518,6 @@ def test_log_lines_carry_the_ids_of_the_request_and_of_its_trace(world: World) -
         ("sampled", _TRACE),
         ("alone", None),
     ]
-
-
-def test_a_refused_call_is_no_error_of_the_server(world: World) -> None:
-    _grpc(world.process, "GetCacheLocation", _match("nobody"), pb.GetCacheLocationResponse, _parent())
-    (span,) = eventually(lambda: world.collector.of(_MATCH), 30)
-    assert (span.attributes["kvcm.code"], span.is_error) == ("INSTANCE_NOT_EXIST", False)
-    assert "kvcm.instance_id" not in span.attributes
 
 
 def test_whatever_becomes_of_the_collector_calls_are_answered(tmp_path: Path) -> None:

@@ -417,19 +417,6 @@ def test_memory_that_is_as_it_was_handed_out_is_not_given_up(site: Site) -> None
     assert (answer.removed_locations, answer.unconfirmed_parts) == (0, 1)
 
 
-def test_a_pool_that_is_full_is_no_error_of_a_storage(site: Site) -> None:
-    """A block of 64 bytes takes a page, so that the pool is full long before its capacity is used."""
-    pools = PoolSite(site)
-    keys = list(range(1, 1 + MIB // 4096))
-    site.write(pools.instance, keys, node_id=pools.nodes[0])
-    fields = {"instance_id": pools.instance, "block_keys": [10_000], "node_id": pools.nodes[0]}
-    refusal = site.api.refused("StartWriteCache", **fields)
-    assert refusal.code == "REACH_MAX_ENTITY_CAPACITY", refusal
-    assert "no room" in refusal.message
-    site.api.ok("RemoveCache", instance_id=pools.instance, block_keys=keys[:10])
-    assert eventually(lambda: site.api.call("StartWriteCache", **fields).locations or None)
-
-
 def test_a_pool_that_is_full_makes_way_for_the_next_candidate_in_the_same_call(site: Site) -> None:
     shared = site.storage()
     pools = PoolSite(site, shared)
@@ -456,13 +443,3 @@ def test_a_pool_is_listed_and_told_to_engines_with_its_node_and_size(site: Site)
         f'[{{"type":"pace","is_available":true,"global_unique_name":"{name}","storage_spec":'
         f'{{"enable_vipserver":false,"domain":"","timeout":0,"node_id":"n.1","capacity_bytes":{MIB}}}}}]'
     )
-
-
-@pytest.mark.parametrize("change", [{"node_id": "other"}, {"capacity_bytes": 2 * MIB}])
-def test_node_and_size_of_a_pool_never_change(site: Site, change: dict[str, Any]) -> None:
-    name = site.storage(**pool_spec())
-    spec = pool_spec()["tair_mem_pool"] | change
-    storage = {"global_unique_name": name, "tair_mem_pool": spec}
-    refusal = site.api.refused("AdminService.UpdateStorage", storage=storage)
-    assert refusal.code == "INVALID_ARGUMENT"
-    assert "remove it and add it again" in refusal.message

@@ -471,13 +471,6 @@ def test_masked_keys_are_those_that_no_lookup_asks_for(mask: BlockMask, filtered
     assert (found["a", "filtered"], found["a", "miss"]) == (filtered, 10 - filtered)
 
 
-def test_without_a_block_size_no_tokens_are_counted() -> None:
-    counted = CacheMetrics(BoundedNames())
-    counted.lookup_failed(_instance("a", 0), MatchQuery(MatchMode.BATCH_GET, [1, 2]))
-    assert _values(counted, catalog.LOOKUP_KEYS)["a", "error"] == 2
-    assert _values(counted, catalog.LOOKUP_TOKENS)["a", "error"] == 0
-
-
 def _evicted(keys: range) -> Evicted:
     changes = [Change(key, None, None, False) for key in keys]
     return Evicted(_instance("a"), cast("Need", None), "lru", changes, 0.0)

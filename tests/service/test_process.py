@@ -142,6 +142,7 @@ print(before, faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.ci
 def test_large_pieces_are_taken_again_without_page_faults() -> None:
     run = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, timeout=60, check=True)
     before, after = map(int, run.stdout.split())
@@ -172,6 +173,7 @@ barrier.wait()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.ci
 def test_threads_share_a_few_arenas() -> None:
     run = subprocess.run([sys.executable, "-c", _ARENAS], capture_output=True, text=True, timeout=60, check=True)
     assert 1 < run.stdout.count("<heap ") <= 4, run.stdout
@@ -194,6 +196,7 @@ print(most)
 """
 
 
+@pytest.mark.ci
 def test_cycles_of_requests_do_not_pile_up() -> None:
     run = subprocess.run([sys.executable, "-c", _CYCLES], capture_output=True, text=True, timeout=60, check=True)
     assert 1000 < int(run.stdout) <= 20_001, run.stdout
@@ -218,6 +221,7 @@ print(before, resident())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.ci
 def test_what_is_free_between_pieces_that_stay_is_given_back() -> None:
     run = subprocess.run([sys.executable, "-c", _TRIMMED], capture_output=True, text=True, timeout=60, check=True)
     before, after = map(int, run.stdout.split())
@@ -396,6 +400,7 @@ def test_a_port_that_leaves_no_room_for_it_is_refused(tmp_path: Path) -> None:
 TRAFFIC = Path(__file__).parents[2] / "docs/examples/traffic.py"
 
 
+@pytest.mark.ci
 def test_it_makes_groups_and_fills_them(tmp_path: Path) -> None:
     with manager(tmp_path) as process:
         at = process.address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 from rest_client import RestClient, component
@@ -500,56 +499,6 @@ def test_schemas_of_calls_follow_the_rules_of_their_json(server: ManagerProcess)
     assert "header" not in answered["required"]
     spec = schemas[f"{meta}.InstanceInfo.answer"]["properties"]["location_spec_infos"]["items"]["$ref"]
     assert schemas[spec.rpartition("/")[2]]["properties"]["size"]["type"] == "string"
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-LIVE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def _fields(document: Any, name: str) -> list[str]:
-    return list(document["components"]["schemas"][name]["properties"])
-
-
-@pytest.fixture(scope="module")
-def fields(server: Any) -> dict[str, list[str]]:
-    client = RestClient(server.address.admin_http)
-    document = client.get("/v1/openapi.json").body
-    client.connection.close()
-    return {name: _fields(document, name) for name in ("GroupDocument", "StorageDocument", "InstanceDocument")}
-
-
-@LIVE
-@given(data=st.data(), kind=st.sampled_from(["groups", "storages", "instances"]))
-def test_no_document_breaks_a_resource(rest: RestClient, fields: dict[str, list[str]], data: Any, kind: str) -> None:
-    names = fields[{"groups": "GroupDocument", "storages": "StorageDocument", "instances": "InstanceDocument"}[kind]]
-    document = data.draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=5) | VALUES)
-    answer = rest.put(f"/v1/{kind}/{unique('any')}", json.dumps(document).encode())
-    assert answer.status in {201, 400, 409}, (document, answer)
-    assert answer.body is not None
-
-
-@LIVE
-@given(data=st.data())
-def test_no_patch_breaks_a_group(rest: RestClient, fields: dict[str, list[str]], data: Any) -> None:
-    patch = data.draw(st.dictionaries(st.sampled_from(fields["GroupDocument"]), VALUES, max_size=3))
-    path = f"/v1/groups/{unique('patched')}"
-    before = rest.put(path, {"storage_candidates": ["nfs_01"], "global_quota_group_name": "q"})
-    answer = rest.patch(path, patch)
-    assert answer.status in {200, 400}, (patch, answer)
-    if answer.status == 400:
-        assert rest.get(path).body == before.body
-    rest.delete(path)
-
-
-@LIVE
-@given(body=st.binary(max_size=200))
-def test_no_bytes_break_a_resource(rest: RestClient, body: bytes) -> None:
-    answer = rest.ask("POST", "/v1/tasks", body)
-    assert (answer.status, answer.body["status"]) == (400, 400)
 
 
 class Any_(Document):  # noqa: N801 - a document of anything

@@ -312,15 +312,6 @@ def test_a_deployment_goes_to_another_store_and_back_with_the_same_answers(deplo
     assert load(deployments.rocks, text) == []
 
 
-def test_what_is_loaded_works(deployments: Deployments) -> None:
-    api = deployments.redis
-    load(api, snapshot(deployments.rocks))
-    started = api.ok("StartWriteCache", instance_id="one", block_keys=[1, 2, 3])
-    assert len(started.locations) == 3
-    refused = api.refused(f"{ADMIN}.RegisterInstance", **instance_fields("too many", "a"))
-    assert refused[0] == "REACH_MAX_ENTITY_CAPACITY"
-
-
 def test_a_load_that_is_refused_leaves_every_answer_as_it_was(deployments: Deployments) -> None:
     api = deployments.redis
     before = answers(api)

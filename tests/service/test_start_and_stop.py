@@ -185,13 +185,6 @@ def test_with_insecure_every_address_is_served_unless_one_is_named(tmp_path: Pat
             pass
 
 
-def test_without_insecure_other_addresses_are_not_served(tmp_path: Path) -> None:
-    with manager(tmp_path) as process:
-        for address in process.address:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.2", int(address.rpartition(":")[2])), timeout=5)
-
-
 def test_a_daemon_prints_its_process_id_and_lets_go_of_the_output(tmp_path: Path) -> None:
     ports = ("rpc_port=0", "http_port=0", "admin_http_port=0", f"admin_rpc_port={free_port()}")
     options = [part for port in ports for part in ("-e", f"kvcm.service.{port}")]
@@ -222,18 +215,6 @@ def test_an_idle_manager_ends_with_0(tmp_path: Path, number: signal.Signals) -> 
         assert process.wait() == 0
         assert "Traceback" not in process.log_text()
         assert process.events("stopped")
-
-
-def test_open_connections_and_sessions_do_not_hold_up_the_end(tmp_path: Path) -> None:
-    with manager(tmp_path) as process, process.api("http") as over_http, process.api("grpc") as over_grpc:
-        site = Site(over_grpc)
-        site.start(site.instance(), [1])
-        over_http.ok("GetClusterInfo")
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 0
-        assert process.events("draining")[0]["open_write_sessions"] == 1
-        with pytest.raises(grpc.RpcError):
-            over_grpc.ok("GetClusterInfo")
 
 
 def test_a_port_is_free_for_the_next_manager_at_once(tmp_path: Path) -> None:
@@ -354,12 +335,6 @@ def test_what_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
         assert [event["in_flight"] for event in process.events("requests_cut_off")] == [1]
-
-
-def test_with_a_delay_it_ends_by_itself(tmp_path: Path) -> None:
-    with manager(tmp_path, "kvcm.service.drain_delay_ms=200") as process:
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 0
 
 
 def test_a_manager_that_is_still_starting_ends_at_once_with_0(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import http.client
-import select
 import signal
 import socket
 import ssl
@@ -26,13 +25,12 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from ports import free_port
 from structlog.testing import capture_logs
 from test_transport_drivers import eventually
 from test_transport_process import manager, run_kvcm
 from tls_site import SECONDS, TlsSite, tls_manager
 
-from kvcm.config import DEBUG_PORT_OFFSET, ConfigError, Settings, load_settings
+from kvcm.config import ConfigError, Settings, load_settings
 from kvcm.service.certificates import names_of_peer
 from kvcm.tls_files import TlsFiles, open_tls
 
@@ -231,31 +229,6 @@ def test_handshakes_count_as_connections(tmp_path_factory: pytest.TempPathFactor
             with pytest.raises(OSError):
                 _handshake(site, "http", ssl.TLSVersion.TLSv1_3)
         eventually(lambda: _gets_in(site, "http"))
-
-
-def test_the_debug_port_speaks_tls_too(tmp_path_factory: pytest.TempPathFactory) -> None:
-    port = free_port(DEBUG_PORT_OFFSET)
-    settings = ("kvcm.service.enable_debug_service=true", f"kvcm.service.http_port={port}")
-    with tls_manager(tmp_path_factory.mktemp("debug"), *settings) as site:
-        host, _, _ = site.process.address.http.rpartition(":")
-        with contextlib.closing(site.connection(address=f"{host}:{port + DEBUG_PORT_OFFSET}")) as connection:
-            connection.request("POST", "/api/clearFaults", b"{}")
-            assert connection.getresponse().status == 401
-
-
-def test_who_does_not_read_is_disconnected(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with tls_manager(tmp_path_factory.mktemp("slow"), "kvcm.limits.send_timeout_ms=500") as site:
-        request = b"GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n\r\n" % site.admin_key.encode()
-        with _handshake(site, "admin_http", ssl.TLSVersion.TLSv1_3) as connection:
-            connection.settimeout(0.2)
-            with contextlib.suppress(TimeoutError):
-                for _ in range(100_000):
-                    connection.sendall(request)
-            poll = select.poll()
-            poll.register(connection, 0)
-            assert eventually(lambda: poll.poll(10)), "it waits for its client"
-        assert site.who_over_http(key=site.admin_key) == "admin"
-        assert "Traceback" not in site.process.log_text()
 
 
 def test_a_broken_start_names_the_setting(tmp_path_factory: pytest.TempPathFactory) -> None:
