@@ -1,12 +1,23 @@
-"""What is wrong, judged from facts: each rule with what makes it true, and with what does not."""
+"""Alerts and vitals: what is wrong, since when, and how managers are doing."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from fake_clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+from vitals_rig import BOUNDS, vitals
 
+import kvcm.service.alerts
+from kvcm.cache.drains import StorageDrains
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.removal import Remover
 from kvcm.model.groups import (
     CacheConfig,
     CacheReclaimStrategy,
@@ -15,14 +26,24 @@ from kvcm.model.groups import (
     InstanceGroupQuota,
     TriggerStrategy,
 )
-from kvcm.model.storages import StorageType
+from kvcm.model.nodes import Endpoint
+from kvcm.model.principals import Errand, Principal, Verb, errand
+from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
+from kvcm.model.vitals import GroupTotals, Vitals
+from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.reclaim.workers import Backlog
+from kvcm.registry.leadership import Leadership
+from kvcm.registry.registry import Registry
+from kvcm.service.alerts import watch
 from kvcm.service.alerts.cluster import cluster_alerts
 from kvcm.service.alerts.groups import group_alerts
 from kvcm.service.alerts.lately import Lately
 from kvcm.service.alerts.storages import storage_alerts
 from kvcm.service.alerts.values import Alert, Facts, Severity
+from kvcm.service.alerts.watch import AlertSources, AlertWatch
 from kvcm.service.alerts.wording import counted, joined, lasting, percent
+from kvcm.service.capacity_view import CapacityView
+from kvcm.service.drain_view import DrainView
 from kvcm.service.usage_values import (
     DrainState,
     DrainStatus,
@@ -36,7 +57,13 @@ from kvcm.service.usage_values import (
     Usage,
     UsageReport,
 )
-from kvcm.storage.health import HealthState
+from kvcm.service.vitals import samples
+from kvcm.service.vitals.rates import Rates, quantile, rates_between
+from kvcm.service.vitals.ring import Series
+from kvcm.service.vitals.watch import ManagerView
+from kvcm.storage.directory import StorageDirectory
+from kvcm.storage.health import HealthState, StorageHealth
+from kvcm.store.memory import MemoryLease, MemoryTable
 
 GIB = 1 << 30
 NOW = 1_000_000.0
@@ -315,3 +342,258 @@ def test_numbers_in_sentences() -> None:
         *("250 ms", "5 s", "119 s", "2 minutes", "2 hours", "3 days")
     ]
     assert (joined(["a"]), joined(["a", "b", "c"]), joined([])) == ("a", "a, b and c", "")
+
+
+class World(NamedTuple):
+    """A manager's rooms, and what watches them."""
+
+    clock: FakeClock
+    storages: StorageDirectory
+    leadership: Leadership
+    cache: CacheManager
+    watch: AlertWatch
+
+    async def names(self, group: str = "") -> list[str]:
+        return [alert.name for alert in await self.watch.alerts(group)]
+
+    async def pass_time(self, seconds: int) -> None:
+        """Let time pass with the looks of the duty."""
+        for _ in range(seconds // 10):
+            self.clock.time += 10
+            await self.leadership.tick()
+            await self.watch.look()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    clock, storages = FakeClock(), StorageDirectory("cluster")
+    registry = Registry(storages)
+    cache = CacheManager(registry, storages, clock)
+    drains = StorageDrains(registry, cache.open_caches, Remover(clock, registry.groups.find), clock, is_shared=False)
+    leadership = Leadership("me", clock, 60.0, MemoryLease(clock), MemoryTable())
+    await leadership.tick()
+    await registry.storages.add(StorageConfig("s", DummyStorageSpec()))
+    await registry.groups.create(InstanceGroup("g", ("s",), quota=InstanceGroupQuota(1000)))
+    deletions = DeletionExecutor(storages, clock)
+    view, drain_view = CapacityView(cache, registry, deletions), DrainView(drains, storages, deletions, leadership)
+    rooms = cache, registry, view, storages, deletions, drain_view, leadership
+    yield World(clock, storages, leadership, cache, AlertWatch(AlertSources(*rooms, lambda: 0.0, False), clock.now))
+    storages.close_all()
+
+
+def neighbour(name: str, refused: int = 0, *, leads: bool = False) -> ManagerView:
+    endpoint = Endpoint(name, "10.0.0.2", 1, 2, 3, 4)
+    groups = {"g": GroupTotals(refused_writes=refused)}
+    vitals = Vitals(endpoint, "1", 0.0, 0.0, "serving", leads, {}, {}, (), (), groups)
+    return ManagerView(endpoint, 0.0, is_leader=leads, is_self=False, vitals=vitals, rates=None)
+
+
+async def test_all_is_well(world: World) -> None:
+    assert await world.names() == []
+
+
+async def test_an_alert_has_the_time_when_it_was_first_seen_also_by_nobody(world: World) -> None:
+    world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
+    await world.watch.look()
+    begun = world.clock.now()
+    await world.pass_time(60)
+    found = {alert.name: alert.since_ms for alert in await world.watch.alerts()}
+    assert found == dict.fromkeys(("KvcmGroupWithoutStorage", "KvcmStorageDown"), int(begun * 1000))
+    world.storages.set_health("s", StorageHealth())
+    assert await world.names() == []
+    await world.pass_time(10)
+    world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
+    assert {alert.since_ms for alert in await world.watch.alerts()} == {int(world.clock.now() * 1000)}
+
+
+async def test_what_has_to_last_is_told_only_when_it_was_there_at_every_look(world: World) -> None:
+    await world.leadership.demote()
+    world.leadership.campaign_delay_ms = 10_000_000
+    assert await world.names() == []
+    world.clock.time += 3
+    assert await world.names() == []
+    world.clock.time += 3
+    assert await world.names() == ["KvcmNoLeader"]
+
+
+async def test_refused_writes_count_for_five_minutes_wherever_they_were_refused(world: World) -> None:
+    world.cache.usage.refusals["g"] += 2
+    (alert,) = await world.watch.alerts("g")
+    assert "refused 2 writes" in alert.summary
+    await world.pass_time(320)
+    assert await world.names() == []
+    world.watch.managers = lambda: [neighbour("other", 1000)]  # what it counted before it was met is not known
+    assert await world.names() == []
+    await world.pass_time(10)
+    world.watch.managers = lambda: [neighbour("other", 1003)]
+    (alert,) = await world.watch.alerts()
+    assert "refused 3 writes" in alert.summary
+    await world.pass_time(320)
+    assert await world.names() == []
+
+
+async def test_several_that_lead_for_long_are_told(world: World) -> None:
+    world.watch.managers = lambda: [neighbour("a", leads=True), neighbour("b", leads=True), neighbour("c")]
+    assert await world.names() == []
+    await world.pass_time(30)
+    (alert,) = await world.watch.alerts()
+    assert (alert.name, alert.reason) == ("KvcmSeveralLeaders", "They are a, b.")
+
+
+async def test_who_is_limited_to_groups_hears_of_those_alone_and_changes_nothing_for_others(world: World) -> None:
+    world.storages.set_health("s", StorageHealth(HealthState.SH_DOWN, "gone"))
+    begun = {alert.name: alert.since_ms for alert in await world.watch.alerts()}
+    world.clock.time += 30
+    before = errand.set(Errand(Principal("x", frozenset({Verb.VIEW}), frozenset({"g"}))))
+    try:
+        found = await world.watch.alerts()
+    finally:
+        errand.reset(before)
+    assert [(alert.name, alert.since_ms) for alert in found] == [
+        ("KvcmGroupWithoutStorage", begun["KvcmGroupWithoutStorage"])
+    ]
+    assert {alert.name: alert.since_ms for alert in await world.watch.alerts()} == begun
+
+
+ROOT = Path(__file__).parents[2]
+NAME = re.compile(r'"(Kvcm[A-Za-z]+)"')
+
+
+def _told() -> set[str]:
+    folder = Path(kvcm.service.alerts.__file__).parent
+    return {name for path in folder.glob("*.py") for name in NAME.findall(path.read_text())}
+
+
+def test_every_name_has_a_rule_or_stands_among_those_that_have_none() -> None:
+    rules = set(re.findall(r"alert: (\w+)", (ROOT / "deploy/prometheus/rules.yml").read_text()))
+    (listed,) = re.findall(r"Names without a rule: (.*?)\.", (ROOT / "docs/rest.md").read_text(), re.DOTALL)
+    without = set(re.findall(r"`(\w+)`", listed))
+    assert _told() - rules == without
+    assert len(_told() & rules) >= 10
+
+
+def test_what_needs_patience_is_told_at_all() -> None:
+    assert watch._PATIENCE_SECONDS.keys() <= _told()
+
+
+def rates(before: Vitals | None, after: Vitals, since: float = 0.0) -> Rates:
+    found = rates_between(before, after, since)
+    assert found is not None
+    return found
+
+
+def test_a_rate_is_what_was_gained_over_the_time_between_the_two_vitals() -> None:
+    before = vitals(at=10, requests=100, errors=1, groups={"a": GroupTotals(10, 20, 30, 40)}, match_counts=(1, 2, 3))
+    after = vitals(at=20, requests=150, errors=2, groups={"a": GroupTotals(20, 40, 60, 80)}, match_counts=(2, 2, 9))
+    found = rates(before, after)
+    assert found.requests == dict.fromkeys(("match", "start", "finish", "other"), 5.0)
+    assert found.errors["match"] == pytest.approx(0.1)
+    assert found.groups["a"] == (1.0, 2.0, 3.0, 4.0)
+    assert found.match_counts == (1, 0, 6)
+
+
+def test_a_restart_makes_no_rate_negative() -> None:
+    before = vitals(at=10, requests=100)
+    assert rates(before, vitals(started_at=12, at=22, requests=50)).requests["match"] == 5.0
+
+
+def test_counters_that_shrink_have_gained_nothing() -> None:
+    found = rates(vitals(at=10, requests=9, match_counts=(5, 0, 1)), vitals(at=20, requests=3, match_counts=(2, 0, 4)))
+    assert found.requests["match"] == 0.0
+    assert found.match_counts == (0, 0, 3)
+
+
+def test_vitals_that_are_still_the_same_tell_no_rate() -> None:
+    assert rates_between(vitals(at=10), vitals(at=10), 0.0) is None
+
+
+@pytest.mark.parametrize(("started_at", "is_known"), [(4.0, False), (5.0, True), (8.0, True)])
+def test_a_manager_that_is_heard_for_the_first_time_has_rates_if_it_began_meanwhile(
+    started_at: float, is_known: bool
+) -> None:
+    found = rates_between(None, vitals(started_at=started_at, at=10, requests=10), since=5.0)
+    assert (found is not None) is is_known
+
+
+def test_the_first_moment_of_a_manager_is_not_taken_for_its_rate() -> None:
+    assert rates(None, vitals(started_at=9.99, at=10, requests=3), since=5.0).requests["match"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("share", "counts", "expected"),
+    [
+        (0.5, (0, 0, 0), None),
+        (0.5, (10, 0, 0), 0.0005),
+        (1.0, (10, 0, 0), 0.001),
+        (0.5, (5, 5, 0), 0.001),
+        (0.75, (5, 5, 0), 0.0055),
+        (0.99, (0, 0, 7), 0.01),
+        (0.5, (0, 4, 0), 0.0055),
+    ],
+)
+def test_a_quantile_is_inside_its_bucket(share: float, counts: tuple[int, ...], expected: float | None) -> None:
+    found = quantile(share, BOUNDS, counts)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=3), st.floats(0.01, 1.0))
+def test_a_quantile_lies_in_the_bucket_of_the_value_that_it_stands_for(counts: list[int], share: float) -> None:
+    values = [bucket for bucket, count in enumerate(counts) for _ in range(count)]
+    found = quantile(share, BOUNDS, counts)
+    if not values:
+        assert found is None
+        return
+    bucket = next(at for at in range(3) if sum(counts[: at + 1]) >= share * len(values))
+    low, high = (0.0, *BOUNDS)[min(bucket, 2)], (*BOUNDS, BOUNDS[-1])[bucket]
+    assert found is not None
+    assert low <= found <= high + 1e-12
+
+
+def _sample(
+    *found: Rates, used: list[Vitals] | None = None, quotas: dict[str, int] | None = None
+) -> dict[Series, float]:
+    return dict(samples.sample_of(found, used or [], quotas or {}, lambda name: name if name != "b" else "other"))
+
+
+def _of(name: str, *labels: tuple[str, str]) -> Series:
+    return Series(name, labels)
+
+
+def test_a_sample_sums_up_managers_and_groups_of_one_name() -> None:
+    groups = {"a": GroupTotals(10, 10), "b": GroupTotals(1), "other": GroupTotals(2)}
+    one = rates(None, vitals(at=1, requests=3, errors=1, groups=groups))
+    sample = _sample(one, one)
+    assert sample[_of(samples.REQUESTS, ("method", "match"))] == 6.0
+    assert sample[_of(samples.ERRORS)] == 8.0
+    assert sample[_of(samples.HIT_KEYS, ("group", "a"))] == 20.0
+    assert sample[_of(samples.HIT_KEYS, ("group", "other"))] == 6.0
+
+
+def test_percentiles_are_of_the_lookups_of_all_managers_together() -> None:
+    fast = rates(None, vitals(at=1, match_counts=(98, 0, 0)))
+    slow = rates(None, vitals(at=1, match_counts=(0, 2, 0)))
+    sample = _sample(fast, slow)
+    assert sample[_of(samples.P50)] == pytest.approx(0.001 * 50 / 98)
+    assert sample[_of(samples.P99)] == pytest.approx(0.0055)
+
+
+def test_buckets_of_another_release_are_left_out() -> None:
+    fast = rates(None, vitals(at=1, match_counts=(10, 0, 0)))
+    sample = _sample(fast, fast._replace(match_bounds=(7.0,), match_counts=(5, 5)))
+    assert sample[_of(samples.P99)] <= 0.001
+
+
+def test_nothing_is_told_where_nothing_is_known() -> None:
+    assert _sample() == {}
+    assert samples.P50 not in {series.name for series in _sample(rates(None, vitals(at=1)))}
+
+
+def test_what_is_used_is_what_the_latest_leader_says() -> None:
+    old = vitals(at=10, used_bytes={"a": {"nfs": 1, "hf3fs": 7}})
+    new = vitals("m2", at=20, used_bytes={"a": {"nfs": 2}})
+    follower = replace(vitals("m3", at=30, used_bytes={"a": {"nfs": 9}}), is_leader=False)
+    sample = _sample(used=[old, new, follower], quotas={"a": 100})
+    assert sample == {
+        _of(samples.USED, ("group", "a"), ("tier", "nfs")): 2,
+        _of(samples.QUOTA, ("group", "a")): 100,
+    }

@@ -108,7 +108,7 @@ class Site:
             assert (await answer(reader))[0] == 200
 
 
-@pytest.fixture(params=["plain", "tls"], autouse=True)
+@pytest.fixture(params=["plain", pytest.param("tls", marks=pytest.mark.ci)], autouse=True)
 def transport(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test on a port in plain text, and on one that speaks TLS."""
     if request.param == "tls":

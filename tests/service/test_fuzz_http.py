@@ -71,6 +71,7 @@ def _is_excused(answer: schemathesis.Response) -> bool:
     return answer.status_code in {501, 507}  # not in this release; no room
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", _DOCUMENTS)
 def test_what_the_documents_allow_and_more_does_no_harm(server: Secured, name: str) -> None:

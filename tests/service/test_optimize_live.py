@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 from command_runner import Commands
-from secured import Tenants, secured
+from secured import Tenants
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 
@@ -153,12 +153,6 @@ def test_what_cannot_be_asked_is_refused(server: ManagerProcess, arguments: tupl
     assert done.exit_code != 0
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
-    with secured(tmp_path_factory.mktemp("secured")) as made:
-        yield Tenants.on(made)
 
 
 def test_only_an_administrator_may(tenants: Tenants, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
 from kvcm.service.http_app import ARRIVAL
 from kvcm.service.rest.app import RestApp
-from kvcm.service.turned_away import TurnedAwayError
 
 KEYS = [
     pb.Key(key_id="k1", name="a", role="ROLE_ENGINE", instance_groups=["g"], verbs=["MATCH", "PIN"], created_at_ms=5),
@@ -28,11 +27,6 @@ ANSWERS = {
     "Login": pb.CreateKeyResponse,
     "WhoAmI": pb.WhoAmIResponse,
 }
-
-
-class UnauthorizedError(TurnedAwayError):
-    http_status = 401
-    headers = (("www-authenticate", "Bearer"),)
 
 
 class Answering:
@@ -106,23 +100,6 @@ async def test_a_key_is_made_with_what_the_document_says(keys: Answering) -> Non
     assert keys.requests == [wanted]
 
 
-@pytest.mark.parametrize(
-    "doc",
-    [
-        {"name": "a"},
-        {"name": "a b", "role": "ROLE_ADMIN"},
-        {"name": "a", "role": "ROLE_UNSPECIFIED"},
-        {"name": "a", "role": "ROLE_ENGINE", "verbs": ["FLY"]},
-        {"name": "a", "role": "ROLE_ADMIN", "ttl_seconds": -1},
-        {"name": "a", "role": "ROLE_ADMIN", "secret": "mine"},
-    ],
-)
-async def test_what_is_no_key_reaches_no_call(keys: Answering, doc: Any) -> None:
-    status, body, _ = await keys.ask("POST", "/v1/keys", doc)
-    assert (status, bool(body["errors"]), keys.requests) == (400, True, [])
-    assert "mine" not in json.dumps(body)
-
-
 async def test_keys_are_listed_by_name_and_time(keys: Answering) -> None:
     status, body, _ = await keys.ask("GET", "/v1/keys?with_logins=true&limit=1")
     assert (status, [key["key_id"] for key in body["items"]]) == (200, ["k2"])
@@ -163,31 +140,6 @@ async def test_a_login_and_who_is_logged_in(keys: Answering) -> None:
     assert (await keys.ask("GET", "/v1/whoami"))[1] == {"is_required": False}
     status, body, _ = await keys.ask("POST", "/v1/login", {"user_name": "u", "password": {"a": "swordfish"}})
     assert (status, "swordfish" in json.dumps(body)) == (400, False)
-
-
-class NobodyAdmission:
-    """Lets nobody in."""
-
-    def knock(self, _call: Call, _body_bytes: int) -> None:
-        return None
-
-    def gone(self, _call: Call, _body_bytes: int) -> None:
-        pass
-
-    def refusal(self, _call: Call, _arrival: Arrival) -> None:
-        return None
-
-    async def enter(self, call: Call, request: Any, arrival: Arrival) -> None:
-        raise UnauthorizedError(f"{call.name} wants a key, {arrival.peer}", "credentials", 0)
-
-    def leave(self, _entered: None) -> None:
-        pass
-
-
-async def test_who_is_not_let_in_is_told_how() -> None:
-    status, body, headers = await Answering(admission=NobodyAdmission()).ask("GET", "/v1/keys")
-    assert (status, body["title"], body["detail"]) == (401, "Unauthorized", "ListKeys wants a key, 10.0.0.9")
-    assert (headers["www-authenticate"], "retry-after" in headers) == ("Bearer", False)
 
 
 async def test_a_handler_that_breaks_is_a_500_problem(keys: Answering) -> None:

@@ -27,6 +27,9 @@ from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 KEYS = list(range(1, 41))
 """What holds within a second, and what a busy machine may add."""
 LONG_SECONDS = 600
+ON_EVERY_SERVER = pytest.mark.parametrize(
+    "nodes", ["redis_standalone", "redis_cluster", "redis_sentinel"], indirect=True
+)
 
 
 class Node(NamedTuple):
@@ -74,9 +77,11 @@ def startup_document(directory: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=["redis_standalone", "redis_cluster", "redis_sentinel"])
+@pytest.fixture
 async def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[Node]]:
-    uri = request.getfixturevalue(request.param).uri(f"t{secrets.token_hex(6)}")
+    """Three managers; tests that say so run on every kind of server."""
+    server = getattr(request, "param", "redis_standalone")
+    uri = request.getfixturevalue(server).uri(f"t{secrets.token_hex(6)}")
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(node(settings_of(uri, tmp_path))) for _ in range(3)]
 
@@ -158,20 +163,23 @@ async def _knows(on: Node) -> bool:
 
 
 async def test_every_manager_tells_how_all_of_them_are(nodes: list[Node]) -> None:
-    def listed(on: Node) -> dict[int, tuple[str | None, bool, bool]]:
-        client = RestClient(f"127.0.0.1:{on.endpoint.admin_http_port}")
+    """One of them leads, whichever it is, and all name the same one."""
+    ports = [each.endpoint.admin_http_port for each in nodes]
+
+    def listed(port: int) -> list[dict[str, Any]]:
+        client = RestClient(f"127.0.0.1:{port}")
         with contextlib.closing(client.connection):
-            items = client.get("/v1/managers").body["items"]
-        return {each["admin_http_port"]: (each["phase"], each["is_leader"], each["is_self"]) for each in items}
+            return list(client.get("/v1/managers").body["items"])
 
     async def all_agree() -> bool:
-        """Whether each names all of them as serving, itself as itself, and the same one as the leader."""
-        told = [await asyncio.to_thread(listed, each) for each in nodes]
-        leaders = [port for port, (_, is_leader, _) in told[0].items() if is_leader]
-        ports = {each: each.endpoint.admin_http_port for each in nodes}
-        return len(leaders) == 1 and told == [
-            {port: ("serving", port in leaders, each is on) for each, port in ports.items()} for on in nodes
-        ]
+        seen = [await asyncio.to_thread(listed, port) for port in ports]
+        are_served = all(
+            {each["admin_http_port"]: each["phase"] for each in items} == dict.fromkeys(ports, "serving")
+            for items in seen
+        )
+        leaders = {tuple(each["admin_http_port"] for each in items if each["is_leader"]) for items in seen}
+        own = [[each["admin_http_port"] for each in items if each["is_self"]] for items in seen]
+        return are_served and own == [[port] for port in ports] and len(leaders) == 1 and len(*leaders) == 1
 
     await eventually(all_agree)
 
@@ -189,6 +197,7 @@ async def leading(nodes: list[Node]) -> Node:
     return found[0]
 
 
+@ON_EVERY_SERVER
 async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) -> None:
     """Invariants 2 and 3: the blocks are masked at every manager meanwhile, and served by every one afterwards."""
     await registered(nodes[0])
@@ -203,6 +212,7 @@ async def test_one_manager_finishes_what_another_one_started(nodes: list[Node]) 
     assert [await hits(each) for each in nodes] == [len(KEYS)] * 3
 
 
+@ON_EVERY_SERVER
 async def test_every_manager_answers_from_its_cache_until_a_block_changes(nodes: list[Node]) -> None:
     """Invariant 1, within the moment that an invalidation takes."""
     await registered(nodes[0])
@@ -225,6 +235,7 @@ async def cached(each: Node) -> bool:
     return await gauge(each, "meta_indexer.search_cache_miss_count") == before
 
 
+@ON_EVERY_SERVER
 async def test_a_quota_is_one_of_all_managers(nodes: list[Node]) -> None:
     """Invariant 4: 40 blocks fit; writers at every manager get these and no more.
 

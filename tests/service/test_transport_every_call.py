@@ -38,7 +38,8 @@ def test_every_rpc_of_the_contract_has_cases() -> None:
 
 
 @pytest.mark.parametrize("rpc", GOOD)
-def test_a_good_request_is_answered_with_ok_and_its_request_id(site: Site, rpc: str) -> None:
+def test_a_good_request_is_answered_with_ok_and_its_request_id(each_api: Api, rpc: str) -> None:
+    site = Site(each_api)
     fields: Fields = GOOD[rpc](site)
     trace = unique("trace-ü")
     before = time.time_ns() // 1000
@@ -58,14 +59,14 @@ def test_a_refusal_has_its_code_and_says_what_is_wrong(site: Site, rpc: str, cas
 
 
 @pytest.mark.parametrize("rpc", EVERY_RPC)
-def test_what_cannot_be_parsed_is_refused_by_every_call_and_the_connection_goes_on(api: Api, rpc: str) -> None:
+def test_what_cannot_be_parsed_is_refused_by_every_call_and_the_connection_goes_on(each_api: Api, rpc: str) -> None:
     service, _, name = rpc.partition(".")
-    assert api.driver.refuses_unparsable(service, name)
-    assert api.call("AdminService.CheckHealth").is_health
+    assert each_api.driver.refuses_unparsable(service, name)
+    assert each_api.call("AdminService.CheckHealth").is_health
 
 
-def test_the_header_of_a_refusal_has_a_request_id_too(api: Api) -> None:
-    answer = api.call("GetInstanceInfo", trace_id="t", instance_id="nobody")
+def test_the_header_of_a_refusal_has_a_request_id_too(each_api: Api) -> None:
+    answer = each_api.call("GetInstanceInfo", trace_id="t", instance_id="nobody")
     assert re.fullmatch("t_[0-9]{16}", answer.header.request_id)
     assert not answer.HasField("instance_info")
 

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ports import free_port
+from process_forker import ForkedProcess
 from test_transport_drivers import Address, Api, ClientTls, GrpcDriver, HttpDriver
 
 __all__ = ["ManagerProcess", "manager", "run_kvcm"]
@@ -30,16 +31,12 @@ def _environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 def run_kvcm(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command that ends by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvcm", *arguments],
-        cwd=directory,
-        env=_environment({"COLUMNS": "200", "TERM": "dumb", **environment}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_START_SECONDS,
-        check=False,
-    )
+    variables = _environment({"COLUMNS": "200", "TERM": "dumb", **environment})
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = ForkedProcess(arguments, directory, variables, output, errors)
+        code = process.wait(_START_SECONDS)
+        texts = [os.pread(file.fileno(), 1 << 28, 0).decode() for file in (output, errors)]
+    return subprocess.CompletedProcess(["kvcm", *arguments], code, *texts)
 
 
 class ManagerProcess:
@@ -58,14 +55,8 @@ class ManagerProcess:
         defaults = [f"{key}=0" for key in _FREE_PORTS] + [f"kvcm.service.admin_rpc_port={free_port()}"]
         options = [part for setting in defaults for part in ("-e", setting)]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvcm", "serve", "--data-dir", str(self.data_dir), *arguments, *options],
-                cwd=directory,
-                env=_environment(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            command = ["serve", "--data-dir", str(self.data_dir), *arguments, *options]
+            self.process = ForkedProcess(command, directory, _environment(environment), log, log)
         try:
             self.address = self._wait_until_serving()
         except BaseException:

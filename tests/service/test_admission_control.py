@@ -1,0 +1,1007 @@
+"""Rates, queues, deadlines and sizes: when a request is rejected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from probe_clients import ask, health
+from test_transport_drivers import SERVICES, Api, HttpDriver, eventually, post
+from test_transport_process import ManagerProcess, manager
+from test_transport_sites import Site
+from thoroughness import examples
+
+from connectors.client import AsyncManagerClient, ManagerClient
+from connectors.exchanges import ClientSettings
+from connectors.results import Outcome
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.protocol import admin_service_pb2 as admin
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol import meta_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
+from kvcm.service.admission import REASONS, AdmissionSettings, GuardedAdmission, key_count
+from kvcm.service.bodies import BodyReader
+from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
+from kvcm.service.gate import Gate, Phase
+from kvcm.service.http_app import HttpApp
+from kvcm.service.json_codec import MalformedBody
+from kvcm.service.lanes import DEADLINE, QUEUE, Lane
+from kvcm.service.limits import RequestLimits
+from kvcm.service.request_sizes import (
+    MOST_ENTRIES,
+    MOST_FREE_TEXT_BYTES,
+    MOST_NAME_BYTES,
+    MOST_SNAPSHOT_BYTES,
+    MOST_TEXT_BYTES,
+    RequestSizes,
+)
+from kvcm.service.token_bucket import TokenBuckets
+from kvcm.service.turned_away import RateLimitedError, TurnedAwayError
+
+NOW = 500.0
+
+
+async def _nothing(_request: Any) -> Reply:
+    return Reply(meta.CommonResponse())
+
+
+def _call(request_type: type[Any], plane: Plane = Plane.DATA) -> Call:
+    return Call("s", request_type.__name__.removesuffix("Request"), plane, request_type, meta.CommonResponse, _nothing)
+
+
+MATCH, CHECK = _call(meta.GetCacheLocationRequest), _call(admin.CheckHealthRequest, Plane.ADMIN)
+ADMIN_META = _call(admin.GetCacheMetaRequest, Plane.ADMIN)
+
+
+class Rig:
+    """An admission with a clock and a wait that stand still."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now, self.wait = NOW, 0.0
+        self.admission = GuardedAdmission(
+            AdmissionSettings(**settings), lambda: 1000, lambda: self.wait, lambda: self.now
+        )
+
+    async def enter(self, keys: int, peer: str = "a", deadline: float | None = None) -> Any:
+        request = meta.GetCacheLocationRequest(block_keys=range(keys))
+        return await self.admission.enter(MATCH, request, Arrival("grpc", peer, deadline))
+
+    async def refused(self, keys: int, peer: str = "a", deadline: float | None = None) -> TurnedAwayError:
+        with pytest.raises(TurnedAwayError) as refused:
+            await self.enter(keys, peer, deadline)
+        assert refused.value.reason in REASONS
+        return refused.value
+
+    def reason(self, arrival: Arrival, call: Call = MATCH) -> str:
+        refusal = self.admission.refusal(call, arrival)
+        return refusal.reason if refusal is not None else ""
+
+
+def test_a_request_is_served_by_default() -> None:
+    assert Rig().reason(Arrival("grpc", "a", NOW + 1)) == ""
+
+
+def test_what_nobody_waits_for_any_more_is_not_read() -> None:
+    rig = Rig()
+    assert [rig.reason(Arrival("grpc", "a", NOW + late)) for late in (-0.1, 0.0, 0.1)] == ["deadline", "deadline", ""]
+
+
+def test_what_has_waited_too_long_is_not_read() -> None:
+    rig = Rig(most_wait_seconds=2.0)
+    assert [rig.reason(Arrival("http", came=NOW - waited)) for waited in (1.9, 2.0, 2.1)] == ["", "", "overload"]
+    assert Rig(most_wait_seconds=0.0).reason(Arrival("http", came=NOW - 1000)) == ""
+
+
+def test_while_all_wait_too_long_few_are_served_but_some() -> None:
+    rig = Rig(most_wait_seconds=2.0)
+    rig.wait = 3.0
+    reasons = [rig.reason(Arrival("grpc", "a")) for _ in range(80)]
+    assert (reasons.count(""), reasons.count("overload")) == (10, 70)
+    rig.wait = 1.0
+    assert rig.reason(Arrival("grpc", "a")) == ""
+
+
+async def test_operators_are_served_whatever_happens() -> None:
+    rig = Rig(most_wait_seconds=0.1, keys_per_second=1, burst_keys=1, long_keys=1, long_slots=1, long_places=0)
+    rig.wait = 3.0
+    late = Arrival("http", "a", NOW - 1, came=NOW - 60)
+    assert [rig.reason(late, call) for call in (CHECK, ADMIN_META)] == ["", ""]
+    for _ in range(5):
+        request = admin.GetCacheMetaRequest(block_keys=range(900))
+        assert await rig.admission.enter(ADMIN_META, request, late) is None
+
+
+async def test_a_client_gets_its_rate_of_keys_and_others_theirs() -> None:
+    rig = Rig(keys_per_second=100, burst_keys=200)
+    await rig.enter(200)
+    refused = await rig.refused(50)
+    assert (refused.reason, refused.http_status, refused.retry_after_seconds) == ("rate", 429, 0.5)
+    assert isinstance(refused, RateLimitedError)
+    await rig.enter(200, peer="b")
+    rig.now += 0.5
+    await rig.enter(50)
+
+
+async def test_a_request_without_keys_counts_as_one() -> None:
+    rig = Rig(keys_per_second=1, burst_keys=2)
+    await rig.enter(0)
+    await rig.enter(0)
+    await rig.refused(0)
+
+
+async def test_more_keys_than_any_request_may_have_are_not_charged_for() -> None:
+    rig = Rig(keys_per_second=100, burst_keys=1000)
+    await rig.enter(500_000)
+    rig.now += 10
+    await rig.enter(1000)
+
+
+async def test_the_rate_can_be_changed_and_switched_off() -> None:
+    rig = Rig(keys_per_second=1, burst_keys=1)
+    await rig.enter(1)
+    await rig.refused(1)
+    rig.admission.set(AdmissionSettings())
+    await rig.enter(1)
+
+
+async def test_long_requests_wait_for_each_other_and_short_ones_do_not() -> None:
+    rig = Rig(long_keys=100, long_slots=1, long_places=1)
+    first = await rig.enter(100)
+    second = asyncio.create_task(rig.enter(100))
+    await asyncio.sleep(0)
+    assert (await rig.refused(100)).reason == "queue"
+    assert await rig.enter(99) is None
+    rig.admission.leave(None)
+    await asyncio.sleep(0)
+    assert not second.done()
+    rig.admission.leave(first)
+    assert await second == NOW
+
+
+async def test_a_long_request_that_is_refused_is_not_charged_for() -> None:
+    rig = Rig(keys_per_second=100, burst_keys=300, long_keys=100, long_slots=1, long_places=0)
+    await rig.enter(100)
+    assert (await rig.refused(100)).reason == "queue"
+    await rig.enter(50)
+    await rig.enter(50)
+    await rig.enter(50)
+
+
+@pytest.mark.parametrize(
+    ("request_", "count"),
+    [
+        (meta.RegisterInstanceRequest(), 1),
+        (meta.GetCacheLocationRequest(block_keys=range(7)), 7),
+        (meta.StartWriteCacheRequest(token_ids=range(160)), 10),
+        (meta.FinishWriteCacheRequest(success_blocks={"offset": 9}), 9),
+        (meta.FinishWriteCacheRequest(success_blocks={"bool_masks": {"values": [True] * 5}}), 5),
+        (meta.FinishWriteCacheRequest(success_blocks={"offset": -9}), 1),
+        (pins.ReportMissingRequest(parts=[{}] * 3), 3),
+    ],
+)
+def test_what_a_request_is_worth(request_: Any, count: int) -> None:
+    assert key_count(_call(type(request_)), request_) == count
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _lane(slots: int = 1, places: int = 2, most_wait: float = 0.0) -> tuple[Lane, Clock]:
+    clock = Clock()
+    return Lane(clock, slots, places, most_wait), clock
+
+
+async def _settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def _paced(lane: Lane, clock: Clock, seconds: float) -> None:
+    """Have the lane measure a pace."""
+    began = await lane.enter(None)
+    clock.now += seconds
+    lane.leave(began)
+
+
+async def _refused(entering: Awaitable[float]) -> TurnedAwayError:
+    with pytest.raises(TurnedAwayError) as refused:
+        await entering
+    return refused.value
+
+
+async def test_who_finds_a_slot_does_not_wait_and_the_others_come_in_order() -> None:
+    lane, _ = _lane(slots=2, places=3)
+    order: list[int] = []
+
+    async def visit(number: int) -> None:
+        await lane.enter(None)
+        order.append(number)
+
+    visits = [asyncio.create_task(visit(number)) for number in range(5)]
+    await _settled()
+    assert (order, lane.inside, lane.waiting) == ([0, 1], 2, 3)
+    for count in (3, 4, 5):
+        lane.leave(100.0)
+        await _settled()
+        assert order == list(range(count))
+    await asyncio.gather(*visits)
+
+
+async def test_a_queue_that_is_full_refuses_and_says_when_to_come_back() -> None:
+    lane, clock = _lane(places=1)
+    await _paced(lane, clock, 3.0)
+    await lane.enter(None)
+    waiting = asyncio.create_task(lane.enter(None))
+    await _settled()
+    refused = await _refused(lane.enter(None))
+    assert (refused.reason, refused.http_status, refused.retry_after_seconds) == (QUEUE, 503, 6.0)
+    lane.leave(clock.now)
+    await waiting
+
+
+async def test_what_would_wait_for_too_long_by_the_pace_is_refused_at_once() -> None:
+    lane, clock = _lane(slots=2, places=100, most_wait=2.0)
+    await _paced(lane, clock, 1.0)
+    running = [await lane.enter(None) for _ in range(2)]
+    waiting = [asyncio.create_task(lane.enter(None)) for _ in range(4)]
+    await _settled()
+    assert lane.waiting == 4
+    refused = await _refused(lane.enter(None))
+    assert (refused.reason, refused.retry_after_seconds) == (QUEUE, 2.5)
+    for began in running * 2:
+        lane.leave(began)
+        await _settled()
+    await asyncio.gather(*waiting)
+
+
+async def test_a_deadline_that_the_pace_cannot_meet_is_refused_at_once() -> None:
+    lane, clock = _lane(places=100)
+    await _paced(lane, clock, 1.0)
+    began = await lane.enter(None)
+    refused = await _refused(lane.enter(clock.now + 2.0))  # a second to wait, and one to be answered
+    assert (refused.reason, lane.waiting) == (DEADLINE, 0)
+    waiting = asyncio.create_task(lane.enter(clock.now + 60.0))
+    await _settled()
+    assert lane.waiting == 1
+    lane.leave(began)
+    await waiting
+
+
+async def test_a_slot_that_is_free_is_taken_whatever_the_pace() -> None:
+    lane, clock = _lane(most_wait=0.001)
+    await _paced(lane, clock, 50.0)
+    assert await lane.enter(clock.now + 0.001) == clock.now
+
+
+@pytest.mark.parametrize(("most_wait", "left", "reason"), [(0.01, None, QUEUE), (0.0, 0.01, DEADLINE)])
+async def test_whose_turn_does_not_come_in_time_is_refused_then(
+    most_wait: float, left: float | None, reason: str
+) -> None:
+    lane, clock = _lane(most_wait=most_wait)
+    await lane.enter(None)
+    refused = await _refused(lane.enter(None if left is None else clock.now + left))
+    assert (refused.reason, lane.inside, lane.waiting) == (reason, 1, 0)
+
+
+async def test_the_pace_follows_what_happens() -> None:
+    lane, clock = _lane()
+    await _paced(lane, clock, 10.0)
+    for _ in range(40):
+        await _paced(lane, clock, 1.0)
+    await lane.enter(None)
+    assert 1.0 <= lane.wait_seconds() < 1.1
+
+
+async def test_more_slots_let_more_in_at_once() -> None:
+    lane, _ = _lane(slots=1, places=5)
+    await lane.enter(None)
+    waiting = [asyncio.create_task(lane.enter(None)) for _ in range(3)]
+    await _settled()
+    lane.set(3, 5, 0.0)
+    await _settled()
+    assert (lane.inside, lane.waiting) == (3, 1)
+    lane.leave(100.0)
+    await asyncio.gather(*waiting)
+
+
+async def test_a_turn_that_comes_in_the_moment_of_a_cancellation_goes_to_the_next() -> None:
+    lane, _ = _lane(places=2)
+    began = await lane.enter(None)
+    first, second = (asyncio.create_task(lane.enter(None)) for _ in range(2))
+    await _settled()
+    lane.leave(began)  # the turn is the first one's, who does not know yet
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await second
+    assert (lane.inside, lane.waiting) == (1, 0)
+
+
+ACTIONS = st.lists(st.tuples(st.sampled_from(["come", "leave", "cancel"]), st.integers(0, 9)), max_size=60)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(slots=st.integers(1, 3), places=st.integers(0, 4), actions=ACTIONS)
+def test_no_slot_is_lost_or_given_twice(slots: int, places: int, actions: list[tuple[str, int]]) -> None:
+    asyncio.run(_live(slots, places, actions))
+
+
+async def _live(slots: int, places: int, actions: list[tuple[str, int]]) -> None:
+    lane, _ = _lane(slots, places)
+    tasks: list[asyncio.Task[float]] = []
+    inside: list[asyncio.Task[float]] = []
+    for action, number in actions:
+        if action == "come":
+            tasks.append(asyncio.create_task(lane.enter(None)))
+        elif action == "leave" and inside:
+            lane.leave(inside.pop(number % len(inside)).result())
+        elif action == "cancel" and tasks:
+            tasks[number % len(tasks)].cancel()
+        if number % 3:
+            await _settled()
+        _take(tasks, inside)
+        _check(lane, slots, places, inside, tasks)
+    await _settled()
+    _take(tasks, inside)
+    while inside:
+        lane.leave(inside.pop().result())
+        await _settled()
+        _take(tasks, inside)
+        _check(lane, slots, places, inside, tasks)
+    assert (lane.inside, lane.waiting, tasks) == (0, 0, [])
+
+
+def _take(tasks: list[asyncio.Task[Any]], inside: list[asyncio.Task[Any]]) -> None:
+    """Note who came in, and forget who was refused or cancelled."""
+    for task in [task for task in tasks if task.done()]:
+        tasks.remove(task)
+        with contextlib.suppress(TurnedAwayError, asyncio.CancelledError):
+            task.result()
+            inside.append(task)
+
+
+def _check(lane: Lane, slots: int, places: int, inside: list[Any], tasks: list[Any]) -> None:
+    assert len(inside) <= lane.inside <= slots
+    assert lane.waiting <= places
+    assert lane.inside - len(inside) + lane.waiting <= len(tasks)
+    if lane.waiting:
+        assert lane.inside == slots
+
+
+@dataclass
+class Model:
+    """One principal: everything that it was given, ever. Exact, without a bucket."""
+
+    rate: int
+    burst: int
+    taken: list[tuple[Fraction, int]] = field(default_factory=list)
+
+    def holds(self, now: Fraction) -> Fraction:
+        """Return the tokens: replayed from the beginning."""
+        tokens, at = Fraction(self.burst), Fraction(0)
+        for then, amount in self.taken:
+            tokens = min(Fraction(self.burst), tokens + (then - at) * self.rate) - amount
+            at = then
+        return min(Fraction(self.burst), tokens + (now - at) * self.rate)
+
+    def take(self, now: Fraction, amount: int) -> Fraction:
+        """Return the seconds to wait, 0 when it is taken."""
+        missing = min(amount, self.burst) - self.holds(now)
+        if missing > 0:
+            return missing / self.rate
+        self.taken.append((now, amount))
+        return Fraction(0)
+
+
+class Time:
+    """A clock in 64ths of a second, which floats hold exactly."""
+
+    def __init__(self) -> None:
+        self.now = Fraction(0)
+
+    def __call__(self) -> float:
+        return float(self.now)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=40
+)  # who, 64ths of a second since the last step, how many
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(rate=st.sampled_from([1, 2, 8, 64]), burst=st.integers(1, 20), steps=STEPS)
+def test_buckets_do_what_a_plain_model_does(rate: int, burst: int, steps: list[tuple[str, int, int]]) -> None:
+    time = Time()
+    buckets = TokenBuckets(time)
+    buckets.set(rate, burst)
+    models = {name: Model(rate, burst) for name in "ab"}
+    for who, pause, amount in steps:
+        time.now += Fraction(pause, 64)
+        expected = models[who].take(time.now, amount)
+        assert abs(buckets.take(who, amount) - expected) < 1e-9
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(rate=st.sampled_from([1, 2, 8, 64]), burst=st.integers(1, 20), steps=STEPS)
+def test_who_waits_as_long_as_told_passes_then_and_not_before(
+    rate: int, burst: int, steps: list[tuple[str, int, int]]
+) -> None:
+    time = Time()
+    buckets = TokenBuckets(time)
+    buckets.set(rate, burst)
+    for _, pause, amount in steps:
+        time.now += Fraction(pause, 64)
+        wait = Fraction(buckets.take("a", amount))
+        if wait:
+            time.now += wait * Fraction(9, 10)
+            assert buckets.take("a", amount) > 0
+            time.now += wait * Fraction(1, 10) + Fraction(1, 1 << 20)
+            assert buckets.take("a", amount) == 0
+
+
+def _buckets(rate: float = 10, burst: float = 100, most: int = 4) -> tuple[TokenBuckets, Time]:
+    time = Time()
+    buckets = TokenBuckets(time, most)
+    buckets.set(rate, burst)
+    return buckets, time
+
+
+def test_more_than_the_burst_passes_when_the_bucket_is_full_and_leaves_a_debt() -> None:
+    buckets, time = _buckets()
+    assert buckets.take("a", 150) == 0
+    assert buckets.take("a", 10) == 6.0  # 50 of debt and 10 of its own
+    assert buckets.take("a", 150) == 15.0
+    time.now += 15
+    assert buckets.take("a", 150) == 0
+
+
+def test_what_was_not_done_is_given_back() -> None:
+    buckets, _ = _buckets()
+    buckets.take("a", 100)
+    buckets.give_back("a", 100)
+    assert buckets.take("a", 100) == 0
+
+
+def test_a_bucket_is_off_without_a_rate_and_starts_full_when_it_is_switched_on() -> None:
+    buckets, _ = _buckets()
+    buckets.take("a", 100)
+    buckets.set(0, 100)
+    assert (buckets.is_on, len(buckets)) == (False, 0)
+    buckets.set(10, 50)
+    assert (buckets.is_on, buckets.take("a", 50)) == (True, 0)
+
+
+def test_a_debt_stays_when_the_limits_change() -> None:
+    buckets, _ = _buckets()
+    buckets.take("a", 150)
+    buckets.set(5, 1000)
+    assert buckets.take("a", 10) == 12.0
+    assert buckets.take("b", 1000) == 0
+
+
+def test_full_buckets_are_forgotten_and_others_are_not() -> None:
+    buckets, time = _buckets()
+    buckets.take("debtor", 199)
+    for number in range(3):
+        buckets.take(f"idle {number}", 1)
+    time.now += 2
+    assert buckets.take("new", 1) == 0
+    assert len(buckets) == 2
+    assert buckets.take("debtor", 1) == 8.0
+
+
+def test_who_finds_no_room_in_the_table_shares_one_bucket() -> None:
+    buckets, time = _buckets()
+    for number in range(4):
+        buckets.take(f"debtor {number}", 199)
+    assert buckets.take("late", 60) == 0
+    assert buckets.take("later", 60) == 2.0
+    assert len(buckets) == 4
+    time.now += 30
+    assert buckets.take("later", 60) == 0
+    assert len(buckets) == 1
+
+
+def test_the_table_is_looked_over_once_a_second_at_most() -> None:
+    buckets, time = _buckets(rate=1000, burst=10)
+    for number in range(4):
+        buckets.take(f"debtor {number}", 1000)
+    buckets.take("late", 1)
+    time.now += Fraction(1, 2)
+    buckets.set(100_000, 10)  # all are full a moment later
+    time.now += Fraction(1, 4)
+    buckets.take("late", 1)
+    assert len(buckets) == 4
+    time.now += 1
+    buckets.take("late", 1)
+    assert len(buckets) == 1
+
+
+_MATCH = "/kv_cache_manager.proto.meta.MetaService/GetCacheLocation"
+_RATE = "kvcm.limits.keys_per_second=1\nkvcm.limits.burst_keys=100\n"
+_LANE = "kvcm.limits.long_request_keys=1000\nkvcm.limits.long_requests=1\nkvcm.limits.queued_long_requests=0\n"
+
+
+class Limited:
+    """A manager whose limits can be changed."""
+
+    def __init__(self, process: ManagerProcess, file: Path) -> None:
+        self.process = process
+        self._file = file
+        with process.api("grpc") as api:
+            self.instance = Site(api).instance("default")
+
+    def set(self, settings: str) -> None:
+        self._file.write_text(settings)
+        with self.process.api("grpc") as api:
+            api.ok("ConfigService.ReloadConfig")
+
+    def rejected(self, reason: str) -> int:
+        """Return the count of the metric."""
+        text = ask(self.process.address.admin_http, "/metrics").body.decode()
+        found = re.search(rf'^kvcm_rpc_rejected_total\{{reason="{reason}"\}} ([0-9.]+)$', text, re.MULTILINE)
+        assert found, text
+        return round(float(found[1]))
+
+    def query(self, **fields: object) -> meta.GetCacheLocationRequest:
+        return meta.GetCacheLocationRequest(
+            instance_id=self.instance,
+            query_type=meta.QT_PREFIX_MATCH,
+            **fields,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
+    directory = tmp_path_factory.mktemp("limited")
+    file = directory / "kvcm.conf"
+    file.write_text("")
+    with manager(directory, "-c", str(file)) as process:
+        yield Limited(process, file)
+
+
+def test_every_reason_has_a_series_from_the_start(server: ManagerProcess) -> None:
+    text = ask(server.address.admin_http, "/metrics").body.decode()
+    reasons = set(re.findall(r'^kvcm_rpc_rejected_total\{reason="([a-z]+)"\}', text, re.MULTILINE))
+    assert reasons == {"draining", "rate", "overload", "deadline", "queue", "unauthenticated", "forbidden"}
+
+
+def test_a_client_that_asks_for_too_many_keys_is_told_when_to_come_back(limited: Limited) -> None:
+    before = limited.rejected("rate")
+    limited.set(_RATE)
+    try:
+        with grpc.insecure_channel(limited.process.address.rpc) as channel:
+            call = channel.unary_unary(_MATCH)
+            keys = limited.query(block_keys=range(1000)).SerializeToString()
+            call(keys, timeout=30)  # more than the burst: it leaves a debt of a quarter of an hour
+            with pytest.raises(grpc.RpcError) as refused:
+                call(keys, timeout=30)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "more keys per second" in refused.value.details()
+        pushback = dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]
+        assert 900_000 < int(pushback) <= 1_000_000
+        with limited.process.api("http") as api:
+            assert isinstance(api.driver, HttpDriver)
+            answer = post(api.driver.data, "/api/getClusterInfo", b"{}")
+            assert (answer.status, answer.body) == (429, b"{}")
+            assert 800 < int(answer.headers["retry-after"]) <= 1000
+            api.ok("AdminService.CheckHealth")
+        assert health(limited.process.address.rpc) == "SERVING"
+        assert ask(limited.process.address.http, "/readyz").status == 200
+        assert limited.rejected("rate") == before + 2
+    finally:
+        limited.set("")
+    with limited.process.api("http") as api:
+        api.ok("GetClusterInfo")
+
+
+async def test_our_clients_do_not_ask_again_before_they_are_told_to(limited: Limited) -> None:
+    limited.set(_RATE)
+    try:
+        before = limited.rejected("rate")
+        with ManagerClient(limited.process.address.rpc, limited.instance, ClientSettings(30.0)) as client:
+            assert client.match(range(1000)).outcome is Outcome.OK
+            refused = client.match(range(1000))
+            assert refused.outcome is Outcome.MISS_ON_ERROR
+            assert "more keys per second" in refused.reason
+        async with AsyncManagerClient(limited.process.address.rpc, limited.instance, ClientSettings(30.0)) as client_:
+            assert (await client_.match(range(1000))).outcome is Outcome.MISS_ON_ERROR
+        assert limited.rejected("rate") == before + 2
+    finally:
+        limited.set("")
+
+
+def test_long_requests_that_find_no_place_are_turned_away_and_short_ones_served(limited: Limited) -> None:
+    limited.set(_LANE)
+    long = limited.query(token_ids=range(1 << 19)).SerializeToString()  # hashed in a thread: the loop goes on
+    codes: Counter[grpc.StatusCode] = Counter()
+    told: list[str] = []
+
+    def ask_for_much() -> None:
+        with grpc.insecure_channel(limited.process.address.rpc) as channel:
+            call = channel.unary_unary(_MATCH)
+            for _ in range(4):
+                try:
+                    call(long, timeout=60)
+                    codes[grpc.StatusCode.OK] += 1
+                except grpc.RpcError as error:
+                    codes[error.code()] += 1
+                    told.append(dict(error.trailing_metadata())["grpc-retry-pushback-ms"])
+
+    asking = [threading.Thread(target=ask_for_much) for _ in range(4)]
+    before = limited.rejected("queue")
+    try:
+        for thread in asking:
+            thread.start()
+        with limited.process.api("grpc") as api:
+            while any(thread.is_alive() for thread in asking):
+                api.ok(
+                    "GetCacheLocation",
+                    instance_id=limited.instance,
+                    block_keys=range(10),
+                    query_type="QT_PREFIX_MATCH",
+                )
+    finally:
+        for thread in asking:
+            thread.join()
+        limited.set("")
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}, codes
+    assert sum(codes.values()) == 16
+    assert limited.rejected("queue") - before == codes[grpc.StatusCode.UNAVAILABLE]
+    assert all(int(pushback) >= 100 for pushback in told)
+
+
+def test_a_loop_that_is_late_sheds_and_recovers(limited: Limited) -> None:
+    """Requests of one moment wait for each other: those that wait longer than allowed are turned away."""
+    limited.set("kvcm.limits.max_queue_ms=1\n")
+    before = limited.rejected("overload") + limited.rejected("queue")
+    statuses: Counter[int] = Counter()
+
+    def ask_often() -> None:
+        with limited.process.api("http") as api:
+            assert isinstance(api.driver, HttpDriver)
+            body = b'{"instance_id":"%s","query_type":2,"token_ids":[%s]}' % (
+                limited.instance.encode(),
+                b",".join(b"%d" % token for token in range(15_000)),
+            )
+            for _ in range(30):
+                answer = post(api.driver.data, "/api/getCacheLocation", body)
+                statuses[answer.status] += 1
+                if answer.status == 503:
+                    assert answer.headers["retry-after"] == "1"
+
+    asking = [threading.Thread(target=ask_often) for _ in range(8)]
+    try:
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+    finally:
+        limited.set("")
+    assert set(statuses) <= {200, 503}, statuses
+    assert statuses[503]
+    assert limited.rejected("overload") + limited.rejected("queue") - before == statuses[503]
+    with limited.process.api("http") as api:
+        assert eventually(lambda: api.ok("GetClusterInfo"))
+
+
+READER = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 10, 0.0))
+STRICT = BodyReader(RequestLimits(max_keys=4096, max_tokens=65_536), Lane(time.monotonic, 1, 10, 0.0))
+
+
+def _call_of(request_type: type[Any]) -> Call:
+    return Call("s", "c", Plane.DATA, request_type, meta.CommonResponse, _nothing)
+
+
+READ_MATCH, FINISH = _call_of(meta.GetCacheLocationRequest), _call_of(meta.FinishWriteCacheRequest)
+LOAD = _call_of(admin.LoadConfigSnapshotRequest)
+
+
+def _match(keys: int, tokens: int) -> Any:
+    flags = {"bool_masks": {"values": [True, False] * (keys // 2)}}
+    return meta.GetCacheLocationRequest(
+        trace_id="t", instance_id="i", block_keys=range(keys), token_ids=range(tokens), block_mask=flags
+    )
+
+
+def _finish(locations: int, parts: int, name_bytes: int = 0) -> Any:
+    request = meta.FinishWriteCacheRequest(instance_id="i", write_session_id="s")
+    for number in range(locations):
+        location = request.locations.add(type=meta.ST_NFS, spec_size=parts)
+        for part in range(parts):
+            location.location_specs.add(name=f"tp{part}".ljust(name_bytes), checksum=(1 << 60) + number)
+    return request
+
+
+def _snapshot(groups: int) -> Any:
+    values = [{f"field{field}": field for field in range(100)} for _ in range(groups)]
+    return admin.LoadConfigSnapshotRequest(config_snapshot=json.dumps({"groups": values}))
+
+
+HONEST = {
+    "small": (READ_MATCH, lambda: _match(4, 4)),
+    "all keys and tokens": (READ_MATCH, lambda: _match(65_536, 1 << 20)),
+    "many locations": (FINISH, lambda: _finish(3000, 8, 200)),
+    "the snapshot of a large deployment": (LOAD, lambda: _snapshot(300)),
+}
+
+
+@pytest.mark.parametrize("case", HONEST)
+async def test_honest_requests_are_read(case: str) -> None:
+    call, make = HONEST[case]
+    request = make()
+    assert await READER.proto(call, request.SerializeToString()) == request
+    plain = json_format.MessageToDict(request, preserving_proto_field_name=True)
+    assert await READER.json(call, json.dumps(plain).encode()) == request
+
+
+def _sized(number: int, content: bytes) -> bytes:
+    size, length = len(content), b""
+    while size > 127:
+        size, length = size >> 7, length + bytes([size & 127 | 128])
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+
+MANY = (2 << 20) + (1 << 19)
+PROTO_BOMBS: dict[str, tuple[Call, Callable[[], bytes]]] = {
+    "empty locations": (FINISH, lambda: _sized(5, b"") * MANY),
+    "empty parts of one location": (FINISH, lambda: _sized(5, _sized(3, b"") * MANY)),
+    "empty parts of many locations": (FINISH, lambda: _sized(5, _sized(3, b"") * 100) * (MANY // 100)),
+    "empty names": (READ_MATCH, lambda: _sized(8, b"") * MANY),
+    "keys one by one": (READ_MATCH, lambda: b"\x20\x01" * MANY),
+    "flags one by one": (READ_MATCH, lambda: b"\x08\x01" * MANY),
+    "a field that is cut off": (READ_MATCH, lambda: b"\x0a\x05" * 2 + b"\x00" * (5 << 20) + b"\x0a\xff"),
+    "a number without end": (READ_MATCH, lambda: b"\x20" + b"\xff" * (5 << 20)),
+    "a group": (READ_MATCH, lambda: b"\x0b" * (5 << 20)),
+}
+
+
+@pytest.mark.parametrize("bomb", PROTO_BOMBS)
+async def test_many_fields_are_not_read(bomb: str) -> None:
+    call, make = PROTO_BOMBS[bomb]
+    with pytest.raises(DecodeError):
+        await STRICT.proto(call, make())
+
+
+JSON_BOMBS: dict[str, tuple[Call, Callable[[], bytes], str]] = {
+    "values": (READ_MATCH, lambda: b'{"x":[' + b"1," * MANY + b"1]}", "values"),
+    "objects": (FINISH, lambda: b'{"x":[' + b"{}," * MANY + b"{}]}", "objects"),
+    "keys": (READ_MATCH, lambda: b"{" + b",".join(b'"%d":1' % key for key in range(200_000)) + b"}", "pairs"),
+    "keys of a call with locations": (FINISH, lambda: b"{" + b'"":1,' * MANY + b'"":1}', "pairs"),
+}
+
+
+@pytest.mark.parametrize("bomb", JSON_BOMBS)
+async def test_many_values_are_not_read(bomb: str) -> None:
+    call, make, what = JSON_BOMBS[bomb]
+    with pytest.raises(MalformedBody, match=f"^body: has [0-9]+ {what}, no request has more than [0-9]+$"):
+        await STRICT.json(call, make())
+
+
+async def test_a_key_that_is_given_twice_among_many_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    pairs = [b'"%d":1' % key for key in range(16_000)]
+    body = b"{" + b",".join([*pairs, b'"15999":1']) + b"}"
+    with pytest.raises(MalformedBody, match="'15999' is given twice"):
+        await READER.json(READ_MATCH, body)
+
+
+async def test_the_loop_goes_on_while_a_large_body_is_read() -> None:
+    body = json.dumps(json_format.MessageToDict(_finish(3000, 8), preserving_proto_field_name=True)).encode()
+    turns = 0
+    reading = asyncio.create_task(READER.json(FINISH, body))
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await reading
+    assert turns > 20
+
+
+async def test_large_bodies_are_read_one_at_a_time_and_those_that_find_no_place_turned_away() -> None:
+    reader = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
+    body = json.dumps(json_format.MessageToDict(_finish(1000, 8), preserving_proto_field_name=True)).encode()
+    results = await asyncio.gather(*(reader.json(FINISH, body) for _ in range(3)), return_exceptions=True)
+    assert [isinstance(result, TurnedAwayError) for result in results] == [False, False, True]
+    assert results[0] == results[1] == _finish(1000, 8)
+    assert await reader.json(FINISH, b"{}") == meta.FinishWriteCacheRequest()
+
+
+LIMITS = RequestLimits(max_keys=2000, max_tokens=3000)
+SIZES = RequestSizes(LIMITS)
+LIMIT_OF_LIST = {
+    "block_keys": 2000,
+    "values": 2000,
+    "location_spec_group_names": 2000,
+    "locations": 2000,
+    "parts": 2000,
+    "token_ids": 3000,
+}
+LIMIT_OF_TEXT = {
+    **dict.fromkeys(
+        ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"), MOST_NAME_BYTES
+    ),
+    **dict.fromkeys(("extra", "user_data", "lora_name"), MOST_FREE_TEXT_BYTES),
+    "config_snapshot": MOST_SNAPSHOT_BYTES,
+}
+READ_BY_HANDLERS = {"locations", "parts"}
+REQUESTS = [GetMessageClass(method.input_type) for service in SERVICES.values() for method in service.methods]
+
+
+def _fields(descriptor: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path to every field of a message, those of messages inside included."""
+    for inner in descriptor.fields:
+        yield (*path, inner)
+        if inner.type == FieldDescriptor.TYPE_MESSAGE and inner.name not in READ_BY_HANDLERS:
+            yield from _fields(inner.message_type, (*path, inner))
+
+
+def _limited(path: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
+    """Yield what of a field is limited, its text or its entries, and how many are allowed."""
+    last = path[-1]
+    if last.type in {FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES}:
+        yield "text", LIMIT_OF_TEXT.get(last.name, MOST_TEXT_BYTES)
+    if last.is_repeated:
+        yield "entries", LIMIT_OF_LIST.get(last.name, MOST_ENTRIES)
+
+
+def _with(request_type: Any, path: tuple[Any, ...], kind: str, size: int) -> Any:
+    """Return a request whose field at the path has so many entries, or bytes."""
+    request = part = request_type()
+    for step in path[:-1]:
+        part = getattr(part, step.name)
+        if step.is_repeated:
+            part = part.add()
+    last = path[-1]
+    if kind == "text":
+        text: Any = "ü" * (size // 2) + "x" * (size % 2)  # bytes count, not characters
+        if last.is_repeated:
+            getattr(part, last.name).append(text)
+        else:
+            setattr(part, last.name, text)
+    elif last.type == FieldDescriptor.TYPE_MESSAGE:
+        for _ in range(size):
+            getattr(part, last.name).add()
+    else:
+        getattr(part, last.name).extend(["x" if last.type == FieldDescriptor.TYPE_STRING else 1] * size)
+    return request
+
+
+def test_every_field_of_every_request_has_a_limit() -> None:
+    checked = 0
+    for request_type in {request.DESCRIPTOR.full_name: request for request in REQUESTS}.values():
+        for path in _fields(request_type.DESCRIPTOR):
+            for kind, most in _limited(path):
+                SIZES.check(_with(request_type, path, kind, most))
+                with pytest.raises(InvalidArgumentError, match=f"has {most + 1} .*at most {most} are") as refused:
+                    SIZES.check(_with(request_type, path, kind, most + 1))
+                assert path[-1].name in str(refused.value)
+                checked += 1
+    assert checked > 200
+
+
+def test_limits_of_keys_and_tokens_follow_the_settings() -> None:
+    limits = RequestLimits(max_keys=3, max_tokens=5)
+    sizes = RequestSizes(limits)
+    request_type = next(request for request in REQUESTS if request.DESCRIPTOR.name == "GetCacheLocationRequest")
+    request = request_type(block_keys=range(4), token_ids=range(6))
+    with pytest.raises(InvalidArgumentError, match="block_keys has 4 entries, at most 3"):
+        sizes.check(request)
+    limits.max_keys = 4
+    with pytest.raises(InvalidArgumentError, match="token_ids has 6 entries, at most 5"):
+        sizes.check(request)
+    limits.max_tokens = 6
+    sizes.check(request)
+
+
+def test_a_request_that_is_too_large_is_refused_before_the_instance_is_looked_for(api: Api) -> None:
+    for fields, name in (
+        ({"block_mask": {"bool_masks": {"values": [True] * 65_537}}}, "block_mask.bool_masks.values"),
+        ({"location_spec_names": ["x"] * 1025}, "location_spec_names"),
+        ({"location_spec_names": ["x", "y" * 257]}, "location_spec_names[1]"),
+        ({"trace_id": "t" * 1025}, "trace_id"),
+    ):
+        code, message = api.refused("GetCacheLocation", instance_id="nobody", **fields)
+        assert (code, message.startswith(f"{name} has ")) == ("INVALID_ARGUMENT", True)
+
+
+def test_a_uri_that_is_too_long_is_refused(site: Site) -> None:
+    fields = {
+        "instance_id": site.instance(),
+        "parts": [{"block_key": 1}, {"block_key": 1, "uri": "file://s/".ljust(1025)}],
+    }
+    code, message = site.api.refused("PinService.ReportMissing", **fields)
+    assert (code, message) == ("INVALID_ARGUMENT", "parts[1].uri has 1025 bytes of UTF-8, at most 1024 are allowed")
+
+
+BLOCKS, PARTS = 1024, 8
+
+
+class Served:
+    """An application with a call for large bodies and one for small ones.
+
+    Attributes:
+        seen: what reached the handlers, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self._gate = Gate()
+        self.app = HttpApp(self._gate, 16 << 20)
+
+    async def open(self) -> None:
+        await self._gate.enter_phase(Phase.SERVING)
+        calls = [
+            Call("s", "FinishWriteCache", Plane.DATA, pb.FinishWriteCacheRequest, pb.CommonResponse, self._handle),
+            Call("s", "GetClusterInfo", Plane.DATA, pb.GetClusterInfoRequest, pb.GetClusterInfoResponse, self._handle),
+        ]
+        bodies = BodyReader(RequestLimits(), Lane(time.monotonic, 1, 1, 0.0))
+        self.app.serve(calls, Caller([], lambda _plane: None, lambda _instance: {}), bodies=bodies)
+
+    async def _handle(self, request: Any) -> Reply:
+        self.seen.append(request)
+        return Reply(pb.CommonResponse())
+
+    async def post(self, path: str, body: bytes) -> int:
+        """Return the status of the answer to a request."""
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(event: dict[str, Any]) -> None:
+            sent.append(event)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "client": ("127.0.0.1", 1)}
+        await self.app(scope, receive, send)  # type: ignore[arg-type]
+        return int(sent[0]["status"])
+
+
+@pytest.fixture
+async def served() -> Served:
+    served = Served()
+    await served.open()
+    return served
+
+
+def finish_body(**more: Any) -> bytes:
+    parts = [{"name": f"tp{number}", "checksum": str((1 << 63) + number)} for number in range(PARTS)]
+    locations = [{"location_specs": parts} for _ in range(BLOCKS)]
+    return json.dumps({"write_session_id": "s", "locations": locations, **more}).encode()
+
+
+async def test_small_requests_are_answered_while_a_large_body_is_read(served: Served) -> None:
+    large = asyncio.create_task(served.post("/api/finishWriteCache", finish_body()))
+    await asyncio.sleep(0)  # it came first
+    assert await served.post("/api/getClusterInfo", b"{}") == 200
+    assert await large == 200
+    small, finish = served.seen
+    assert isinstance(small, pb.GetClusterInfoRequest)
+    assert [len(location.location_specs) for location in finish.locations] == [PARTS] * BLOCKS
+    assert finish.locations[-1].location_specs[-1].checksum == (1 << 63) + PARTS - 1
+
+
+async def test_a_large_body_that_cannot_be_read_is_refused_as_a_small_one(served: Served) -> None:
+    wrong = finish_body(trace_id=[])
+    assert await served.post("/api/finishWriteCache", wrong) == 400
+    assert served.seen == []

@@ -1,0 +1,687 @@
+"""The calls of engines: matches, writes, sessions, removal (wire.md 5, decisions 13 to 17)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, parse_qsl, urlsplit
+
+import pytest
+from test_transport_drivers import eventually
+from test_transport_sites import Site, instance_fields, mask, masked, specs, unique
+
+from kvcm.protocol import meta_service_pb2 as meta
+
+PREFIX, BATCH = "QT_PREFIX_MATCH", "QT_BATCH_GET"
+WINDOW, MAMBA = "QT_REVERSE_ROLL_SW_MATCH", "QT_PREFIX_MATCH_WITH_MAMBA"
+
+
+def _keys(entries: Sequence[dict[str, str]]) -> list[int | None]:
+    """The block key of every entry as its uri tells it, None for a placeholder."""
+    uris = [entry["kv"] for entry in entries]
+    return [int(uri.rpartition("/")[2].partition(".")[0], 16) if uri else None for uri in uris]
+
+
+def _length(site: Site, instance: str, keys: Sequence[int], mode: str, **fields: Any) -> int:
+    query = {"instance_id": instance, "block_keys": keys, "query_type": mode, **fields}
+    return int(site.api.ok("GetCacheLocationLen", **query).cache_location_len)
+
+
+@pytest.fixture
+def instance(site: Site) -> str:
+    """An instance that holds the blocks 1, 2, 3, 5, 6 and 8; block 7 is being written."""
+    found = site.instance()
+    site.write(found, [1, 2, 3, 5, 6, 8])
+    site.start(found, [7])
+    return found
+
+
+# ── Prefix ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [([1, 2, 3], [1, 2, 3]), ([1, 2, 4, 3], [1, 2]), ([4, 1], []), ([3, 1, 2], [3, 1, 2]), ([1, 1], [1, 1])],
+)
+def test_a_prefix_match_ends_at_the_first_miss(site: Site, instance: str, keys: list[int], found: list[int]) -> None:
+    assert _keys(site.match(instance, keys)) == found
+    assert _length(site, instance, keys, PREFIX) == len(found)
+
+
+def test_a_block_being_written_is_a_miss_for_readers_invariant_1(site: Site, instance: str) -> None:
+    assert _keys(site.match(instance, [5, 6, 7, 8])) == [5, 6]
+
+
+MASKS: list[tuple[dict[str, Any], list[int]]] = [
+    (mask(0), [1, 2, 3]),
+    (mask(1), [2, 3]),
+    (mask(-1), []),
+    ({}, [1, 2, 3]),
+    (mask(flags=[False, True]), [1, 3]),
+]
+
+
+@pytest.mark.parametrize(("block_mask", "found"), MASKS)
+def test_masked_keys_of_a_prefix_match_have_no_entry(
+    site: Site, instance: str, block_mask: dict[str, Any], found: list[int]
+) -> None:
+    assert _keys(site.match(instance, [1, 2, 3], block_mask=block_mask)) == found
+
+
+# ── Batch ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_get_has_one_entry_per_key_and_placeholders_for_misses(site: Site) -> None:
+    found = site.instance(location_spec_infos=[{"name": "k", "size": 1}, {"name": "v", "size": 1}])
+    site.write(found, [1])
+    answer = site.api.ok("GetCacheLocation", instance_id=found, block_keys=[2, 1, 2], query_type=BATCH)
+    miss, hit, again = answer.locations
+    assert (miss.type, miss.spec_size, specs(miss)) == (meta.ST_UNSPECIFIED, 2, {"k": "", "v": ""})
+    assert again == miss
+    assert (hit.type, hit.spec_size, all(specs(hit).values())) == (meta.ST_DUMMY, 2, True)
+    assert _length(site, found, [2, 1, 2], BATCH) == 1
+
+
+# ── Sliding window ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "found"),
+    [
+        ([1, 2, 3, 4, 5], 2, [None, 2, 3, None, None]),
+        ([1, 4, 2], 2, [None, None, None]),
+        ([5, 6, 7, 8], 2, [5, 6, None, None]),
+    ],
+)
+def test_the_right_most_window_of_hits_is_filled(
+    site: Site, instance: str, keys: list[int], size: int, found: list[int | None]
+) -> None:
+    assert _keys(site.match(instance, keys, WINDOW, sw_size=size)) == found
+    assert _length(site, instance, keys, WINDOW, sw_size=size) == len([key for key in found if key])
+
+
+# ── Specs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("mode", [PREFIX, BATCH, WINDOW, MAMBA])
+def test_a_spec_filter_keeps_the_named_specs_and_spec_size(site: Site, mode: str) -> None:
+    infos = [{"name": name, "size": 1} for name in ("a", "b", "c")]
+    found = site.instance(location_spec_infos=infos)
+    (written,) = site.write(found, [1])
+    query = {"instance_id": found, "block_keys": [1], "query_type": mode, "sw_size": 1}
+    answer = site.api.ok("GetCacheLocation", location_spec_names=["c", "a", "nope"], **query)
+    assert [(entry.spec_size, specs(entry)) for entry in answer.locations] == [
+        (3, {"a": written["a"], "c": written["c"]})
+    ]
+    unknown = site.api.ok("GetCacheLocation", location_spec_names=["nope"], **query)
+    assert [(entry.spec_size, specs(entry)) for entry in unknown.locations] == [(3, {})]
+
+
+def _hybrid(site: Site, *, by_kind: bool) -> str:
+    """A hybrid model: blocks 1-4 hold the full-attention part, 2 the Mamba state too, 4 the state alone."""
+    if by_kind:
+        infos = [{"name": "full", "size": 8, "kind": 1}, {"name": "state", "size": 4, "kind": 2}]
+    else:
+        infos = [{"name": "full", "size": 8}, {"name": "state", "size": 4}]
+    groups = [{"name": "f", "spec_names": ["full"]}, {"name": "fs", "spec_names": ["full", "state"]}]
+    if by_kind:
+        groups.append({"name": "s", "spec_names": ["state"]})
+    found = site.instance(location_spec_infos=infos, location_spec_groups=groups)
+    site.write(found, [1, 2, 3], location_spec_group_names=["f", "fs", "f"])
+    return found
+
+
+@pytest.mark.parametrize("by_kind", [True, False], ids=["LocationSpecInfo.kind", "spec groups"])
+def test_a_mamba_match_ends_at_the_last_block_with_the_state(site: Site, *, by_kind: bool) -> None:
+    found = _hybrid(site, by_kind=by_kind)
+    assert [set(entry) for entry in site.match(found, [1, 2, 3], MAMBA)] == [{"full"}, {"full", "state"}]
+    assert _length(site, found, [1, 2, 3], MAMBA) == 2
+    assert len(site.match(found, [1, 2, 3], PREFIX)) == 3
+    assert site.match(found, [1, 3], MAMBA) == []
+    site.write(found, [4], location_spec_group_names=["fs"])
+    assert len(site.match(found, [1, 2, 3, 4], MAMBA)) == 4
+    assert len(site.match(found, [1, 9, 4], MAMBA)) == 0
+
+
+def test_without_linear_attention_a_mamba_match_is_a_prefix_match(site: Site, instance: str) -> None:
+    assert _keys(site.match(instance, [1, 2, 4], MAMBA)) == [1, 2]
+
+
+# ── Tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VECTORS = [
+    (list(range(1, 10)), [455111481605203084, 6902853672176602142]),
+    ([-5, 2**62, -(2**63), 2**63 - 1], [5066827860753437846]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "keys"), VECTORS)
+def test_tokens_mean_the_keys_of_the_specification_in_every_call(
+    site: Site, tokens: list[int], keys: list[int]
+) -> None:
+    found = site.instance(block_size=4)
+    site.write(found, keys)
+    by_tokens = {"instance_id": found, "token_ids": tokens}
+    answer = site.api.ok("GetCacheLocation", query_type=PREFIX, **by_tokens)
+    assert [specs(entry) for entry in answer.locations] == site.match(found, keys)
+    assert site.api.ok("GetCacheLocationLen", query_type=PREFIX, **by_tokens).cache_location_len == len(keys)
+    assert len(site.api.ok("GetCacheMeta", **by_tokens).metas) == len(keys)
+    assert site.api.ok("StartWriteCache", **by_tokens).block_mask.offset == len(keys)
+    site.api.ok("RemoveCache", **by_tokens)
+    assert site.hits(found, keys) == []
+
+
+def test_block_keys_win_over_token_ids(site: Site, instance: str) -> None:
+    assert _keys(site.match(instance, [1, 2], token_ids=[9, 9, 9, 9, 9, 9, 9, 9])) == [1, 2]
+
+
+def test_fewer_tokens_than_one_block_are_an_empty_success(site: Site) -> None:
+    found = {"instance_id": site.instance(block_size=4), "token_ids": [1, 2, 3]}
+    for mode in (PREFIX, BATCH, MAMBA):
+        assert not site.api.ok("GetCacheLocation", query_type=mode, **found).locations
+    started = site.api.ok("StartWriteCache", **found)
+    assert (started.block_mask.WhichOneof("info"), started.block_mask.offset) == ("offset", 0)
+    assert (len(started.locations), bool(started.write_session_id)) == (0, True)
+    site.finish(found["instance_id"], started)
+    assert site.api.refused("GetCacheLocation", query_type=WINDOW, sw_size=1, **found).code == "INVALID_ARGUMENT"
+
+
+K_V = {
+    "location_spec_infos": [{"name": "k", "size": 8}, {"name": "v", "size": 8}],
+    "location_spec_groups": [{"name": "only k", "spec_names": ["k"]}, {"name": "only v", "spec_names": ["v"]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "asked", "expected", "count"),
+    [
+        ([], [1, 2, 3], 0, 3),
+        ([1], [1, 2, 3], 1, 2),
+        ([1, 2, 3], [1, 2, 3], 3, 0),
+        ([2], [1, 2, 3], [False, True, False], 2),
+    ],
+)
+def test_known_blocks_are_masked_by_offset_if_they_are_a_prefix_and_else_by_flags(
+    site: Site, written: list[int], asked: list[int], expected: int | list[bool], count: int
+) -> None:
+    instance = site.instance()
+    site.write(instance, written or [99])
+    started = site.start(instance, asked)
+    assert masked(started) == expected
+    assert len(started.locations) == count
+    assert len(started.write_session_id) >= 32
+
+
+def test_locations_come_in_request_order_with_a_name_of_their_own(site: Site) -> None:
+    instance = site.instance()
+    site.write(instance, [20])
+    started = site.start(instance, [-1, 20, 0, 255])
+    names = [urlsplit(specs(entry)["kv"]).path.rpartition("/")[2].partition(".") for entry in started.locations]
+    assert [name for name, _, _ in names] == ["ffffffffffffffff", "0", "ff"]
+    assert all(location_id for _, _, location_id in names)
+    assert {entry.type for entry in started.locations} == {meta.ST_DUMMY}
+    assert [parse_qs(urlsplit(specs(entry)["kv"]).query) for entry in started.locations] == [{"size": ["64"]}] * 3
+
+
+@pytest.mark.parametrize(
+    ("success", "served"),
+    [
+        (mask(0), []),
+        (mask(2), [1, 2]),
+        (mask(flags=[True, False, True]), [1, 3]),
+    ],
+)
+def test_successful_blocks_become_readable_and_the_others_go_invariant_3(
+    site: Site, success: dict[str, Any], served: list[int]
+) -> None:
+    instance = site.instance()
+    site.finish(instance, site.start(instance, [1, 2, 3]), success)
+    assert site.hits(instance, [1, 2, 3]) == served
+    expected = ["CLS_SERVING" if key in served else "CLS_NOT_FOUND" for key in (1, 2, 3)]
+    assert site.statuses(instance, [1, 2, 3]) == expected
+    assert len(site.start(instance, [1, 2, 3]).locations) == 3 - len(served)
+
+
+# ── Parts of a block ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_missing_part_is_added_later_and_both_parts_come_in_one_answer(site: Site) -> None:
+    instance = site.instance(**K_V)
+    (k,) = site.write(instance, [1], location_spec_group_names=["only k"])
+    assert set(k) == {"k"}
+    assert masked(site.start(instance, [1], location_spec_group_names=["only k"])) == 1
+    started = site.start(instance, [1])
+    assert masked(started) == 0
+    (v,) = [specs(entry) for entry in started.locations]
+    assert (set(v), [entry.spec_size for entry in started.locations]) == ({"v"}, [1])
+    assert site.match(instance, [1]) == [k]
+    site.finish(instance, started)
+    for mode in ("QT_PREFIX_MATCH", "QT_BATCH_GET", "QT_REVERSE_ROLL_SW_MATCH"):
+        assert site.match(instance, [1], mode, sw_size=1) == [{**k, **v}]
+    assert masked(site.start(instance, [1])) == 1
+
+
+# ── Replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_min_replica_count_gives_addresses_until_there_are_so_many(site: Site) -> None:
+    instance = site.instance()
+    (first,) = site.write(instance, [1])
+    for count in (-1, 0, 1):
+        assert masked(site.start(instance, [1], min_replica_count=count)) == 1
+    (second,) = site.write(instance, [1], min_replica_count=2)
+    assert first != second
+    assert masked(site.start(instance, [1], min_replica_count=2)) == 1
+    assert len(site.start(instance, [1], min_replica_count=3).locations) == 1
+
+
+def test_get_cache_meta_lists_every_location_of_a_block(site: Site) -> None:
+    instance = site.instance()
+    site.write(instance, [1])
+    site.start(instance, [1], min_replica_count=2)
+    answer = site.api.ok("GetCacheMeta", instance_id=instance, block_keys=[1])
+    (found,) = site.metas(instance, [1])
+    assert (found["status"], [entry["status"] for entry in found["locations"]]) == (
+        "CLS_SERVING",
+        ["CLS_SERVING", "CLS_WRITING"],
+    )
+    ids = [entry["id"] for entry in found["locations"]]
+    assert (found["id"], len(set(ids))) == (ids[0], 2)
+    (location,) = answer.locations
+    assert found["locations"][0]["location_specs"] == [{"name": "kv", "uri": specs(location)["kv"]}]
+
+
+# ── Chains ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _chain(site: Site, instance: str, keys: list[int]) -> list[tuple[str | None, int]]:
+    return [(found["parent"], found["depth"]) for found in site.metas(instance, keys, detail_level=1)]
+
+
+def test_the_keys_of_a_request_are_a_chain_that_parent_block_key_continues(site: Site) -> None:
+    instance = site.instance()
+    site.write(instance, [10, 20])
+    site.write(instance, [30, 40], parent_block_key=20)
+    assert _chain(site, instance, [10, 20, 30, 40]) == [(None, 0), ("10", 1), ("20", 2), ("30", 3)]
+
+
+def test_a_parent_key_of_0_is_a_parent(site: Site) -> None:
+    instance = site.instance()
+    site.write(instance, [0])
+    site.write(instance, [-1], parent_block_key=0)
+    assert _chain(site, instance, [0, -1]) == [(None, 0), ("0", 1)]
+
+
+def _finish(site: Site, instance: str, started: Any, success: dict[str, Any]) -> str:
+    fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": success}
+    status = site.api.call("FinishWriteCache", **fields).header.status
+    return str(status.message) if status.code != 1 else "OK"
+
+
+def _renew(site: Site, instance: str, started: Any, seconds: int, granted: int) -> None:
+    """Renew a session, which is open for so many seconds from the moment of the call."""
+    fields = {"instance_id": instance, "write_session_id": started.write_session_id}
+    begin = time.time()
+    answer = site.api.ok("LeaseService.RenewWriteSession", write_timeout_seconds=seconds, **fields)
+    assert begin - 0.01 <= answer.write_session_deadline_ms / 1000 - granted <= time.time() + 0.01
+
+
+def test_a_session_can_be_finished_once_invariant_3(site: Site) -> None:
+    instance = site.instance()
+    started = site.start(instance, [1])
+    site.finish(instance, started)
+    assert "write_session_id was finished before" in _finish(site, instance, started, mask(0))
+    assert _finish(site, instance, started, mask(1)) == "OK"  # the same once more is answered as before
+    assert site.hits(instance, [1]) == [1]
+
+
+def test_a_session_expires_at_its_deadline_and_its_blocks_can_be_written_again(site: Site) -> None:
+    instance = site.instance()
+    begin = time.monotonic()
+    started = site.start(instance, [1, 2], write_timeout_seconds=2)
+    assert masked(site.start(instance, [1, 2])) == 2
+    eventually(lambda: site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND"] * 2)
+    assert time.monotonic() - begin >= 2.0 - 0.01
+    assert "expired" in _finish(site, instance, started, mask(2))
+    assert site.hits(instance, [1, 2]) == []
+    assert len(site.write(instance, [1, 2])) == 2
+    assert site.hits(instance, [1, 2]) == [1, 2]
+
+
+def test_a_renewed_session_outlives_its_first_deadline(site: Site) -> None:
+    instance = site.instance()
+    renewed = site.start(instance, [1], write_timeout_seconds=2)
+    site.start(instance, [2], write_timeout_seconds=2)
+    _renew(site, instance, renewed, 60, 60)
+    eventually(lambda: site.statuses(instance, [2]) == ["CLS_NOT_FOUND"])
+    assert site.statuses(instance, [1]) == ["CLS_WRITING"]
+    site.finish(instance, renewed)
+    assert site.hits(instance, [1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "granted"),
+    [(0, 30), (7, 7), (2**31 - 1, 3600)],
+)
+def test_a_timeout_is_30_s_by_default_and_one_hour_at_most(site: Site, asked: int, granted: int) -> None:
+    instance = site.instance()
+    started = site.start(instance, [1], write_timeout_seconds=asked)
+    _renew(site, instance, started, asked, granted)
+    assert _finish(site, instance, started, mask(1)) == "OK"
+
+
+def test_locations_in_a_finish_are_ignored(site: Site) -> None:
+    instance = site.instance()
+    started = site.start(instance, [1])
+    (written,) = started.locations
+    elsewhere = [{"type": "ST_NFS", "location_specs": [{"name": "kv", "uri": "file://evil/etc/passwd?size=1"}]}]
+    fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": mask(1)}
+    site.api.ok("FinishWriteCache", locations=elsewhere, **fields)
+    assert site.match(instance, [1]) == [{"kv": written.location_specs[0].uri}]
+
+
+BOTH = pytest.mark.parametrize("plane", ["", "AdminService."], ids=["meta", "admin"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("block_mask", "left"),
+    [({}, []), (mask(1), [1]), (mask(-1), [1, 2, 3]), (mask(flags=[False, True]), [2]), (mask(9), [1, 2, 3])],
+)
+def test_remove_cache_removes_the_unmasked_keys_at_once(
+    site: Site, plane: str, block_mask: dict[str, Any], left: list[int]
+) -> None:
+    instance = site.instance(site.group(site.storage(), delay_ms=60_000))
+    site.write(instance, [1, 2, 3])
+    site.api.ok(f"{plane}RemoveCache", instance_id=instance, block_keys=[1, 2, 3], block_mask=block_mask)
+    assert site.hits(instance, [1, 2, 3]) == left
+    expected = ["CLS_SERVING" if key in left else "CLS_NOT_FOUND" for key in (1, 2, 3)]
+    assert site.statuses(instance, [1, 2, 3]) == expected
+
+
+@BOTH
+def test_removing_unknown_keys_and_removing_twice_is_fine(site: Site, plane: str) -> None:
+    instance = site.instance()
+    site.write(instance, [1])
+    for _ in range(2):
+        site.api.ok(f"{plane}RemoveCache", instance_id=instance, block_keys=[1, 404])
+    assert site.hits(instance, [1]) == []
+
+
+def test_finishing_a_write_does_not_bring_removed_blocks_back(site: Site) -> None:
+    instance = site.instance()
+    started = site.start(instance, [1, 2])
+    site.api.ok("RemoveCache", instance_id=instance, block_keys=[1])
+    finished = site.finish(instance, started, mask(2))
+    assert "1 blocks were removed" in finished.header.status.message
+    assert site.hits(instance, [1, 2]) == [2]
+    assert site.statuses(instance, [1, 2]) == ["CLS_NOT_FOUND", "CLS_SERVING"]
+
+
+# ── TrimCache ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("strategy", ["TS_REMOVE_ALL_CACHE", "TS_REMOVE_ALL_META"])
+def test_trim_removes_every_block_of_the_instance_and_of_no_other(site: Site, strategy: str) -> None:
+    group = site.group()
+    instance, other = site.instance(group), site.instance(group)
+    keys = list(range(3000))
+    site.write(instance, keys)
+    site.write(other, [1])
+    site.api.ok("TrimCache", instance_id=instance, strategy=strategy)
+    assert site.hits(instance, keys) == []
+    assert site.hits(other, [1]) == [1]
+    site.api.ok("TrimCache", instance_id=instance, strategy=strategy)
+
+
+def test_trim_by_timestamp_removes_what_was_written_from_begin_until_before_end(site: Site) -> None:
+    instance, earliest = site.instance(), int(time.time())
+    site.write(instance, [1])
+    written = int(site.metas(instance, [1], detail_level=1)[0]["locations"][0]["written_at"])
+    for begin, end in ((0, written), (written + 1, 2**31 - 1)):
+        site.api.ok(
+            "TrimCache", instance_id=instance, strategy="TS_TIMESTAMP", begin_timestamp=begin, end_timestamp=end
+        )
+        assert site.hits(instance, [1]) == [1]
+    assert earliest <= written <= time.time()
+    site.api.ok(
+        "TrimCache",
+        instance_id=instance,
+        strategy="TS_TIMESTAMP",
+        begin_timestamp=written,
+        end_timestamp=written + 1,
+    )
+    assert site.hits(instance, [1]) == []
+
+
+# ── GetCacheMeta ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@BOTH
+def test_get_cache_meta_has_one_entry_per_key_and_no_id_of_another_for_a_miss(site: Site, plane: str) -> None:
+    instance = site.instance()
+    (written,) = site.write(instance, [1])
+    site.start(instance, [2])
+    answer = site.api.ok(f"{plane}GetCacheMeta", instance_id=instance, block_keys=[1, 404, 2])
+    served, missing, writing = answer.locations
+    assert (specs(served), served.spec_size) == (written, 1)
+    assert (missing.type, missing.spec_size, specs(missing)) == (0, 0, {})
+    assert set(specs(writing)) == {"kv"}
+    assert answer.metas[1] == '{"status":"CLS_NOT_FOUND"}'
+    assert site.statuses(instance, [1, 404, 2]) == ["CLS_SERVING", "CLS_NOT_FOUND", "CLS_WRITING"]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("block_mask", "count"), [(mask(1), 2), (mask(-1), 0), (mask(3), 0), (mask(flags=[False, True]), 2)]
+)
+def test_get_cache_meta_has_no_entry_for_a_masked_key(
+    site: Site, plane: str, block_mask: dict[str, Any], count: int
+) -> None:
+    instance = site.instance()
+    site.write(instance, [1, 2, 3])
+    fields = {"instance_id": instance, "block_keys": [1, 2, 3], "block_mask": block_mask}
+    answer = site.api.ok(f"{plane}GetCacheMeta", **fields)
+    assert (len(answer.locations), len(answer.metas)) == (count, count)
+
+
+class Uri(NamedTuple):
+    """The parts of a location uri that tests look at."""
+
+    text: str
+
+    @property
+    def path(self) -> str:
+        return urlsplit(self.text).path
+
+    @property
+    def params(self) -> list[tuple[str, str]]:
+        return parse_qsl(urlsplit(self.text).query)
+
+    @property
+    def blkid(self) -> int:
+        return int(dict(self.params)["blkid"])
+
+
+def test_the_uri_names_kind_storage_cluster_instance_spec_and_key(site: Site) -> None:
+    storage = site.storage(dummy={"root_path": "/root/", "key_count_per_file": 1})
+    instance = unique("a b")
+    group = site.group(storage)
+    fields = {"instance_id": instance, "instance_group": group, "model_deployment": {"model_name": "m", "dtype": "d"}}
+    site.api.ok("RegisterInstance", location_spec_infos=[{"name": "k/v", "size": 2**40}], **fields)
+    (uris,) = site.write(instance, [255])
+    uri = Uri(uris["k/v"])
+    assert uri.text.startswith(f"dummy://{storage}/root/")
+    cluster, encoded, spec, name = uri.path.removeprefix("/root/").split("/")
+    assert (bool(cluster), encoded, spec, name.partition(".")[0]) == (True, instance.replace(" ", "%20"), "k%2Fv", "ff")
+    assert uri.params == [("size", str(2**40))]
+
+
+GROUPS = [
+    {"name": "full", "spec_names": ["v", "k"]},
+    {"name": "all", "spec_names": ["s", "v", "k"]},
+]
+SPECS = [{"name": "k", "size": 8}, {"name": "v", "size": 8}, {"name": "s", "size": 4}]
+MODEL = {"model_name": "m", "dtype": "bf16", "tp_size": 2, "user_data": "u", "extra": "e"}
+
+
+def _registration(site: Site, **changes: Any) -> dict[str, Any]:
+    whole = instance_fields(unique("instance"), site.group(), location_spec_infos=SPECS, model_deployment=MODEL)
+    return {**whole, "location_spec_groups": GROUPS, **changes}
+
+
+def test_the_same_registration_again_is_ok_and_answers_the_same_storages(site: Site) -> None:
+    registration = _registration(site)
+    first = site.api.ok("RegisterInstance", **registration)
+    assert site.api.ok("RegisterInstance", **registration).storage_configs == first.storage_configs
+
+
+def test_order_of_spec_groups_and_of_their_names_does_not_matter(site: Site) -> None:
+    registration = _registration(site)
+    site.api.ok("RegisterInstance", **registration)
+    sorted_groups = [{"name": "all", "spec_names": ["k", "s", "v"]}, {"name": "full", "spec_names": ["k", "v"]}]
+    site.api.ok("RegisterInstance", **{**registration, "location_spec_groups": sorted_groups})
+    site.api.ok("AdminService.RegisterInstance", **{**registration, "location_spec_groups": GROUPS[::-1]})
+
+
+def test_user_data_is_no_part_of_the_identity(site: Site) -> None:
+    registration = _registration(site)
+    site.api.ok("RegisterInstance", **registration)
+    site.api.ok("RegisterInstance", **{**registration, "model_deployment": {**MODEL, "user_data": "other"}})
+    info = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"]).instance_info
+    assert info.model_deployment.user_data == "u"
+
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "block size": ({"block_size": 8}, "block_size"),
+    "order of specs": ({"location_spec_infos": SPECS[::-1]}, "location_spec_infos"),
+    "size of a spec": ({"location_spec_infos": [{**SPECS[0], "size": 9}, *SPECS[1:]]}, "location_spec_infos"),
+    "kind of a spec": ({"location_spec_infos": [{**SPECS[0], "kind": 2}, *SPECS[1:]]}, "location_spec_infos"),
+    "spec groups": ({"location_spec_groups": GROUPS[:1]}, "location_spec_groups"),
+    "extra": ({"model_deployment": {**MODEL, "extra": ""}}, "model_deployment"),
+    "tensor parallelism": ({"model_deployment": {**MODEL, "tp_size": 4}}, "model_deployment"),
+    "LoRA": ({"model_deployment": {**MODEL, "lora_name": "l"}}, "model_deployment"),
+}
+
+
+@pytest.mark.parametrize("rpc", ["RegisterInstance", "AdminService.RegisterInstance"])
+@pytest.mark.parametrize("rule", DIFFERENCES)
+def test_another_layout_under_a_taken_id_is_a_duplicate_and_changes_nothing(site: Site, rpc: str, rule: str) -> None:
+    registration = _registration(site)
+    site.api.ok("RegisterInstance", **registration)
+    before = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"]).instance_info
+    changes, field = DIFFERENCES[rule]
+    code, message = site.api.refused(rpc, **{**registration, **changes})
+    assert code == "DUPLICATE_ENTITY"
+    assert field in message
+    assert registration["instance_id"] in message
+    assert site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"]).instance_info == before
+
+
+def test_a_registration_again_under_another_group_is_refused(site: Site) -> None:
+    registration = _registration(site)
+    site.api.ok("RegisterInstance", **registration)
+    for group in (site.group(), "nowhere"):
+        code, message = site.api.refused("RegisterInstance", **{**registration, "instance_group": group})
+        assert (code, "instance_group" in message) == ("DUPLICATE_ENTITY", True)
+
+
+def test_what_was_registered_comes_back_complete_and_sorted(site: Site) -> None:
+    registration = _registration(site)
+    site.api.ok("RegisterInstance", **registration)
+    for rpc in ("GetInstanceInfo", "AdminService.GetInstanceInfo"):
+        info = site.api.ok(rpc, instance_id=registration["instance_id"]).instance_info
+        assert info.instance_id == registration["instance_id"]
+        assert info.instance_group_name == registration["instance_group"]
+        assert info.quota_group_name == "quota"
+        assert info.block_size == 4
+        assert [(spec.name, spec.size) for spec in info.location_spec_infos] == [("k", 8), ("v", 8), ("s", 4)]
+        groups = [(group.name, list(group.spec_names)) for group in info.location_spec_groups]
+        assert groups == [("all", ["k", "s", "v"]), ("full", ["k", "v"])]
+        deployment = info.model_deployment
+        assert (deployment.model_name, deployment.tp_size, deployment.extra) == ("m", 2, "e")
+    answer = site.api.ok("GetInstanceInfo", instance_id=registration["instance_id"])
+    assert answer.instance_group == registration["instance_group"]
+    assert answer.header.status.message == ""
+
+
+def test_a_refused_registration_is_not_stored_and_carries_no_storages(site: Site) -> None:
+    registration = _registration(site, location_spec_infos=[{"name": "k", "size": -1}])
+    answer = site.api.call("RegisterInstance", **registration)
+    assert answer.storage_configs == ""
+    code, _ = site.api.refused("GetInstanceInfo", instance_id=registration["instance_id"])
+    assert code == "INSTANCE_NOT_EXIST"
+
+
+def test_storage_configs_lists_existing_candidates_by_name_with_their_availability(site: Site, tmp_path: Path) -> None:
+    later = site.storage(nfs={"root_path": f"{tmp_path}/", "key_count_per_file": 8})
+    sooner = site.storage(dummy={"root_path": "d", "key_count_per_file": 1})
+    first, second = sorted((later, sooner))
+    group = site.group(second, "missing", first)
+    site.api.ok("AdminService.DisableStorage", storage_unique_name=sooner)
+    answer = site.api.ok("RegisterInstance", **instance_fields(unique("instance"), group))
+    configs = json.loads(answer.storage_configs)
+    assert [config["global_unique_name"] for config in configs] == [first, second]
+    by_name = {config["global_unique_name"]: config for config in configs}
+    assert by_name[sooner]["is_available"] is False
+    assert by_name[later] == {
+        "type": "file",
+        "is_available": True,
+        "global_unique_name": later,
+        "storage_spec": {"root_path": f"{tmp_path}/", "key_count_per_file": 8},
+    }
+    assert list(by_name[later]) == ["type", "is_available", "global_unique_name", "storage_spec"]
+    assert " " not in answer.storage_configs.replace(str(tmp_path), "")
+
+
+def test_storage_configs_is_an_empty_list_when_no_candidate_exists(site: Site) -> None:
+    answer = site.api.ok("RegisterInstance", **instance_fields(unique("instance"), site.group("missing")))
+    assert answer.storage_configs == "[]"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "..", "ä ö/ü", "x" * 256, "a%2Fb?c=d#e"])
+def test_any_printable_name_of_256_bytes_is_an_instance_whose_files_stay_in_its_storage(
+    site: Site, tmp_path: Path, name: str
+) -> None:
+    storage = site.storage(nfs={"root_path": str(tmp_path), "key_count_per_file": 1})
+    group = site.group(storage)
+    instance = name if len(name) == 256 else name + unique("")
+    site.api.ok("RegisterInstance", **instance_fields(instance, group))
+    try:
+        (uris,) = site.write(instance, [-1])
+        path = uris["kv"].removeprefix(f"file://{storage}").rpartition("?")[0]
+        assert Path(path).resolve().is_relative_to(tmp_path.resolve())
+        assert uris["kv"].startswith(f"file://{storage}/")
+        assert len(Path(path).relative_to(tmp_path).parts) == 4  # cluster / instance / spec / object
+        assert "/ffffffffffffffff." in path
+        assert site.match(instance, [-1]) == [uris]
+    finally:
+        site.api.ok("AdminService.RemoveInstance", instance_id=instance)
+
+
+def test_max_instance_count_of_the_group_is_a_limit(site: Site) -> None:
+    group = site.group(max_instance_count=1)
+    site.instance(group)
+    code, message = site.api.refused("RegisterInstance", **instance_fields(unique("instance"), group))
+    assert code == "REACH_MAX_ENTITY_CAPACITY"
+    assert "max_instance_count" in message
+    assert group in message
+
+
+def test_a_removed_instance_is_unknown_and_its_id_starts_empty_with_any_layout(site: Site) -> None:
+    group = site.group()
+    instance = site.instance(group)
+    site.write(instance, [1, 2])
+    open_session = site.start(instance, [3]).write_session_id
+    site.api.ok("AdminService.RemoveInstance", instance_id=instance, instance_group="ignored")
+    for rpc in ("GetCacheLocation", "StartWriteCache", "GetCacheMeta", "AdminService.GetInstanceInfo"):
+        assert site.api.refused(rpc, instance_id=instance).code == "INSTANCE_NOT_EXIST"
+    other = instance_fields(instance, group, location_spec_infos=[{"name": "other", "size": 1}])
+    site.api.ok("RegisterInstance", **other)
+    assert site.hits(instance, [1, 2, 3]) == []
+    finish = {"write_session_id": open_session, "success_blocks": {"offset": 1}}
+    assert site.api.refused("FinishWriteCache", instance_id=instance, **finish).code == "INVALID_ARGUMENT"
+    assert [set(specs(entry)) for entry in site.start(instance, [1]).locations] == [{"other"}]
