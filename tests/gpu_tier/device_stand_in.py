@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["Event", "Graph", "Stream", "device_run", "found", "install", "late_after", "script"]
+__all__ = ["Event", "Graph", "Stream", "device_run", "found", "install", "script"]
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
@@ -79,10 +79,3 @@ def device_run(**peaks: float) -> Any:
 def found(this: Any, metric: str) -> list[Any]:
     """Return the rows of a run whose metric contains a text."""
     return [row for row in this.rows if metric in row.metric]
-
-
-def late_after(monkeypatch: pytest.MonkeyPatch, this: Any, metric: str, count: int) -> None:
-    """Let time run out when so many rows of a metric are there."""
-    late = script("device_run")._LATE_SECONDS + 1
-    seconds = property(lambda run: late if len(found(run, metric)) >= count else 0.0)
-    monkeypatch.setattr(type(this), "seconds", seconds)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from thoroughness import examples
 
 from gpu_tier.algorithms import registry
-from gpu_tier.config import SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import KVGeometry
-from gpu_tier.types import Mode, Unit
+from gpu_tier.types import Unit
 
 
 @pytest.mark.parametrize("name", ["full", "full_offload"])
@@ -28,10 +27,6 @@ def test_dense_attention_selects_nothing_and_needs_no_memory(name: str) -> None:
     assert not selection.lengths.any()
     assert not rig.algorithm.selects
     assert rig.algorithm.max_items == rig.algorithm.representation_bytes(40) == 0
-
-
-def test_no_prompt_is_long_enough_to_make_dense_attention_sparse() -> None:
-    assert SparseConfig.parse({"algorithm": "full"}).min_sparse_prompt_len > 2**40
 
 
 def kept_by_streaming(n: int, sink: int, window: int, page: int) -> list[int]:
@@ -57,20 +52,13 @@ def test_streaming_keeps_the_pages_of_sinks_and_window(lengths: list[int], sink:
     assert ids(selection, len(lengths)) == []
 
 
-def test_streaming_keeps_the_page_that_is_being_written() -> None:
-    rig = Rig(mha(), "streaming_llm", algo={"sink": 4, "window": 32, "page": 16})
-    rig.add({0: 64}, spare=40)
-    for n in range(65, 104):
-        assert (n - 1) // 16 in ids(rig.step([0])[0], 0)
-
-
 def weights(rig: Rig, layer: int, request: int, head: int) -> list[float]:
     keys, query = rig.all_keys(layer, request), rig.query(layer, request)
     scores = torch.einsum("gd,nd->gn", query[head].double(), keys[:, head].double()) * rig.context.sm_scale
     return scores.softmax(-1).sum(0).tolist()
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("geometry", [mha(), mha(1), mla(), mha(start=5)], ids=["mha", "one head", "mla", "stage"])
 def test_the_oracle_is_the_exact_top_k(geometry: KVGeometry, group: int) -> None:
     k = 7
@@ -91,17 +79,6 @@ def test_the_oracle_takes_a_share_of_each_request() -> None:
         for request in range(3):
             k = min(20, math.ceil(0.1 * rig.n[request]))
             assert ids(selection, request, 1) == top(weights(rig, layer, request, 1), k)
-
-
-def test_rows_that_are_not_sparse_select_nothing() -> None:
-    for name in ("oracle", "streaming_llm"):
-        rig = Rig(mha(), name)
-        rig.add({0: 40, 1: 41}, spare=1)
-        rig.step([0, 1])
-        batch = rig.batch(Mode.DECODE, [0, 1], [1, 1])
-        selection = rig.decode(0, batch, torch.tensor([False, True]))
-        assert not selection.lengths[0].any()
-        assert selection.lengths[1].all()
 
 
 def test_query_heads_must_share_the_kv_heads_evenly() -> None:

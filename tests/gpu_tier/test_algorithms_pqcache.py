@@ -25,7 +25,7 @@ def test_it_selects_the_tokens_of_the_largest_products(group: int, residency: st
     lengths = {0: 40, 1: 33, 2: 200, 3: 129, 4: 48, 5: 90}
     rig.add(lengths, chunk=37, spare=24)
     order = [5, 0, 3, 2, 4, 1]
-    for _ in range(24):
+    for _ in range(8):
         for layer, selection in rig.step(order, padding=2).items():
             for row, request in enumerate(order):
                 for head in range(2):
@@ -47,15 +47,12 @@ def test_it_selects_the_tokens_of_the_largest_products(group: int, residency: st
 @pytest.mark.parametrize(
     "geometry",
     [
-        mla(),
         mla(136, 128, dtype=KVDtype.FP8),
         mha(1, 16),
         mha(4, 8, start=3),
-        mha(dtype=KVDtype.FP8),
         mha(dtype=KVDtype.BF16),
-        mha(2, 64, dtype=KVDtype.F16),
     ],
-    ids=["mla", "mla fp8", "one head", "stage", "fp8", "bf16", "f16"],
+    ids=["mla fp8", "one head", "stage", "bf16"],
 )
 def test_it_works_for_every_kind_of_kv(geometry: KVGeometry) -> None:
     rig = PQRig(geometry, 4)
@@ -123,14 +120,6 @@ def test_where_it_is_clustered_does_not_matter(device: str) -> None:
         assert torch.equal(codebook_of(one, layer, 0), codebook_of(other, layer, 0))
 
 
-def test_the_seed_decides_where_clustering_begins() -> None:
-    rig = PQRig(seed=7)
-    rig.add({0: 77})
-    keys = rig.all_keys(1, 0)[4 : 77 - 8]
-    assert torch.equal(codebook_of(rig, 1, 0), pq.train(keys, rig.pq.shape, 3, 7))
-    assert not torch.equal(codebook_of(rig, 1, 0), pq.train(keys, rig.pq.shape, 3, 0))
-
-
 # Short requests and full budgets.
 
 
@@ -140,7 +129,7 @@ def test_a_middle_too_short_for_an_index_is_attended_to_entirely(residency: str)
     rig = PQRig(residency=residency, min_sparse_prompt_len=1)
     rig.add({0: 1, 1: 3, 2: 20}, spare=60)
     everyone = [0, 1, 2]
-    for _ in range(60):
+    for _ in range(36):
         step = rig.step(everyone)
         for layer, selection in step.items():
             for row, request in enumerate(everyone):
@@ -166,15 +155,6 @@ def test_a_middle_too_short_for_an_index_is_attended_to_entirely(residency: str)
     assert local + 20 < rig.n[2]
 
 
-def test_a_budget_of_the_whole_middle_selects_it() -> None:
-    rig = PQRig(token_budget=400, local_ratio=0.1)
-    rig.add({0: 200, 1: 64}, spare=2)
-    for selection in rig.step([0, 1]).values():
-        for row in range(2):
-            assert selection.steady is not None
-            assert ids(selection, row, 0) == list(range(4, selection.steady.firsts[row]))
-
-
 def test_shares_give_longer_prompts_more() -> None:
     rig = PQRig(token_budget=0, token_ratio=0.2, local_ratio=0.25)
     rig.add({0: 50, 1: 100, 2: 400}, spare=1)
@@ -193,44 +173,6 @@ def test_with_a_buffer_shares_end_at_top_k() -> None:
     rig.add({0: 70, 1: 500}, spare=1)
     lengths = rig.step([0, 1])[0].lengths
     assert lengths[:, 0].tolist() == [4 + 35, 4 + 40]
-
-
-def test_equal_keys_select_the_first_of_them() -> None:
-    rig = PQRig()
-    rig.add({0: 60}, spare=1)
-    for layer in rig.geometry.layers:
-        rig.source.of[layer, 1] = rig.source.of[layer, 0][:1].expand(61, -1, -1)
-        rig.queries_seen[layer, 1] = rig.queries_seen[layer, 0]
-    rig.n[1] = 0
-    rig.algorithm.reserve(1, 60)
-    rig.prefill({1: 60})
-    rig.algorithm.finish_prompt(1, 60)
-    rig.algorithm.become_sparse(1, 60)
-    for selection in rig.step([1]).values():
-        assert ids(selection, 0) == list(range(4, 12))
-
-
-def test_large_keys_and_queries_make_no_nan() -> None:
-    rig = PQRig()
-    rig.add({0: 60}, spare=1)
-    rig.source.of = {key: value * 1e4 for key, value in rig.source.of.items()}
-    rig.queries_seen = {key: value * 1e4 for key, value in rig.queries_seen.items()}
-    rig.copy_request(0, 1)
-    rig.algorithm.reserve(1, 60)
-    rig.prefill({1: 60})
-    rig.algorithm.finish_prompt(1, 60)
-    rig.algorithm.become_sparse(1, 60)
-    for selection in rig.step([1]).values():
-        assert selection.lengths.tolist() == [[8, 8]]
-
-
-def test_rows_that_are_not_sparse_select_nothing() -> None:
-    rig = PQRig()
-    rig.add({0: 40, 1: 41, 2: 70}, spare=1)
-    selection = rig.decode(0, rig.batch(Mode.DECODE, [0, 1, 2], [1, 1, 1]), torch.tensor([True, False, True]))
-    assert selection.lengths.tolist() == [[8, 8], [0, 0], [8, 8]]
-    assert selection.steady is not None
-    assert selection.steady.first[1] == 0
 
 
 def test_dense_requests_beside_sparse_ones_are_left_alone() -> None:

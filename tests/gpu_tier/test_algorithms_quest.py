@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpu_tier.algorithms.base import Sidecar
 from gpu_tier.algorithms.quest import Quest
-from gpu_tier.errors import AllocationError, ConfigError, PoolExhaustedError
+from gpu_tier.errors import AllocationError, ConfigError
 from gpu_tier.geometry import KVGeometry
 from gpu_tier.kernels.quest_score.bounds import round_down, round_up
 from gpu_tier.rows import KVDtype
@@ -72,7 +72,7 @@ def plain_selection(rig: Rig, layer: int, request: int, head: int | None, budget
 
 @pytest.mark.parametrize("heads", ["shared", "per_head"])
 @pytest.mark.parametrize("rule", ["mean", "max", "softmax"])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [1, 4])
 def test_it_selects_the_pages_of_the_largest_bounds(group: int, rule: str, heads: str) -> None:
     rig = make(members=group, group=rule, heads=heads)
     rig.add({0: 1, 1: 2, 2: 21, 3: 22, 4: 23, 5: 129}, spare=2)
@@ -89,14 +89,12 @@ def test_it_selects_the_pages_of_the_largest_bounds(group: int, rule: str, heads
 @pytest.mark.parametrize(
     "geometry",
     [
-        mla(),
         mla(136, 128, dtype=KVDtype.FP8),
         mha(1, 16),
         mha(4, 8, start=3),
-        mha(dtype=KVDtype.FP8),
         mha(dtype=KVDtype.BF16),
     ],
-    ids=["mla", "mla fp8", "one head", "stage", "fp8", "bf16"],
+    ids=["mla fp8", "one head", "stage", "bf16"],
 )
 def test_it_works_for_every_kind_of_kv(geometry: KVGeometry) -> None:
     rig = make(geometry, 4)
@@ -148,7 +146,7 @@ def test_how_the_prompt_was_cut_does_not_matter(n: int, cuts: list[int], repeats
         assert torch.equal(bounds_of(cut, layer, 3), plain_bounds(whole.all_keys(layer, 3)))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5])
+@pytest.mark.parametrize("chunk", [1, 5])
 def test_zeros_of_either_sign_leave_the_same_bits(chunk: int) -> None:
     signs = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
     stored = []
@@ -182,21 +180,6 @@ def test_padding_rows_and_other_requests_are_left_alone() -> None:
     assert all(torch.equal(before[layer], bounds_of(rig, layer, 0)) for layer in rig.geometry.layers)
 
 
-def test_a_request_leaves_nothing_to_the_next_one() -> None:
-    used, fresh = make(), make()
-    used.add({0: 200, 1: 10})
-    used.source.of.clear()
-    used.algorithm.free(0)
-    used.algorithm.free(1)
-    for rig in (used, fresh):
-        rig.source.random.manual_seed(5)
-        rig.add({0: 66}, spare=1)
-    ours, theirs = used.step([0]), fresh.step([0])
-    for layer in fresh.geometry.layers:
-        assert torch.equal(ours[layer].indices, theirs[layer].indices)
-        assert torch.equal(bounds_of(used, layer, 0), bounds_of(fresh, layer, 0))
-
-
 def test_the_ratio_gives_longer_requests_more_pages_within_the_budget() -> None:
     rig = make(sparsity_ratio=0.2)
     rig.add({0: 20, 1: 79, 2: 400}, spare=1)
@@ -205,14 +188,7 @@ def test_the_ratio_gives_longer_requests_more_pages_within_the_budget() -> None:
         assert ids(selection, request) == plain_selection(rig, 1, request, None, budget, "softmax")
 
 
-def test_rows_that_are_not_sparse_select_nothing() -> None:
-    rig = make()
-    rig.add({0: 40, 1: 41})
-    selection = rig.decode(0, rig.batch(Mode.DECODE, [0, 1], [1, 1]), torch.tensor([True, False]))
-    assert selection.lengths.tolist() == [[6], [0]]
-
-
-@pytest.mark.parametrize("n", [1, P, P + 1, 100])
+@pytest.mark.parametrize("n", [1, P, P + 1])
 def test_the_bytes_of_a_request_are_those_of_its_pages(n: int) -> None:
     rig = make()
     rig.add({0: n})
@@ -221,16 +197,6 @@ def test_the_bytes_of_a_request_are_those_of_its_pages(n: int) -> None:
     assert algorithm.representation_bytes(n) == allocated == -(-n // P) * 3 * 2 * 2 * 8 * 2
     algorithm.free(0)
     assert algorithm.pool.allocator.in_use == 0
-
-
-def test_when_the_pool_is_full_a_request_keeps_what_it_had() -> None:
-    rig = make()
-    for request in range(6):
-        rig.algorithm.reserve(request, 500)
-    quest(rig).pool.allocator.alloc(quest(rig).pool.allocator.available)
-    with pytest.raises(PoolExhaustedError, match="total_tokens"):
-        rig.algorithm.reserve(0, 512)
-    assert len(quest(rig).pool.held(0)) == 125
 
 
 @pytest.mark.parametrize("geometry", [mha(), mla(), mha(start=4)], ids=["mha", "mla", "stage"])

@@ -77,7 +77,7 @@ def test_prompts_prefilled_together_are_as_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sum_softmax", "max_ip"])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [1, 4])
 def test_it_selects_the_clusters_that_plain_python_selects(group: int, rule: str) -> None:
     rig = WaveRig(group=group, rank=rule)
     rig.add({0: 1, 1: UNINDEXED - 1, 2: UNINDEXED, 3: 77, 4: 150, 5: 129}, spare=2)
@@ -86,12 +86,9 @@ def test_it_selects_the_clusters_that_plain_python_selects(group: int, rule: str
 
 
 GEOMETRIES = {
-    "mla": mla(),
     "mla fp8": mla(136, 128, dtype=KVDtype.FP8),
     "one head": mha(1, 16),
     "stage": mha(4, 8, start=3),
-    "fp8": mha(dtype=KVDtype.FP8),
-    "bf16": mha(dtype=KVDtype.BF16),
     "f16 d64": mha(2, 64, dtype=KVDtype.F16),
 }
 
@@ -117,8 +114,8 @@ def close(stored: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(stored.float(), exact.float(), rtol=2**-7, atol=1e-2)
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("estimation", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("n", [1, UNINDEXED, 3 * CONFIG.segment + 1])
+@pytest.mark.parametrize("estimation", [0.0, 1.0])
 def test_attention_over_all_clusters_is_full_attention(n: int, estimation: float) -> None:
     rig = WaveRig(retrieval=1.0, estimation=estimation, exec_factor=8)
     rig.add({0: n}, spare=40)
@@ -198,17 +195,6 @@ def test_attention_is_normalised_over_the_three_zones_alone() -> None:
             above = weights @ rig.rows.values[layer, 0][exact, head].double() + guessed @ sums
             below = weights.sum() + (sizes * guessed).sum()
             torch.testing.assert_close(out[head], above / below, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("retrieval", [1e-4, 0.018, 0.5, 1.0])
-@pytest.mark.parametrize("estimation", [0.0, 0.232, 0.9, 1.0])
-def test_zones_grow_with_the_clusters_and_never_exceed_them(retrieval: float, estimation: float) -> None:
-    retro = WaveRig(retrieval=retrieval, estimation=estimation).retro
-    for m in (0, 1, 2, 7, 55, 56, 64, 508, 8188):
-        assert retro.retrieved(m) == min(m, max(1, round(retrieval * m)))
-        rest = m - retro.retrieved(m)
-        assert retro.estimated(m) == (rest if estimation == 1 else min(rest, round(estimation * m)))
-        assert retro.room(m) == 4 * retro.retrieved(m) * 4
 
 
 @pytest.mark.parametrize("changes", [{"center": "prompt"}, {"final_assign": "global"}, {"center": "none"}])

@@ -61,7 +61,7 @@ LENGTHS = {0: 1, 1: W, 2: CAP - 1, 3: CAP, 4: CAP + 1, 5: 100}
 @pytest.mark.parametrize(
     "algo", [{}, {"pool": "max"}, {"kernel": 1}, {"kernel": 7, "pool": "max"}, {"ratio": 0.3}], ids=str
 )
-@pytest.mark.parametrize("members", [1, 4, 8])
+@pytest.mark.parametrize("members", [1, 4])
 def test_the_set_is_what_the_last_queries_vote_for(members: int, algo: dict[str, Any]) -> None:
     rig = make(members=members, **algo)
     rig.add(LENGTHS, spare=1)
@@ -77,8 +77,8 @@ def test_the_set_is_what_the_last_queries_vote_for(members: int, algo: dict[str,
 
 @pytest.mark.parametrize(
     "geometry",
-    [mla(), mla(136, 128, dtype=KVDtype.FP8), mha(1), mha(start=3), mha(dtype=KVDtype.FP8), mha(dtype=KVDtype.BF16)],
-    ids=["mla", "mla fp8", "one head", "stage", "fp8", "bf16"],
+    [mla(136, 128, dtype=KVDtype.FP8), mha(1), mha(start=3), mha(dtype=KVDtype.BF16)],
+    ids=["mla fp8", "one head", "stage", "bf16"],
 )
 def test_it_works_for_every_kind_of_kv(geometry: KVGeometry) -> None:
     rig = make(geometry, 4)
@@ -139,7 +139,7 @@ def test_new_tokens_follow_the_set_in_the_order_in_which_they_come() -> None:
     assert max(widths) <= rig.algorithm.max_items
 
 
-@pytest.mark.parametrize("every", [1, 3, 7])
+@pytest.mark.parametrize("every", [1, 7])
 def test_reselection_chooses_anew_with_the_last_queries(every: int) -> None:
     rig = make(mode="retrievable", reselect_every=every)
     assert rig.context.config.residency == "lru"
@@ -185,31 +185,6 @@ def test_the_prompt_must_be_complete_before_there_is_a_set() -> None:
         rig.algorithm.static_items(0, 0)
     with pytest.raises(StateError, match="token 29"):
         rig.algorithm.finish_prompt(0, 30)
-
-
-def test_rows_that_are_not_sparse_and_unknown_ones_select_nothing() -> None:
-    rig = make()
-    rig.add({0: 40, 1: 41}, spare=1)
-    rig.step([0, 1])
-    selection = rig.decode(0, rig.batch(Mode.DECODE, [0, 1], [1, 1]), torch.tensor([False, True]))
-    assert selection.lengths.tolist() == [[0, 0], [CAP + 1, CAP + 1]]
-    rig.algorithm.free(1)
-    selection = rig.decode(0, rig.batch(Mode.DECODE, [0, 1], [1, 1]))
-    assert selection.lengths.tolist() == [[CAP + 1, CAP + 1], [0, 0]]
-
-
-def test_a_request_leaves_nothing_to_the_next_one() -> None:
-    used, fresh = make(), make()
-    used.add({0: 200, 1: 50}, spare=1)
-    used.step([0, 1])
-    used.algorithm.free(0)
-    used.algorithm.free(0)
-    for rig in (used, fresh):
-        rig.source.random.manual_seed(5)
-        rig.add({0: 66}, chunk=3, spare=1)
-    ours, theirs = used.step([0]), fresh.step([0])
-    for layer in fresh.geometry.layers:
-        assert torch.equal(ours[layer].indices, theirs[layer].indices)
 
 
 @pytest.mark.parametrize("algo", [{}, {"ratio": 0.25}, {"mode": "retrievable", "reselect_every": 5}], ids=str)

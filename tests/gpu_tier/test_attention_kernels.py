@@ -24,7 +24,6 @@ MLA = Shape(1, 8, 48, KVDtype.F32, rope=16)
 SHAPES = [
     Shape(2, 1, 64, KVDtype.F32),
     Shape(2, 4, 128, KVDtype.F32),
-    Shape(1, 8, 256, KVDtype.F32),
     Shape(3, 2, 80, KVDtype.F32),
     Shape(2, 4, 64, KVDtype.F16),
     Shape(2, 4, 128, KVDtype.BF16),
@@ -33,8 +32,6 @@ SHAPES = [
     MLA,
     Shape(1, 4, 80, KVDtype.BF16, rope=16),
     Shape(1, 4, 80, KVDtype.FP8, rope=16),
-    Shape(1, 16, 576, KVDtype.F32, rope=64),
-    Shape(1, 4, 576, KVDtype.BF16, rope=64),
     Shape(1, 4, 576, KVDtype.FP8, rope=64),
 ]
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -117,8 +114,8 @@ def test_negative_slots_within_the_length_do_not_count(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("page_tokens", [1, 5, 16, 64])
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[6], MLA, SHAPES[10]], ids=str)
+@pytest.mark.parametrize("page_tokens", [5, 16])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[5], MLA, SHAPES[9]], ids=str)
 def test_paged_attention(impl: str, shape: Shape, page_tokens: int) -> None:
     device = device_under_test() if impl != "reference" else torch.device("cpu")
     pages = -(-SLOTS // page_tokens)
@@ -138,9 +135,9 @@ def test_paged_attention(impl: str, shape: Shape, page_tokens: int) -> None:
     close((o, lse), expected(q.cpu(), on_cpu(kv), slots, 0.1), shape.dtype)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 20])
-@pytest.mark.parametrize("block", [(16, 16), (16, 128), (32, 32), (64, 16)])
-@pytest.mark.parametrize("shape", [SHAPES[5], SHAPES[10]], ids=str)
+@pytest.mark.parametrize("splits", [1, 20])
+@pytest.mark.parametrize("block", [(16, 128), (64, 16)])
+@pytest.mark.parametrize("shape", [SHAPES[4], SHAPES[9]], ids=str)
 def test_triton_in_any_pieces_and_tiles(
     shape: Shape, block: tuple[int, int], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,6 @@ from drawn_tokens import DrawnTokens
 from layer_traffic import Shape, Traffic
 
 from gpu_tier.algorithms import registry
-from gpu_tier.geometry import KVKind
-from gpu_tier.rows import KVDtype
 
 PAGE, SINK, LOCAL, K = 8, 4, 8, 8
 ALGO = {"init": SINK, "token_budget": LOCAL + K, "cache_tokens": 16, "block": 4, "k_cache": 3}
@@ -42,63 +40,8 @@ def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("n", [1, SINK, SINK + LOCAL, SINK + LOCAL + 1, PAGE - 1, PAGE, PAGE + 1, 31, 32, 33, 128])
-def test_one_request_sparse_from_its_first_token(n: int) -> None:
-    decode(Shape(), config_of(min_len=1), (n,), 20)
-
-
-def test_dense_and_sparse_rows_in_one_batch_and_late_starts() -> None:
-    decode(Shape(device_pages=200), config_of(), (1, 17, 30, 128, 97), 12)
-
-
-SHAPES = {
-    "d64 f32": Shape(layers=2, dims=64, v_dims=64, group=1),
-    "d128 bf16 G8": Shape(layers=2, dims=128, v_dims=128, heads=1, group=8, dtype=KVDtype.BF16),
-    "d256 f16 G4": Shape(layers=2, dims=256, v_dims=256, group=4, dtype=KVDtype.F16),
-    "d64 fp8": Shape(layers=2, dims=64, v_dims=64, dtype=KVDtype.FP8),
-    "mla 576 fp8": Shape(layers=2, dims=576, v_dims=512, kind=KVKind.MLA, heads=1, group=4, dtype=KVDtype.FP8),
-    "later stage": Shape(start_layer=5),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_of_real_models(shape: str) -> None:
-    decode(SHAPES[shape], config_of(), (17, 33, 96), 3, chunk=40)
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_head"])
-def test_orders_of_the_host_pool(layout: str) -> None:
-    decode(Shape(layers=2), {**config_of(), "host_layout": layout}, (40, 70), 3)
-
-
 def test_a_local_window_of_one_token() -> None:
     decode(Shape(layers=2), config_of(token_budget=2, local_ratio=0.5), (40,), 6)
-
-
-CACHES: dict[str, dict[str, Any]] = {
-    "none": {"cache_tokens": 0},
-    "small": {},
-    "everything": {"cache_tokens": 256, "k_cache": 64},
-    "random": {"policy": "random"},
-    "tokens": {"cache_unit": "token"},
-}
-
-
-def test_outputs_do_not_depend_on_the_cache() -> None:
-    runs = {name: decode(Shape(), config_of(**algo), (60, 17, 33), 10) for name, algo in CACHES.items()}
-    for name, out in runs.items():
-        assert torch.equal(out, runs["none"]), name
-
-
-def test_a_row_is_used_again() -> None:
-    traffic = Traffic(Shape(max_requests=1), config_of())
-    for seed, n in enumerate((60, 100, 17, 40)):
-        request = traffic.begin(n, seed=seed + 1)
-        traffic.prompt([request])
-        for _ in range(4):
-            traffic.decode([request])
-        traffic.end(request)
-        traffic.assert_empty()
 
 
 def test_bytes_are_counted_by_where_they_came_from() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,27 +136,3 @@ def test_what_is_random_keeps_what_is_wanted_and_repeats_with_its_seed() -> None
             assert len(set(held) - {-1}) == len([item for item in held if item >= 0])
         histories.append(held)
     assert histories[0] == histories[1] != histories[2]
-
-
-@pytest.mark.parametrize("policy", CACHE_POLICIES)
-def test_empty_places_are_taken_before_any_other(policy: str) -> None:
-    row, usable = torch.tensor([0]), torch.tensor([4])
-    for seed in range(5):
-        cache = cache_of(Case(seed, policy, 4, 9, 2, 1))
-        for wanted in ([0, 1], [2, 3]):
-            loads = cache.update(torch.tensor([0]), row, torch.tensor([[wanted]]), usable)
-            assert loads.evicted == 0
-        assert sorted(cache.held(0, 0)[0].tolist()) == [0, 1, 2, 3]
-        assert cache.update(torch.tensor([0]), row, torch.tensor([[[7, 8]]]), usable).evicted == 2
-
-
-def test_order_of_use() -> None:
-    """The same history ends differently by each policy."""
-    left = {}
-    for policy in ("lru", "lfu", "fifo"):
-        cache = cache_of(Case(0, policy, 3, 9, 1, 1))
-        for wanted in (0, 1, 2, 1, 1, 2, 0, 5):
-            cache.update(torch.tensor([0]), torch.tensor([0]), torch.tensor([[[wanted]]]), torch.tensor([3]))
-        left[policy] = sorted(cache.held(0, 0)[0].tolist())
-    # 1 was used longest ago; 0 and 2 less often, 2 longer ago; 0 came first.
-    assert left == {"lru": [0, 2, 5], "lfu": [0, 1, 5], "fifo": [1, 2, 5]}

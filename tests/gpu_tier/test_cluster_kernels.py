@@ -22,8 +22,7 @@ from gpu_tier.kernels.weighted_attn import weighted_attn
 
 IMPLEMENTATIONS = ["reference", "triton"]
 SHAPES = [
-    Shape(2, 1, 64, 64), Shape(2, 4, 128, 128), Shape(1, 8, 128, 64), Shape(1, 20, 576, 512), Shape(3, 3, 80, 8),
-    Shape(2, 1, 8, 20),
+    Shape(2, 4, 64, 64), Shape(1, 20, 144, 128), Shape(3, 3, 80, 8), Shape(2, 1, 8, 20),
 ]  # fmt: skip
 COUNTS = [150, 0, 1, 64, 192]
 
@@ -134,7 +133,7 @@ def random_lists(shape: Shape, width: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("width", [1, 17, 150])
+@pytest.mark.parametrize("width", [1, 150])
 def test_estimates_are_sums_over_the_listed_clusters(impl: str, shape: Shape, width: int) -> None:
     clusters, q = random_clusters(shape, COUNTS, 5), query(shape, len(COUNTS))
     ids, lengths = random_lists(shape, width, width)

@@ -62,8 +62,16 @@ def check(traffic: Traffic) -> None:
     traffic.assert_empty()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+READS = [
+    *[(name, "mha") for name in ALGORITHMS],
+    *[("quest", shape) for shape in SHAPES if shape != "mha"],
+    ("dsa", "mla fp8"),
+    ("oracle", "mla"),
+    ("snapkv retrievable", "mha bf16 of a later stage"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), READS)
 def test_i11_attention_reads_the_selected_rows(name: str, shape: str) -> None:
     check(traffic_of(SHAPES[shape], ALGORITHMS[name]))
 
@@ -85,10 +93,14 @@ def test_i11_with_the_options_of_residency(option: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("dsa", "mla"), ("dsa", "mla fp8"), ("dsa", "mha"), ("quest", "mha"), ("quest", "mha fp8"), ("oracle", "mha")],
+    ("name", "shape", "options"),
+    [
+        ("dsa", "mla", {}),
+        ("dsa", "mla fp8", {"promote_newest": False}),
+        ("quest", "mha fp8", {"loads_hottest": True}),
+        ("oracle", "mha", {"promote_newest": False}),
+    ],
 )
-@pytest.mark.parametrize("options", [{}, {"loads_hottest": True}, {"promote_newest": False}])
 def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
     name: str, shape: str, options: dict[str, Any]
 ) -> None:
@@ -106,7 +118,7 @@ def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
     assert torch.equal(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["mha", "mha bf16 of a later stage", "mla fp8"])
 @pytest.mark.parametrize("name", ["full", "full_offload"])
 def test_full_attention_is_exact_on_the_device_and_streamed(name: str, shape: str) -> None:
     algo = {"chunk_tokens": 32} if name == "full_offload" else {}
@@ -117,19 +129,6 @@ def test_full_attention_is_exact_on_the_device_and_streamed(name: str, shape: st
         out = traffic.decode(requests, pad_to=6)
         for row, request in enumerate(requests):
             exact = traffic.exact(request, LENGTHS[row] + step)
-            torch.testing.assert_close(out[:, row], exact, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_oracle_of_all_tokens_equals_full_attention(shape: str) -> None:
-    config = {"algorithm": "oracle", "algo": {"k": 256}, "device_buffer_size": 256, "min_sparse_prompt_len": 1}
-    traffic = Traffic(SHAPES[shape], config)
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate((1, 17, 60))]
-    traffic.prompt(requests)
-    for step in range(5):
-        out = traffic.decode(requests)
-        for row, request in enumerate(requests):
-            exact = traffic.exact(request, (1, 17, 60)[row] + step)
             torch.testing.assert_close(out[:, row], exact, rtol=1e-4, atol=1e-4)
 
 
@@ -150,7 +149,7 @@ def test_i11_with_the_kernels_of_a_gpu_interpreted(name: str, shape: Shape) -> N
     assert traffic.checked > 60
 
 
-@pytest.mark.parametrize("chunk", [5, 8, 16, 23])
+@pytest.mark.parametrize("chunk", [5, 23])
 @pytest.mark.parametrize("name", ["oracle", "quest", "dsa", "snapkv retrievable"])
 def test_the_reader_finds_every_token_wherever_it_lies(name: str, chunk: int) -> None:
     """While a prompt goes through its window, and while its request is staged and decodes."""

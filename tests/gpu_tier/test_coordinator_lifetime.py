@@ -54,8 +54,16 @@ def in_state(state: RequestState, name: str, runtime: ClockRuntime) -> tuple[Tra
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("state", ["registered", "prefill", "staging", "sparse", "dense"])
-@pytest.mark.parametrize("reason", ["aborted", "finished", "retracted"])
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("registered", "aborted"),
+        ("prefill", "retracted"),
+        ("staging", "aborted"),
+        ("sparse", "finished"),
+        ("dense", "retracted"),
+    ],
+)
 def test_an_end_in_any_state_leaves_nothing_behind(
     name: str, state: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_request_with_a_prefix_decodes_the_same_bits_and_its_host_pages_hold_i
     traffic.assert_empty()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*list(CASES)[::3], "quest, a window"])
 def test_two_requests_share_a_prefix_and_diverge(name: str) -> None:
     traffic = publishing(SHAPE, CASES[name])
     prefix = prefix_of(traffic, 1, PREFIX)
@@ -90,8 +90,8 @@ def test_two_requests_share_a_prefix_and_diverge(name: str) -> None:
     traffic.assert_empty()
 
 
-@pytest.mark.parametrize("dtype", KVDtype)
-@pytest.mark.parametrize("name", [name for name in CASES if "quest" in name])
+@pytest.mark.parametrize("dtype", [KVDtype.F32, KVDtype.FP8])
+@pytest.mark.parametrize("name", ["quest lru, layers skipped", "quest device, layers skipped", "quest, a window"])
 def test_bounds_that_are_attached_and_bounds_that_are_rebuilt_select_the_same(name: str, dtype: KVDtype) -> None:
     """What is rebuilt is made of what is stored, so what was computed has to be made of that, too."""
     traffic = publishing(replace(SHAPE, dtype=dtype), CASES[name])

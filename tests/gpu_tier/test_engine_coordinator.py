@@ -16,7 +16,7 @@ from coordinator_rig import (
     prompt,
     whole,
 )  # fmt: skip
-from engine_rig import SelectingHooks, plain_forward
+from engine_rig import plain_forward
 from torch import Tensor
 
 from gpu_tier.coordinator import SparseCoordinator
@@ -48,66 +48,13 @@ def test_an_algorithm_that_selects_everything_equals_a_whole_forward_pass(algori
     config = config_of(algorithm, whole(algorithm, has_indexer=name == "latent"))
     coordinator = coordinator_of(model, config)
     engine = DecodeEngine(model, coordinator, chunk_tokens=40, piece_tokens=24, pad_to=5)
-    requests = [engine.add(prompt(length, length)) for length in (1, 17, 63, 64, 100)]
-    check_against_plain(engine, model, requests, 12)
+    requests = [engine.add(prompt(length, length)) for length in (1, 17, 64, 100)]
+    check_against_plain(engine, model, requests, 8)
     if algorithm != "full":
         assert RequestState.SPARSE in {coordinator.trackers[r].state for r in requests}
 
 
-def best_tokens(count: int, sm_scale: float) -> Any:
-    def select(q: Tensor, k: Tensor) -> Tensor:
-        mass = (q @ k.T * sm_scale).softmax(-1).sum(0)
-        return mass.topk(min(count, len(k))).indices
-
-    return select
-
-
-def sinks_and_window(sink_pages: int, window: int) -> Any:
-    def select(q: Tensor, k: Tensor) -> Tensor:
-        ids = torch.arange(len(k))
-        first = max(0, len(k) - window) // PAGE * PAGE
-        return ids[(ids < sink_pages * PAGE) | (ids >= first)]
-
-    return select
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("algorithm", ["oracle", "streaming_llm"])
-def test_sparse_decoding_equals_attention_over_the_selected_tokens_alone(algorithm: str, name: str) -> None:
-    model = MODELS[name]
-    settings = {
-        "oracle": ({"top_k": 12, "device_buffer_size": 20, "algo": {"k": 12}}, best_tokens(12, model.sm_scale)),
-        "streaming_llm": ({"top_k": 80, "algo": {"sink": 4, "window": 40, "page": PAGE}}, sinks_and_window(1, 40)),
-    }
-    changes, select = settings[algorithm]
-    coordinator = coordinator_of(model, config_of(algorithm, changes))
-    plain = SelectingHooks(model.v_head_dim, model.sm_scale, select)
-    engines = [DecodeEngine(model, hooks, chunk_tokens=64) for hooks in (coordinator, plain)]
-    for length in (40, 90, 130):
-        for engine in engines:
-            engine.add(prompt(length, length))
-    for _ in range(20):
-        engines[0].step(), engines[1].step()
-        ours, theirs = (sorted(engine.requests) for engine in engines)
-        assert [engines[0].tokens(r) for r in ours] == [engines[1].tokens(r) for r in theirs]
-        for mine, expected in zip(ours, theirs, strict=True):
-            if mine in engines[0].logits:
-                logits = engines[1].logits[expected]
-                torch.testing.assert_close(engines[0].logits[mine], logits, rtol=1e-4, atol=1e-4)
-    if algorithm == "oracle":  # a window never comes back
-        assert coordinator.manager.transfer.counters.h2d_bytes > 0
-
-
-def test_dense_and_sparse_requests_share_a_batch() -> None:
-    coordinator = coordinator_of(LLAMA, config_of("quest", whole("quest"), min_sparse_prompt_len=60))
-    engine = DecodeEngine(LLAMA, coordinator)
-    requests = [engine.add(prompt(length, length)) for length in (20, 59, 60, 110)]
-    check_against_plain(engine, LLAMA, requests, 6)
-    states = [coordinator.trackers[request].state for request in requests]
-    assert states == [RequestState.DENSE] * 2 + [RequestState.SPARSE] * 2
-
-
-@pytest.mark.parametrize("dtype", [KVDtype.FP8, KVDtype.BF16, KVDtype.F16])
+@pytest.mark.parametrize("dtype", [KVDtype.FP8, KVDtype.BF16])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_rounded_kv_does_not_depend_on_the_chunks_of_a_prompt(name: str, dtype: KVDtype) -> None:
     model = MODELS[name]
@@ -135,21 +82,6 @@ def test_a_small_arena_gives_the_same_tokens_and_gets_all_its_pages_back(algorit
     assert nothing_is_held(tight)
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_requests_abort_in_every_state(steps: int) -> None:
-    coordinator = coordinator_of(LLAMA, config_of("quest", whole("quest"), min_sparse_prompt_len=40))
-    engine = DecodeEngine(LLAMA, coordinator, chunk_tokens=48)
-    requests = [engine.add(prompt(length)) for length in (20, 70, 90)]
-    for _ in range(steps):
-        engine.step()
-    for request in requests:
-        engine.abort(request)
-        engine.abort(request)
-    assert nothing_is_held(coordinator)
-    again = engine.add(prompt(64, 64))
-    check_against_plain(engine, LLAMA, [again], 4)
-
-
 def run_steps(engine: DecodeEngine, steps: int) -> None:
     for _ in range(steps):
         engine.step()
@@ -172,7 +104,7 @@ class FailingModel:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("passes", range(5))
+@pytest.mark.parametrize("passes", [0, 3])
 def test_a_pass_that_fails_leaves_requests_that_can_be_aborted(passes: int, layer: int) -> None:
     coordinator = coordinator_of(LLAMA, config_of("quest", whole("quest"), min_sparse_prompt_len=40))
     failing = DecodeEngine(FailingModel(LLAMA, layer, passes), coordinator, chunk_tokens=80)
@@ -187,8 +119,9 @@ def test_a_pass_that_fails_leaves_requests_that_can_be_aborted(passes: int, laye
     check_against_plain(engine, LLAMA, [engine.add(prompt(64, 64)), engine.add(prompt(20, 20))], 4)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("algorithm", sorted(WHOLE))
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [*((name, "llama") for name in sorted(WHOLE)), ("dsa", "latent"), ("quest", "latent")]
+)
 def test_prompts_that_share_a_prefix_compute_only_what_differs(algorithm: str, name: str) -> None:
     model = MODELS[name]
     config = config_of(algorithm, whole(algorithm, has_indexer=name == "latent"))

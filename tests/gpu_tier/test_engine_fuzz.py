@@ -94,11 +94,11 @@ ACTIONS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("algorithm", sorted(SMALL))
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    actions=st.lists(ACTIONS, min_size=5, max_size=25),
+    name=st.sampled_from(sorted(MODELS)),
+    actions=st.lists(ACTIONS, min_size=5, max_size=15),
     chunk=st.sampled_from([7, 16, 64, 200]),
     pad_to=st.sampled_from([0, 9]),
     layout=st.sampled_from(["layer_first", "page_first", "page_head"]),
@@ -159,10 +159,13 @@ def represented(algorithm: str, name: str) -> SparseConfig:
     return config_of(algorithm.split()[0], settings, min_sparse_prompt_len=17)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("algorithm", sorted(REPRESENTED))
 @settings(max_examples=examples(60), deadline=None)
-@given(actions=st.lists(ACTIONS, min_size=5, max_size=20), chunk=st.sampled_from([7, 16, 64, 200]))
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    actions=st.lists(ACTIONS, min_size=5, max_size=12),
+    chunk=st.sampled_from([7, 16, 64, 200]),
+)
 def test_requests_get_what_they_get_alone(
     algorithm: str, name: str, actions: list[tuple[str, int]], chunk: int
 ) -> None:

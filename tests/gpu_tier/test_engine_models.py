@@ -78,26 +78,6 @@ def test_absorbed_latent_attention_equals_the_expanded_one() -> None:
     torch.testing.assert_close(plain_forward(model, TOKENS), model.logits(hidden), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("theta", [1e4, 5e5])
-def test_rotation_keeps_lengths_and_depends_on_distances_only(theta: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 32, generator=generator, dtype=torch.float64)
-    at = [rotate(x, torch.tensor([p]), theta) for x, p in ((q, 900), (k, 20), (q, 1880), (k, 1000))]
-    torch.testing.assert_close((at[0] * at[1]).sum(), (at[2] * at[3]).sum())
-    torch.testing.assert_close(at[0].norm(), q.norm())
-    assert not torch.allclose((at[0] * at[1]).sum(), (q * k).sum())
-
-
-@pytest.mark.parametrize(
-    "make", [lambda s: LlamaDecoder.random(LlamaShape(), s), lambda s: LatentDecoder.random(LatentShape(), s)]
-)
-def test_a_seed_gives_the_same_model_and_another_seed_another(make: Any) -> None:
-    first, again, other = (plain_forward(make(seed), TOKENS) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.allclose(first, other)
-    assert first.std() > 0.1
-
-
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_q_heads=3"):
         LlamaShape(num_q_heads=3, num_kv_heads=2)

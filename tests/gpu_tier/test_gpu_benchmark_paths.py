@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from device_stand_in import Stream, device_run, found, install, late_after, script
+from device_stand_in import device_run, found, install, script
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-
-
-def test_a_step_is_timed_between_its_events() -> None:
-    clock = device_run().clock
-    samples = clock.samples(lambda: None)
-    assert samples.seconds == (0.002, 0.002)
 
 
 def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
@@ -41,28 +34,6 @@ def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
     )
     this.add_time("case", samples)
     assert this.rows[0].metric == "time, median (launched one by one)"
-
-
-def test_k1_states_shares_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    k1 = script("k1_io_transfer")
-    case = k1.replace(k1.CASES[2], items=64)
-    this = device_run(h2d=64 * 1152 / 0.002 / 0.69, d2h=64 * 1152 / 0.002 / 0.71)
-    k1.measure_case(this, case, script("gpu_tier.runtime").NullRuntime())
-    to_device, to_host = found(this, "speed to")
-    assert (round(to_device.ratio, 2), to_device.ok) == (0.69, False)
-    assert (round(to_host.ratio, 2), to_host.ok) == (0.71, True)
-    assert [row.ok for row in found(this, "bytes are equal")] == [True]
-
-
-def test_k2_compares_the_headline_with_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    k2 = script("k2_lru_diff")
-    monkeypatch.setattr(k2, "HEADLINE", k2.SMOKE[0])
-    monkeypatch.setattr(k2, "LAYERS", 4)
-    this = device_run()
-    k2.measure(this)
-    (row,) = found(this, "plan of one layer")
-    assert (row.value, row.ok) == (pytest.approx(500.0), False)
-    assert found(this, "one graph")
 
 
 @pytest.mark.parametrize(("share", "stated"), [(0.7, 0), (0.8, 1)])
@@ -117,23 +88,6 @@ def test_k6_gates_each_ratio_by_dense_attention_at_its_batch(monkeypatch: pytest
     }
 
 
-@pytest.mark.parametrize(("batches", "hosts"), [(4, 0), (5, 0), (6, 1)])
-def test_k6_compares_no_budget_where_batches_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, batches: int, hosts: int
-) -> None:
-    # Three resident batches, two dense ones, three hierarchical ones.
-    bench, this = k6_bench(monkeypatch, hbm=1e12)
-    made: list[int] = []
-    host_pool = script("k6_dsa_decode").host_pool
-    monkeypatch.setattr(script("k6_dsa_decode"), "host_pool", lambda *args: made.append(1) or host_pool(*args))
-    late_after(monkeypatch, this, "tokens/s, attention layers alone", batches)
-    bench.compare()
-    assert len(found(this, "tokens/s, attention layers alone")) == batches
-    assert found(this, "left out: no time left")
-    assert len(made) == hosts
-    assert not [row for row in this.rows if "one budget" in row.case]
-
-
 @pytest.mark.parametrize(
     ("name", "cases"), [("k1_io_transfer", 5), ("k2_lru_diff", 1), ("k3_decode_attention", 4), ("k6_dsa_decode", 2)]
 )
@@ -142,20 +96,6 @@ def test_a_late_script_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(script("device_run"), "_LATE_SECONDS", -1.0)
     script(name).measure(this)
     assert [row.metric for row in this.rows] == ["left out: no time left"] * cases
-
-
-def test_the_tests_for_a_gpu_have_what_is_left_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, this, given = script("check_device"), device_run(), []
-
-    def ran(*_: Any, timeout: float, **__: Any) -> SimpleNamespace:
-        given.append(timeout)
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(check.subprocess, "run", ran)
-    for seconds in (10.0, 470.0, 600.0):
-        monkeypatch.setattr(type(this), "seconds", seconds)
-        check.run_tests(this)
-    assert given == [360, 100, 1]
 
 
 def test_what_was_measured_is_published_when_a_case_fails(
@@ -206,39 +146,3 @@ def test_a_speed_up_compares_graphs_with_graphs() -> None:
         "no speed-up over dense stated: only this was captured in a graph",
         "no speed-up over dense stated: only the baseline was captured in a graph",
     ]
-
-
-def test_steps_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, made = device_run().clock, []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(Stream()) or made[-1])
-    for _ in range(3):
-        clock.captured(lambda: None)
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("name", ["k1_io_transfer", "k6_dsa_decode"])
-def test_memory_that_could_not_be_pinned_is_not_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    this, module = device_run(), script(name)
-    pool = script("gpu_tier.pools.host_pool").HostKVPool
-    monkeypatch.setattr(pool, "is_device_readable", property(lambda _: False))
-    this.is_smoke = True  # small sizes
-    with pytest.raises(RuntimeError, match="bytes of host memory could not be pinned"):
-        module.measure(this)
-
-
-def test_the_new_token_of_a_baseline_goes_where_the_next_one_belongs() -> None:
-    k6, decode = script("k6_dsa_decode"), script("dsa_decode")
-    clock = device_run().clock
-    work = k6.Bench(device_run(), k6.SMOKE, 256).work(2, k6.SMOKE.config.replaced(residency="device"), 0.75)
-    step = decode.Dense(work, None, script("gpu_tier.runtime").NullRuntime(), clock)
-    for _ in range(2):
-        assert step.written.tolist() == [int(step.seq_lens[0]) - 1, work.max_tokens + int(step.seq_lens[1]) - 1]
-        step.prepare()
-
-
-def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA H100", multi_processor_count=132, total_memory=1 << 36)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    described = script("device_run")._described(device_run())
-    assert described["name"] == "NVIDIA H100"
-    assert {"driver", "cuda", "torch", "triton", "command", "clocks, memory in use before"} <= described.keys()

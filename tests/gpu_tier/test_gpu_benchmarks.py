@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -74,14 +72,6 @@ def test_every_kernel_is_checked() -> None:
     assert checked == kernels
 
 
-@pytest.mark.parametrize(
-    ("mine", "apart"), [([1.0, 2.0], 0.0), ([1.0, 2.5], 0.5 / 5**0.5), ([1.0, torch.nan], torch.inf)]
-)
-def test_differences_are_relative(mine: list[float], apart: float) -> None:
-    found = script("check_device").difference(torch.tensor(mine), torch.tensor([1.0, 2.0]))
-    assert found == pytest.approx(apart)
-
-
 def values(document: dict[str, Any], metric: str) -> list[float]:
     return [row["value"] for row in document["rows"] if row["metric"].endswith(metric)]
 
@@ -95,16 +85,6 @@ def test_the_hit_rate_is_what_the_row_says(results: Path) -> None:
     document = smoke("k6_dsa_decode", results)
     assert values(document, "hit rate counted") == [pytest.approx(0.75, abs=0.01)] * 2
     assert values(document, "buffer equals host") == [1, 1]
-
-
-def test_without_a_gpu_a_script_says_what_it_would_measure() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    path = SCRIPTS / "k2_lru_diff.py"
-    ran = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
-    (line,) = ran.stderr.splitlines()
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert line.startswith("k2_lru_diff.py: needs a CUDA GPU. It would measure the LRU diff of 1 to 64 requests")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,19 +110,6 @@ def test_a_trace_has_its_hit_rate_and_selects_each_token_once() -> None:
         before = now
 
 
-def test_samples_give_median_and_tail() -> None:
-    samples = script("device_clock").Samples(tuple(range(1, 101)))
-    assert (samples.median, samples.p95) == (50.5, 96)
-
-
-def test_every_step_is_prepared_once_and_in_order() -> None:
-    clock = script("device_clock").DeviceClock(torch.device("cpu"), steps=3, repetitions=2)
-    prepared: list[int] = []
-    samples = clock.samples(lambda: None, prepared.append)
-    assert prepared == list(range(clock.total_steps))
-    assert len(samples.seconds) == 6
-
-
 @pytest.mark.parametrize(("share", "stated"), [(0.74, False), (0.76, True)])
 def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -> None:
     module, clock = script("device_run"), script("device_clock")
@@ -166,19 +133,3 @@ def test_what_an_index_costs_is_no_share_of_a_slow_layer(layer_seconds: float, s
     else:
         assert share.metric.startswith("no share of the layer stated")
         assert share.ok is None
-
-
-def test_operations_of_a_layer_are_those_of_llama() -> None:
-    size = script("k8_index_build").FULL
-    # 218 million weights of a layer's products; half of the square of attention.
-    assert size.operations(1) == pytest.approx(2 * 218.1e6, rel=1e-3)
-    assert size.operations(2**17) - 2**17 * (size.operations(1) - 2 * 4096) == 2 * 2**34 * 4096
-
-
-def test_ways_are_compared_at_one_budget() -> None:
-    bench = script("k6_dsa_decode")
-    resident = bench.FULL.config.replaced(residency="device")
-    for n_tokens in bench.FULL.lengths:
-        assert bench.FULL.most(resident, n_tokens) < bench.FULL.most(bench.FULL.config, n_tokens)
-    assert bench.FULL.sizes(7) == [1, 4, 7]
-    assert bench.FULL.sizes(0) == []

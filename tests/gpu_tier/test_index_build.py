@@ -56,22 +56,6 @@ def test_every_indexed_token_is_in_the_cluster_whose_mean_it_is_part_of(segment:
         torch.testing.assert_close(index.centroids[cluster], members.mean(0), rtol=1e-4, atol=1e-4)
 
 
-def test_all_clusters_select_all_indexed_tokens_and_a_share_the_best_of_them() -> None:
-    sample = kv(1024, 16, 3, 2, Regime.SHARP, seed=1)
-    settings = RetroInferConfig(segment=512, update_segment=256)
-    index = bench().index_of(1024, bench().build_prompt(sample.k[:, None], sample.v[:, None], settings))
-    everything = bench().selected(index, sample, 1.0)
-    assert torch.equal(everything, (index.cluster_of >= 0).expand(3, -1))
-    few = bench().selected(index, sample, 0.1)
-    clusters = {cluster for row in few for cluster in index.cluster_of[row].unique().tolist()}
-    assert -1 not in clusters
-    for row, q in zip(few, sample.q, strict=True):
-        chosen = index.cluster_of[row].unique()
-        assert len(chosen) == round(0.1 * len(index.sizes))
-        rank = torch.softmax(q @ index.centroids.T * sample.scale, -1).sum(0).masked_fill(index.sizes == 0, -1)
-        assert set(chosen.tolist()) == set(rank.topk(len(chosen)).indices.tolist())
-
-
 def test_sides_are_gated_by_means_over_seeds() -> None:
     module = bench()
     size = module.Size(64, 32, 0.4, seeds=2, repeats=1)

@@ -77,33 +77,6 @@ def test_a_sidecar_that_is_missing_is_built(storage: MemoryStorage, algorithm: s
     assert second.is_empty()
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 9, 11])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_prefix_of_which_less_arrives(storage: MemoryStorage, algorithm: str, blocks: int) -> None:
-    first = rig_of(storage, algorithm)
-    expected = first.run(TOKENS)[0]
-    second = rig_of(storage, algorithm)
-    assert isinstance(second.connector, MemoryConnector)
-    second.connector.is_manual = True
-    number = second.engine.submit(TOKENS)
-    second.connector.answer(0)
-    second.engine.step()
-    (load,) = second.connector.loads
-    parts = list(second.connector.loads[load].left)
-    second.connector.arrive(load, *(part for part in parts if part[0] < blocks))
-    second.connector.fail(load, *(part for part in parts if part[0] >= blocks))
-    second.connector.is_manual = False
-    while len(second.engine.tokens(number)) < len(expected):
-        second.engine.step()
-    assert second.engine.tokens(number) == expected
-    assert second.engine.attached_tokens(number) == blocks * PAGE
-    taken_over = 1 if algorithm == "pqcache" else max(0, blocks - 1) // 2
-    assert counted(second) == (counted(first)[0] - taken_over, taken_over)
-    second.engine.finish(number)
-    assert second.store.flush(10)
-    assert second.is_empty()
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_settings_that_change_the_index_are_another_index(storage: MemoryStorage, algorithm: str) -> None:
     other = {"retroinfer": {"iterations": 1}, "pqcache": {"seed": 1}}[algorithm]
@@ -144,25 +117,6 @@ def test_codes_of_another_quantisation_have_another_name(how: str) -> None:
         assert spec is not None
         names.add((spec.name, spec.page_bytes))
     assert len(names) == len({name for name, _ in names}) == (1 if how == "given" else 2)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_prompts_that_diverge_behind_a_prefix(storage: MemoryStorage, algorithm: str) -> None:
-    prompts = [TOKENS[:130] + prompt_of(60, seed) for seed in (1, 2)]
-    rig_of(storage, algorithm).run(TOKENS[:130])
-    alone = [rig_of(MemoryStorage(dict(storage.blocks)), algorithm).run(prompt)[0] for prompt in prompts]
-    if algorithm == "retroinfer":
-        assert alone == [continued("llama", algorithm, prompt) for prompt in prompts]
-    rig = rig_of(storage, algorithm)
-    numbers = [rig.engine.submit(prompt) for prompt in prompts]
-    while any(len(rig.engine.tokens(number)) < len(alone[0]) for number in numbers):
-        rig.engine.step()
-    assert [rig.engine.tokens(number)[: len(alone[0])] for number in numbers] == alone
-    assert counted(rig)[1] == 2 * (3 if algorithm == "retroinfer" else 1)
-    for number in numbers:
-        rig.engine.finish(number)
-    assert rig.store.flush(10)
-    assert rig.is_empty()
 
 
 # Conversations.

@@ -128,12 +128,6 @@ def test_equal_rows_share_the_lowest_cluster_and_the_others_stay() -> None:
     torch.testing.assert_close(centroids, torch.full((1, 3, 4), 0.5))
 
 
-def test_scaling_a_problem_by_a_power_of_two_changes_nothing() -> None:
-    x = numbers(2, 50, 8, seed=1)
-    plain, scaled = spherical_kmeans(x, [50, 50], [5, 5], 6), spherical_kmeans(8 * x, [50, 50], [5, 5], 6)
-    assert torch.equal(plain[0], scaled[0])
-
-
 # lloyd ---------------------------------------------------------------------------------------------------------------
 
 
@@ -152,15 +146,6 @@ def test_lloyd_is_the_model(data: st.DataObject, tokens: int, n: int, iterations
     assert labels[0].tolist() == want_labels
     torch.testing.assert_close(centroids[0].double(), torch.from_numpy(want_centroids), rtol=1e-4, atol=1e-4)
     assert float(inertia[0]) == pytest.approx(((rows - want_centroids[want_labels]) ** 2).sum(), rel=1e-3, abs=1e-4)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(seed=st.integers(0, 9999), tokens=st.integers(1, 40), n=st.integers(1, 9))
-def test_lloyd_begins_with_distinct_rows(seed: int, tokens: int, n: int) -> None:
-    x = numbers(1, tokens, 3, seed=seed)
-    start = [tuple(row) for row in lloyd(x, [tokens], [min(n, tokens)], 0, seed)[0][0].tolist()]
-    assert set(start) <= {tuple(row) for row in x[0].tolist()}
-    assert len(set(start)) == len(start) == min(n, tokens)
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -211,19 +196,6 @@ def test_empty_clusters_take_the_farthest_rows() -> None:
         assert inertia.tolist() == [0]
 
 
-def test_more_centroids_than_distinct_rows() -> None:
-    x = torch.tensor([[[1.0], [1.0], [1.0], [2.0], [2.0]]])
-    centroids, labels, inertia = lloyd(x, [5], [4], 10, 0)
-    assert inertia.tolist() == [0]
-    assert centroids[0, labels[0].long()].flatten().tolist() == [1, 1, 1, 2, 2]
-
-
-def test_other_seeds_begin_with_other_rows() -> None:
-    x = numbers(1, 200, 3, seed=0)
-    starts = {tuple(lloyd(x, [200], [2], 0, seed)[0].flatten().tolist()) for seed in range(10)}
-    assert len(starts) > 5
-
-
 # Both ----------------------------------------------------------------------------------------------------------------
 
 
@@ -266,7 +238,7 @@ def test_rows_and_iterations_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("count", "n"), [(5, 5), (7, 5), (64, 16), (100, 7), (1, 1)])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_lloyd_begins_with_a_row_of_each_stretch(count: int, n: int, seed: int) -> None:
     """Without iterations centroids are the rows that it begins with; rows here are their own numbers."""
     x = torch.arange(count, dtype=torch.float32)[None, :, None]

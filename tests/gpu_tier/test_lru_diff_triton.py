@@ -43,7 +43,7 @@ def both_worlds_agree(seed: int) -> None:
 
 @pytest.mark.parametrize("part", range(5))
 def test_random_histories_equal_the_reference(part: int) -> None:
-    each = examples(300) // 5
+    each = examples(100) // 5
     for seed in range(part * each, (part + 1) * each):
         both_worlds_agree(seed)
 
@@ -52,7 +52,7 @@ def test_random_histories_equal_the_reference(part: int) -> None:
     ("width", "capacity", "n_items", "block"),
     [
         (1, 1, 4, 16), (16, 16, 100, 16), (17, 33, 100, 16), (31, 64, 500, 32), (128, 256, 4096, 64),
-        (100, 300, 4096, 128), (512, 1024, 32768, 1024), (2048, 4096, 131072, 1024), (2048, 4096, 131072, 4096),
+        (100, 300, 4096, 128), (512, 1024, 8192, 1024),
     ],
 )  # fmt: skip
 def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: int, block: int) -> None:

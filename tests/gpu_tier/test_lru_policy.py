@@ -12,7 +12,6 @@ from lru_model import clone_state, decode_batch, geometry_of, selection_of
 from gpu_tier.errors import ConfigError, StateError
 from gpu_tier.kernels.lru_diff import DiffError
 from gpu_tier.manager.lru_state import LruCounters, LruDiffPolicy
-from gpu_tier.manager.policy import ResidencyPolicy
 from gpu_tier.runtime import NullRuntime
 from gpu_tier.types import ResidencyPlan
 
@@ -45,11 +44,6 @@ def loads(plan: ResidencyPlan) -> int:
     return int(plan.misses.count.sum())
 
 
-def test_it_is_a_residency_policy() -> None:
-    policy: ResidencyPolicy = policy_of()
-    policy.commit(0, ResidencyPlan(torch.zeros(1, 1, 1)))
-
-
 @pytest.mark.parametrize("n", [0, 1, CAPACITY - 1, CAPACITY, CAPACITY + 1, 3 * CAPACITY])
 def test_admission_fills_by_number_or_with_the_last_items(n: int) -> None:
     items, slots = admit(policy_of(), 0, n)
@@ -65,72 +59,6 @@ def test_a_part_filled_item_goes_to_its_newest_slot(n: int, items: list[int]) ->
         assert slots[-1] == 1500 + 4 * (items[-1] % 2)
     held = min(n // 4, CAPACITY)
     assert slots[:held] == [1000 + 4 * i for i in range(held)]
-
-
-@pytest.mark.parametrize("n", range(1, CAPACITY + 1))
-def test_the_fast_path_keeps_order_and_places(n: int) -> None:
-    policy = policy_of()
-    admit(policy, 0, n - 1)
-    before = clone_state(policy, 0)
-    plan = resolve(policy, list(range(n)), n)
-    assert plan.device_slot[0, 0].tolist() == [1000 + i for i in range(n - 1)] + [1500 + (n - 1) % 2]
-    assert loads(plan) == 0
-    resolve(policy, [0], n)
-    assert torch.equal(clone_state(policy, 0)["lru_slots"], before["lru_slots"])
-
-
-def test_growing_from_one_token_past_the_buffer_loads_nothing_until_it_is_full() -> None:
-    policy = policy_of()
-    admit(policy, 0, 0)
-    for n in range(1, CAPACITY + 2):
-        plan = resolve(policy, list(range(max(0, n - CAPACITY), n)), n)
-        assert loads(plan) == 0, n
-    # Item 0 was not used in the last step: it gives its slot to the item that was newest.
-    assert resolve(policy, [9], CAPACITY + 2).promotion.dst.item() == 1000  # type: ignore[union-attr]
-    assert loads(resolve(policy, [0, 9], CAPACITY + 2)) == 1
-    assert policy.counters.promotions == CAPACITY + 1
-
-
-def test_the_newest_item_alternates_between_two_slots_and_moves_in() -> None:
-    policy = policy_of()
-    admit(policy, 0, 20)
-    assert resolve(policy, [20], 21).device_slot.item() == 1500
-    plan = resolve(policy, [21, 20], 22)
-    assert plan.promotion is not None
-    assert plan.promotion.src.item() == 1500
-    assert plan.device_slot[0, 0].tolist() == [1501, plan.promotion.dst.item()]
-    assert policy.layer_state(0).lru_slots[0, 0, -1] == plan.promotion.dst.item() - 1000
-    assert resolve(policy, [21, 20], 22).promotion.src.item() == -1  # type: ignore[union-attr]
-
-
-def test_without_promotion_the_newest_item_leaves() -> None:
-    policy = policy_of(promote_newest=False)
-    admit(policy, 0, 20)
-    resolve(policy, [20], 21)
-    plan = resolve(policy, [20, 21], 22)
-    assert plan.promotion is None
-    assert plan.misses is not None
-    assert plan.misses.src_host[0, 0].tolist() == [120, -1]
-
-
-def test_a_jump_over_items_does_not_promote_what_was_overwritten() -> None:
-    policy = policy_of()
-    admit(policy, 0, 20)
-    resolve(policy, [20], 21)
-    plan = resolve(policy, [20], 23)
-    assert plan.promotion is not None
-    assert plan.promotion.src.item() == -1
-    assert loads(plan) == 1
-
-
-def test_pages_stay_the_newest_while_they_fill() -> None:
-    policy = policy_of(unit_tokens=4)
-    admit(policy, 0, 9)
-    for n in (10, 11, 12):
-        assert resolve(policy, [0, 2], n).device_slot[0, 0].tolist() == [1000, 1500]
-    plan = resolve(policy, [2, 3], 13)
-    assert plan.device_slot[0, 0].tolist() == [1008, 1504]
-    assert policy.counters.promotions == 1
 
 
 def test_release_leaves_nothing_for_the_next_request() -> None:
@@ -163,18 +91,6 @@ def test_layers_and_requests_are_apart() -> None:
     assert policy.counters == policy.layer_counters(0)
     assert policy.counters.hit_rate == 0
     assert policy.layer_counters(1).hit_rate == 1
-
-
-def test_heads_that_select_on_their_own_have_buffers_of_their_own() -> None:
-    policy = policy_of(selecting_heads=2)
-    admit(policy, 0, 20)
-    selection = selection_of([[[1, 2], [19, 3]]], 2, 1)
-    plan = policy.resolve(0, decode_batch([0], [21]), selection, torch.ones(1, dtype=torch.bool))
-    assert plan.misses is not None
-    assert plan.misses.count.tolist() == [[2, 1]]
-    held = policy.layer_state(0).slot_item[0]
-    assert {1, 2} <= set(held[0].tolist())
-    assert {3, 19} <= set(held[1].tolist())
 
 
 def test_a_row_without_a_buffer_is_reported() -> None:

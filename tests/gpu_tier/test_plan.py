@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from thoroughness import examples
 
 from gpu_tier.cli import main
-from gpu_tier.config import ALGORITHMS, QuestConfig, SparseConfig
+from gpu_tier.config import ALGORITHMS, SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
 from gpu_tier.eval.plan import Limits, Plan, Workload, advise, fixed_bytes, plan, time_of
@@ -79,15 +79,6 @@ def test_index_keys_count() -> None:
     assert found.batch == free // found.request.device < free // (4 * found.request.kv)
 
 
-def test_dense_layers_of_quest_stay_on_the_device() -> None:
-    by_layers = [
-        plan(LLAMA, DEVICE, SparseConfig("quest", algo=QuestConfig(skip_layers=layers)), LONG, Limits(80 * GIB, GIB))
-        for layers in (0, 2)
-    ]
-    assert by_layers[0].request.dense_layers == 0
-    assert by_layers[1].request.dense_layers == 2 * LONG.n_tokens * LLAMA.geometry.token_layer_bytes
-
-
 def test_prefill_needs_room_for_a_whole_request() -> None:
     limits = Limits(80 * GIB, 100 * GIB, staging_requests=2)
     staged = fixed_bytes(LLAMA, SparseConfig("dsa"), LONG, limits)
@@ -95,12 +86,6 @@ def test_prefill_needs_room_for_a_whole_request() -> None:
         2 * LONG.n_tokens * LLAMA.geometry.token_bytes
     )
     assert fixed_bytes(LLAMA, SparseConfig("full"), LONG, limits) == LLAMA.weight_bytes + limits.reserve_bytes
-
-
-def test_streaming_from_the_host_needs_two_pieces() -> None:
-    config = SparseConfig("full_offload")
-    pieces = fixed_bytes(LLAMA, config, LONG, Limits(80 * GIB, 100 * GIB, reserve_bytes=0)) - LLAMA.weight_bytes
-    assert pieces == 2 * 65536 * LLAMA.geometry.token_layer_bytes
 
 
 def test_a_buffer_that_is_too_small_is_refused() -> None:

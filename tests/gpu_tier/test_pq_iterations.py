@@ -68,17 +68,6 @@ def test_the_most_iterations_that_fit_into_a_layer_are_taken(tokens: int) -> Non
         assert PLANTED.clustering_seconds(tokens, count + 1) > PLANTED.layer_seconds(tokens)
 
 
-def test_iterations_that_seem_to_cost_nothing_are_few() -> None:
-    noise = CostModel(0, -1e-9, 0, 1, 0, 0)
-    assert noise.iterations(1000, 3, 300) == 3
-
-
-def test_the_quadratic_term_of_layers_gives_long_prompts_more_iterations() -> None:
-    counts = [PLANTED.iterations(tokens, 3, 10**6) for tokens in (8192, 32768, 131072)]
-    assert counts == sorted(counts)
-    assert counts[-1] > 2 * counts[0]
-
-
 def test_too_few_measurements_are_refused() -> None:
     with pytest.raises(ConfigError, match="three different sizes"):
         iterations.fit_layer([(128, 1.0), (128, 1.1), (256, 2.0)])

@@ -49,9 +49,7 @@ def direct(table: Tensor, codes: Tensor, pages: Tensor, width: int) -> Tensor:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    ("heads", "group", "parts", "bits"), [(2, 1, 2, 6), (2, 4, 4, 8), (1, 5, 3, 4), (1, 8, 16, 8), (3, 1, 1, 2)]
-)
+@pytest.mark.parametrize(("heads", "group", "parts", "bits"), [(2, 4, 4, 8), (1, 5, 3, 4), (3, 1, 1, 2)])
 @pytest.mark.parametrize("page_tokens", [64, 25])
 def test_scores_are_sums_of_the_table(
     impl: str, heads: int, group: int, parts: int, bits: int, page_tokens: int

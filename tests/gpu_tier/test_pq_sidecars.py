@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from algorithm_rig import PAGE, Rig, ids
+from algorithm_rig import Rig, ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pqcache_rig import PQRig, codebook_of, codes_of, continued, plain_selection
@@ -128,16 +128,6 @@ def test_decoded_pages_are_exported_too() -> None:
     check_selection(second, 1, 110, 3)
 
 
-def test_the_same_pages_give_the_same_selection() -> None:
-    first, second = PQRig(), PQRig()
-    first.add({0: 83}, spare=60)
-    continued(second, first, 83, 80, request=0)
-    for _ in range(20):
-        ours, theirs = second.step([0]), first.step([0])
-        for layer in first.geometry.layers:
-            assert torch.equal(ours[layer].indices, theirs[layer].indices)
-
-
 def test_pages_without_codes_have_no_id() -> None:
     rig = PQRig()
     Rig.add(rig, {0: 20, 1: 83})
@@ -168,14 +158,6 @@ def test_too_few_pages_are_no_codebook_and_all_is_clustered() -> None:
         keys = second.all_keys(layer, 1)
         assert torch.equal(codebook_of(second, layer, 1), pq.train(keys[4 : 100 - 8], second.pq.shape, 3, 0))
     check_selection(second, 1, 100, 3)
-
-
-def test_the_first_pages_that_use_a_codebook_hold_all_of_it() -> None:
-    rig = PQRig()
-    form = rig.pq.form
-    assert form.pages == (4 + 16) // PAGE == 1
-    assert form.slice_bytes * form.pages >= form.codebook_bytes == rig.pq.codebooks[:, 0].nbytes
-    assert rig.algorithm.sidecar_page_bytes() == 16 + form.slice_bytes + 3 * PAGE * 4
 
 
 def test_a_sidecar_that_does_not_fit_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from algorithm_rig import PAGE, ROWS, Rig, ids, mha
 from pqcache_rig import PQRig, codebook_of, codes_of, continued, plain_selection
 
-from gpu_tier.errors import ConfigError, PoolExhaustedError
+from gpu_tier.errors import ConfigError
 from gpu_tier.index import pq
 from gpu_tier.types import Mode
 
@@ -118,25 +118,6 @@ def test_the_bytes_of_a_request_are_those_that_are_allocated(n: int, turns: str)
     assert rig.pq.representation_bytes(n) == books * 3 * 2 * 8 * 8 * 2 + (2 * -(-n // PAGE) + 3) * PAGE * 4
 
 
-def test_a_request_leaves_nothing_to_the_next_one() -> None:
-    used, fresh = PQRig(), PQRig()
-    used.add({0: 200, 1: 300}, spare=20)
-    for _ in range(20):
-        used.step([0, 1])
-    used.source.of.clear()
-    for request in (0, 1, 5):
-        used.algorithm.free(request)
-    assert used.pq.codes.pool.allocator.in_use == 0
-    assert not used.pq.codebooks.any()
-    for rig in (used, fresh):
-        rig.source.random.manual_seed(5)
-        rig.add({0: 66}, spare=5)
-    for _ in range(5):
-        ours, theirs = used.step([0]), fresh.step([0])
-        for layer in fresh.geometry.layers:
-            assert torch.equal(ours[layer].indices, theirs[layer].indices)
-
-
 def test_a_request_that_ends_while_it_is_clustered_leaves_nothing() -> None:
     rig = PQRig(kmeans_threads=1)
     Rig.add(rig, {0: 300, 1: 300})
@@ -147,16 +128,6 @@ def test_a_request_that_ends_while_it_is_clustered_leaves_nothing() -> None:
         for request, n in ((0, 40), (1, 300)):
             wanted = pq.encode(rig.all_keys(layer, request)[:n], codebook_of(rig, layer, request))
             assert torch.equal(codes_of(rig, layer, request, n), wanted)
-
-
-def test_when_the_pool_is_full_a_request_keeps_what_it_had() -> None:
-    rig = PQRig()
-    rig.add({0: 100}, spare=1)
-    rig.pq.codes.pool.allocator.alloc(rig.pq.codes.pool.allocator.available)
-    with pytest.raises(PoolExhaustedError, match="total_tokens"):
-        rig.algorithm.reserve(0, 200)
-    for layer, selection in rig.step([0]).items():
-        assert ids(selection, 0) == plain_selection(rig, layer, 0, 0, codebook_of(rig, layer, 0), n_prompt=100)[1]
 
 
 def test_sub_vectors_must_fit() -> None:

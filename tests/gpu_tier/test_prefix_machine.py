@@ -150,4 +150,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine: Any = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=examples(1200), stateful_step_count=40, deadline=None)
+TestPrefixMachine.settings = settings(max_examples=examples(600), stateful_step_count=30, deadline=None)

@@ -95,17 +95,6 @@ def test_blocks_decoded_over_a_selection_are_never_published(storage: MemoryStor
     tier.check_nothing_is_held()
 
 
-def test_a_page_that_changes_hands_forgets_what_was_known_of_it(storage: MemoryStorage) -> None:
-    tier = Tier(storage, pages=4)
-    tier.serve(TOKENS)
-    others = [token + 1000 for token in TOKENS]
-    tier.serve(others)  # in the same pages
-    assert len(storage.blocks) == 8
-    other = Tier(storage)
-    for tokens in (TOKENS, others):
-        other.check(tokens, other.attach(tokens))
-
-
 def test_the_storage_forgot_what_the_pool_still_has(storage: MemoryStorage) -> None:
     tier = Tier(storage)
     tier.serve(TOKENS)
@@ -181,16 +170,6 @@ def test_no_more_pages_are_held_for_writing_than_allowed(storage: MemoryStorage)
     assert tier.allocator.in_use == 3
     assert tier.store.counters.dropped_pages == 1
     tier.connector.finish_write(0)
-    tier.check_nothing_is_held()
-
-
-def test_a_storage_that_is_down_is_a_miss_and_keeps_nothing(storage: MemoryStorage) -> None:
-    tier = Tier(storage)
-    tier.connector.is_down = True
-    assert tier.attach(TOKENS).n_tokens == 0
-    tier.serve(TOKENS)
-    assert not storage.blocks
-    assert tier.store.counters.failed_pages == 4
     tier.check_nothing_is_held()
 
 

@@ -90,29 +90,6 @@ def test_the_pool_has_the_beginning_and_the_storage_the_rest(storage: MemoryStor
     tier.check_nothing_is_held()
 
 
-def test_two_requests_diverge_behind_the_same_prefix(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage)
-    prompts = [[*TOKENS[:-1], 7, 8, 9, 1, 2], [*TOKENS[:-1], 3, 8, 9, 1, 2]]
-    prefixes = [tier.attach(prompt) for prompt in prompts]
-    assert prefixes[0].pages == prefixes[1].pages
-    pages = [tier.compute(prompt, prefix) for prompt, prefix in zip(prompts, prefixes, strict=True)]
-    assert set(pages[0]) & set(pages[1]) == set(prefixes[0].pages)
-    for prompt, mine in zip(prompts, pages, strict=True):
-        tier.store.publish(prompt, mine, len(prompt), first_page=4, sidecar=tier.sidecar(prompt, 4))
-    tier.allocator.free(pages[0])
-    tier.allocator.free(pages[1])
-    tier.store.step()
-    other = Tier(storage)
-    for prompt in prompts:
-        prefix = other.attach(prompt)
-        assert prefix.n_tokens == 5 * PAGE
-        other.check(prompt, prefix)
-        other.store.give_back(prefix)
-    tier.check_nothing_is_held()
-    other.check_nothing_is_held()
-
-
 def test_a_block_without_its_required_sidecar_is_a_miss(storage: MemoryStorage) -> None:
     full(storage)
     tier = Tier(storage)
@@ -153,26 +130,6 @@ def test_sidecars_of_other_parameters_are_a_miss(storage: MemoryStorage) -> None
         prefix = other.attach(TOKENS)
         assert prefix.n_tokens == 4 * PAGE
         other.check(TOKENS, prefix)
-
-
-def test_parts_may_arrive_in_any_order(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    assert tier.spec is not None
-    attach = tier.store.begin(TOKENS)
-    assert tier.store.poll(attach) is None
-    tier.connector.answer(0)
-    assert tier.store.poll(attach) is None
-    parts = [(block, name) for block in (3, 1, 0, 2) for name in (tier.spec.name, KV_SPEC)]
-    for part in parts:
-        assert tier.store.poll(attach) is None
-        tier.connector.arrive(1, part)
-    prefix = tier.store.poll(attach)
-    assert prefix is not None
-    assert prefix.n_tokens == 4 * PAGE
-    tier.check(TOKENS, prefix)
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
 
 
 @pytest.mark.parametrize("arrived", [[], [0], [0, 1], [1, 2, 3], [0, 2, 3]], ids=str)
@@ -356,18 +313,6 @@ def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
         tier.check(TOKENS, prefix)
         tier.store.give_back(prefix)
         tier.store.give_back(tier.attach([token + 1000 for token in TOKENS]))
-
-
-def test_evicted_pages_are_loaded_again(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, pages=4)
-    tier.store.give_back(tier.attach(TOKENS))
-    tier.allocator.free(tier.allocator.alloc(4))
-    prefix = tier.attach(TOKENS)
-    tier.check(TOKENS, prefix)
-    assert tier.store.counters.storage_tokens == 2 * 4 * PAGE
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
 
 
 def test_attach_waits_for_its_time_and_no_longer(storage: MemoryStorage) -> None:

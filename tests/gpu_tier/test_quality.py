@@ -19,7 +19,7 @@ from gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv
 from gpu_tier.types import TokenRanges
 
 TOKENS = 8192
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 @cache
@@ -75,13 +75,6 @@ def test_no_selection_beats_the_best_and_more_tokens_never_find_less(
     more = some | (torch.rand(3, tokens, generator=generator) < 0.3)
     assert 0 <= mass_recall(weights, some, steady) <= 1 + 1e-6
     assert 0 <= recall_at(k, weights, some, steady) <= recall_at(k, weights, more, steady) <= 1
-
-
-def test_attention_over_nothing_is_zero() -> None:
-    x = sample(Regime.MID, 0)
-    weights = attention_weights(x.q, x.k, x.scale)
-    nothing = torch.zeros(len(x.q), TOKENS, dtype=torch.bool)
-    assert not attended(weights, x.v, nothing).any()
 
 
 @pytest.mark.parametrize("regime", Regime)

@@ -10,10 +10,10 @@ from refused_allocations import refuse_each_once
 from retrieval_cases import BLOCKS, CASES
 
 SHAPE = Shape(layers=2, max_requests=4)
-WINDOWS: dict[str, dict[str, Any]] = {
-    f"{name}, a window": {**case, "prefill_window_tokens": 20} for name, case in BLOCKS.items()
+ALL: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in ("retroinfer", "retroinfer device", "pqcache", "pqcache lru")},
+    "retroinfer gpu control, a window": {**BLOCKS["retroinfer gpu control"], "prefill_window_tokens": 20},
 }
-ALL = {**CASES, **WINDOWS}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -9,8 +9,8 @@ from wave_rig import SMALL, WaveRig, check_step, same_state, selections_of
 
 from gpu_tier.algorithms.base import BaseSparseAlgorithm
 from gpu_tier.config import RetroInferConfig
-from gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
-from gpu_tier.index.wave_index import clusters_of, most_clusters
+from gpu_tier.errors import ConfigError
+from gpu_tier.index.wave_index import most_clusters
 from gpu_tier.types import Mode
 
 CONFIG = RetroInferConfig(**SMALL)
@@ -128,52 +128,6 @@ def test_every_row_can_have_the_longest_request() -> None:
     assert rig.retro.index.pool.allocator.available == 0
     with pytest.raises(ConfigError, match="max_tokens"):
         rig.algorithm.reserve(0, TOKENS + 300)
-
-
-def test_a_row_that_is_used_again_has_nothing_of_the_last_one() -> None:
-    rig, fresh = WaveRig(), WaveRig()
-    rig.add({0: 300, 1: 200}, spare=30)
-    for _ in range(30):
-        rig.step([0, 1])
-    free = rig.retro.index.pool.allocator
-    for request in (0, 1):
-        rig.end(request)
-    assert free.available == rig.retro.index.pool.num_pages
-    rig.algorithm.free(0)  # again, and of nobody
-    rig.algorithm.free(3)
-    fresh.add({0: 90}, spare=5)
-    for layer in rig.geometry.layers:
-        rig.rows.of[layer, 0], rig.rows.values[layer, 0] = fresh.rows.of[layer, 0], fresh.rows.values[layer, 0]
-        rig.queries_seen[layer, 0] = fresh.queries_seen[layer, 0]
-    rig.n[0] = 0
-    rig.algorithm.reserve(0, 90)
-    rig.prefill({0: 90})
-    rig.algorithm.finish_prompt(0, 90)
-    same_state(rig, 0, fresh, 0)
-    for log_size in (state[4] for state in rig.state(0).values()):
-        assert int((log_size > -torch.inf).sum()) <= 2 * clusters_of(90, CONFIG)
-    ours, theirs = selections_of(rig, [0]), selections_of(fresh, [0])
-    for layer in rig.geometry.layers:
-        assert torch.equal(ours[layer].indices, theirs[layer].indices)
-
-
-def test_a_pool_that_is_full_says_so_and_nothing_is_lost() -> None:
-    rig = WaveRig()
-    pool = rig.retro.index.pool
-    for request in range(ROWS - 1):
-        rig.algorithm.reserve(request, TOKENS)
-    taken = pool.allocator.alloc(pool.allocator.available)
-    with pytest.raises(PoolExhaustedError, match="total_tokens"):
-        rig.algorithm.reserve(5, 100)
-    assert pool.held(5) == []
-    pool.allocator.free(taken)
-    rig.algorithm.reserve(5, 100)
-
-
-def test_a_request_that_was_not_announced_is_refused() -> None:
-    rig = WaveRig()
-    with pytest.raises(StateError, match="reserve"):
-        rig.retro.segments.of(0, 4)
 
 
 def test_limits_that_a_residency_relies_on() -> None:

@@ -12,14 +12,13 @@ from thoroughness import examples
 
 from gpu_tier.algorithms import registry
 from gpu_tier.algorithms.base import AlgorithmContext
-from gpu_tier.config import ALGORITHMS, DsaConfig, PQCacheConfig, QuestConfig, RetroInferConfig, SparseConfig
+from gpu_tier.config import ALGORITHMS, DsaConfig, PQCacheConfig, RetroInferConfig, SparseConfig
 from gpu_tier.errors import ConfigError
 from gpu_tier.eval.footprint import footprint, representation_bytes
 from gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, model_shape
-from gpu_tier.eval.roofline import StepTime, Traffic, selected_tokens, step_time, traffic, wave_traffic
+from gpu_tier.eval.roofline import Traffic, step_time, traffic, wave_traffic
 from gpu_tier.kernels.lru_diff import DiffScratch
 from gpu_tier.manager.lru_state import LruDiffPolicy
-from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import NullRuntime
 
 LLAMA, DEEPSEEK = model_shape("llama3-8b"), model_shape("deepseek-v3.2")
@@ -83,17 +82,6 @@ def test_the_buffer_of_dsa(buffer_tokens: int, megabytes: int) -> None:
     assert request.representations / GB == pytest.approx(1.06, abs=0.005)
 
 
-def test_quest_bounds_are_a_sixteenth_of_the_kv() -> None:
-    config = SparseConfig("quest", algo=QuestConfig(skip_layers=0))
-    of_kv = representation_bytes(LLAMA, config, 32 * KI) / (32 * KI * LLAMA.geometry.token_bytes)
-    assert of_kv == pytest.approx(0.0625)
-
-
-def test_fp8_latents_take_656_bytes() -> None:
-    shape = DEEPSEEK.with_kv(KVDtype.FP8, None)
-    assert traffic(shape, SparseConfig("dsa"), 64 * KI, 0.0).link_bytes == 2048 * 656 * 61
-
-
 def test_dsa_reads_index_keys_of_all_tokens_and_rows_of_the_selected() -> None:
     request = traffic(DEEPSEEK, SparseConfig("dsa"), 100_000, 1.0)
     assert request.hbm_bytes == (100_000 * 132 + 2048 * 1152) * 61
@@ -106,10 +94,6 @@ def test_a_short_request_is_dense() -> None:
     assert traffic(LLAMA, config, 4095, 0.0) == traffic(LLAMA, SparseConfig("full"), 4095, 0.0)
     assert footprint(LLAMA, config, 4095) == footprint(LLAMA, SparseConfig("full"), 4095)
     assert traffic(LLAMA, config, 4096, 0.0) != traffic(LLAMA, SparseConfig("full"), 4096, 0.0)
-
-
-def test_streaming_keeps_whole_pages() -> None:
-    assert selected_tokens(SparseConfig("streaming_llm"), 10_000) == 16 + 2048
 
 
 shapes = st.sampled_from(list(MODEL_SHAPES.values()))
@@ -204,32 +188,6 @@ def test_without_a_cache_nothing_is_copied_into_it() -> None:
     row = traffic(LLAMA, cached, 64 * KI, 0.0).hbm_bytes - traffic(LLAMA, bare, 64 * KI, 0.0).hbm_bytes
     assert row == 2 * traffic(LLAMA, bare, 64 * KI, 0.0).link_bytes
     assert footprint(LLAMA, bare, 64 * KI).kv < footprint(LLAMA, cached, 64 * KI).kv
-
-
-def test_overhead_is_paid_per_sparse_layer() -> None:
-    slow = replace(DEVICE, layer_overhead_seconds=1e-5)
-    assert step_time(DEEPSEEK, slow, Traffic(0, 0, 0), 1, 61).overhead == pytest.approx(61e-5)
-
-
-def test_scattered_rows_reach_a_part_of_the_link() -> None:
-    half = replace(DEVICE, link_efficiency=0.5)
-    assert step_time(LLAMA, half, Traffic(0, 55e9, 0), 1).link == pytest.approx(2.0)
-
-
-def test_products_bound_where_they_take_longer_than_bytes() -> None:
-    assert step_time(LLAMA, DEVICE, Traffic(1, 0, 790e12), 1).attention == pytest.approx(1.0)
-    assert step_time(LLAMA, DEVICE, Traffic(0, 0, 0), 1000).weights == pytest.approx(1000 * 16.06e9 / 790e12)
-
-
-def test_experts_are_read_once() -> None:
-    assert DEEPSEEK.step_weight_bytes(1) == DEEPSEEK.active_weight_bytes
-    assert DEEPSEEK.step_weight_bytes(64) == DEEPSEEK.weight_bytes
-
-
-def test_the_parts_of_a_step_add_up() -> None:
-    step = StepTime(1, 2, 4, 8)
-    assert (step.serial, step.overlapped) == (15, 11)
-    assert replace(step, link=40).overlapped == 40
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,14 @@ def test_residencies_that_need_no_host_copy(storage: MemoryStorage, model: str, 
     assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6) == (expected, PREFIX, 1)
 
 
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("dtype", [KVDtype.BF16, KVDtype.FP8])
-@pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("latent", "dsa")])
+@pytest.mark.parametrize(
+    ("model", "algorithm", "layout", "dtype"),
+    [
+        ("llama", "quest", Layout.LAYER_FIRST, KVDtype.FP8),
+        ("llama", "quest", Layout.PAGE_HEAD, KVDtype.BF16),
+        ("latent", "dsa", Layout.PAGE_HEAD, KVDtype.FP8),
+    ],
+)
 def test_layouts_and_dtypes(storage: MemoryStorage, model: str, algorithm: str, layout: Layout, dtype: KVDtype) -> None:
     options: dict[str, Any] = {"host_layout": layout, "dtype": dtype}
     expected = continued(model, algorithm, TOKENS, 6, **options)
@@ -142,14 +147,6 @@ def test_a_conversation_goes_on_from_its_own_answer(storage: MemoryStorage) -> N
     assert tokens == continued("llama", "full", question)
 
 
-def test_answers_decoded_over_a_selection_are_not_published(storage: MemoryStorage) -> None:
-    """Decision 23."""
-    rig = rig_of(storage, "llama", "quest", publish_every=1)
-    answer, _, _ = rig.run(TOKENS, new=60)
-    assert set(storage.blocks) == set(KEYS(TOKENS))
-    assert rig_of(storage, "llama", "quest").run(answer)[1] == PREFIX
-
-
 def test_a_storage_that_is_down_costs_nothing_but_time(storage: MemoryStorage) -> None:
     expected = continued("llama", "quest", TOKENS)
     rig = rig_of(storage, "llama", "quest")
@@ -199,7 +196,7 @@ def test_a_prompt_that_waits_for_its_prefix_does_not_stop_the_others(storage: Me
 
 
 @pytest.mark.parametrize("how", ["abort", "finish"])
-@pytest.mark.parametrize("steps", [0, 1, 2, 4, 12])
+@pytest.mark.parametrize("steps", [0, 2, 12])
 def test_prompts_may_end_at_any_time(storage: MemoryStorage, steps: int, how: str) -> None:
     rig_of(storage, "latent", "dsa").run(TOKENS)
     rig = rig_of(storage, "latent", "dsa")

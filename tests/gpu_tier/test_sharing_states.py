@@ -77,8 +77,7 @@ def test_prompts_longer_than_their_window_on_the_device(storage: MemoryStorage, 
     assert rig_of(storage, model, algorithm).run(tokens, 6) == (expected, 288, 1)
 
 
-@pytest.mark.parametrize("has_storage", [False, True])
-@pytest.mark.parametrize("steps", [1, 3, 15])
+@pytest.mark.parametrize(("steps", "has_storage"), [(1, True), (3, False), (15, True)])
 @pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("latent", "dsa")])
 def test_a_retracted_prompt_goes_on_from_the_pool(
     storage: MemoryStorage, steps: int, has_storage: bool, model: str, algorithm: str

@@ -133,13 +133,6 @@ def test_what_is_wanted_again_stays_and_moves_nothing() -> None:
     assert after.hit_rate == 0.5
 
 
-def test_bytes_of_admissions_are_whole_blocks_of_all_heads() -> None:
-    rig = one_request(k_cache=2)
-    moved = rig.transfer.counters.h2d_bytes
-    read(rig, [3], [11])
-    assert rig.transfer.counters.h2d_bytes - moved == 2 * 4 * GEOMETRY.token_layer_bytes
-
-
 def test_a_token_of_a_cached_block_is_read_there_though_it_was_not_selected_before() -> None:
     rig = one_request()
     read(rig, [3], [])
@@ -176,15 +169,6 @@ def test_a_token_that_is_nowhere_is_said_in_debug_mode() -> None:
     rig.decode([0])
     with pytest.raises(StateError, match="1 selected tokens are neither cached nor on the host"):
         read(rig, [60], [40])
-
-
-def test_layers_and_requests_have_caches_of_their_own() -> None:
-    rig = one_request()
-    rig.admit(1, 4, 60)
-    read(rig, [3], [3], layer=0)
-    assert read(rig, [20], [], layer=2) == {4}
-    assert [rig.cached(layer, 0)[0].count(-1) for layer in range(3)] == [3, 4, 3]
-    assert all(item == -1 for layer in range(3) for item in rig.cached(layer, 1)[0])
 
 
 def test_the_cache_of_a_short_request_grows_with_it() -> None:
@@ -339,10 +323,3 @@ def test_it_needs_a_table_of_single_host_tokens() -> None:
         TokenBlockPolicy(
             rig.settings, rig.execution, rig.host_tokens, rig.transfer, rig.runtime, max_requests=4, max_tokens=120
         )
-
-
-def test_nothing_is_kept_on_the_host_beside_the_host_pool() -> None:
-    rig = one_request()
-    rig.policy.hold(0, 100)
-    assert rig.policy.host_bytes == 0
-    assert rig.policy.nbytes > 0

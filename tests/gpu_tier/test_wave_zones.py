@@ -77,23 +77,6 @@ def test_zones_are_those_of_plain_python(data: st.DataObject, heads: int, widest
     assert int(zones.overflow) == overflow
 
 
-def test_one_giant_cluster_is_estimated_and_the_others_are_retrieved() -> None:
-    sizes = torch.tensor([[[3, 500, 4, 5, 2]]])
-    ranks = torch.tensor([[[3.0, 9.0, 2.0, 1.0, 0.5]]])
-    zones = divide(ranks, *pages_of(sizes), asked([(5, 3, 4, 12)]))
-    assert zones.retrieved.tolist() == [[[0, 2, -1]]]
-    assert zones.estimated.tolist() == [[[1, 3, -1, -1]]]
-    assert int(zones.overflow) == 1
-
-
-def test_what_comes_behind_a_full_room_is_estimated_even_if_it_is_small() -> None:
-    sizes = torch.tensor([[[6, 6, 1]]])
-    zones = divide(torch.tensor([[[3.0, 2.0, 1.0]]]), *pages_of(sizes), asked([(3, 3, 3, 10)]))
-    assert zones.retrieved.tolist() == [[[0, -1, -1]]]
-    assert zones.estimated.tolist() == [[[1, 2, -1]]]
-    assert int(zones.overflow) == 2
-
-
 @pytest.mark.parametrize("size", [1, 2, 63, 1000, 8191, 8192, 32769, 131071])
 def test_sizes_come_back_from_their_logarithms(size: int) -> None:
     log_size, table = pages_of(torch.full((1, 2, 3), size))
