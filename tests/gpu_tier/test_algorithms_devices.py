@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_rig import IndexRig, Rig, mha, mla
+from algorithm_rig import IndexRig, Rig, WaveRig, mha, mla
 from torch.utils._python_dispatch import TorchDispatchMode
-from wave_rig import WaveRig
 
 from gpu_tier.types import Mode, Selection
 

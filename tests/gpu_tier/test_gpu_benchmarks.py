@@ -13,13 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_tier.eval.synth import Regime
 from gpu_tier.runtime import NullRuntime
 
+pytestmark = pytest.mark.ci
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
+
+
 NAMES = [
     "k1_io_transfer", "k2_lru_diff", "k3_decode_attention", "k4_wave_decode", "k5_million", "k6_dsa_decode",
     "k7_pq_search", "k8_index_build", "k9_end_to_end", "k10_breakdown", "check_device",
 ]  # fmt: skip
+
+
 CHECKS = ("bytes are equal", "buffer equals host", "all requests decode this way", "largest relative difference")
 
 
@@ -97,19 +104,6 @@ def test_no_script_measures_without_a_gpu(name: str, capsys: pytest.CaptureFixtu
     assert script(name).MEASURES in printed.err
 
 
-def test_a_trace_has_its_hit_rate_and_selects_each_token_once() -> None:
-    trace = script("sliding_trace").SlidingTrace(3, 500, 100, 0.7, torch.device("cpu"))
-    before = trace.select(0, 500)
-    for step in range(1, 40):
-        now = trace.select(step, 500 + step)
-        assert now.shape == (3, 100)
-        for row, old in zip(now.tolist(), before.tolist(), strict=True):
-            assert row == sorted(set(row))
-            assert row[-1] == 500 + step
-            assert len(set(row[:-1]) - set(old)) == 30
-        before = now
-
-
 @pytest.mark.parametrize(("share", "stated"), [(0.74, False), (0.76, True)])
 def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -> None:
     module, clock = script("device_run"), script("device_clock")
@@ -120,16 +114,37 @@ def test_a_speed_up_needs_a_baseline_worth_beating(share: float, stated: bool) -
     assert row.metric.startswith("speed-up over dense" if stated else "no speed-up over dense stated")
 
 
-@pytest.mark.parametrize(("layer_seconds", "stated"), [(1.30, True), (1.40, False)])
-def test_what_an_index_costs_is_no_share_of_a_slow_layer(layer_seconds: float, stated: bool) -> None:
-    bench, clock, run = script("k8_index_build"), script("device_clock"), script("device_run")
-    this = run.DeviceRun(clock.DeviceClock(torch.device("cpu"), 2, 1), is_smoke=False, is_quick=True)
-    bench.add_index(this, "case", clock.Samples((0.13,)), clock.Samples((layer_seconds,)), best=1.0, target=0.05)
-    bound, share = this.rows[-2:]
-    assert bound.value == pytest.approx(0.13)
-    assert bound.ok is None
-    if stated:
-        assert (share.value, share.ok) == (pytest.approx(0.1), False)
-    else:
-        assert share.metric.startswith("no share of the layer stated")
-        assert share.ok is None
+def bench() -> ModuleType:
+    return importlib.import_module("index_build")
+
+
+def test_a_quick_run_states_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    assert bench().main(["--quick", "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    assert all(row["ok"] is None for row in rows)
+    by_key = {(row["case"], row["metric"]): row for row in rows}
+    build = by_key["4096 tokens, segments of 1024 against one", "build, median"]
+    assert build["ratio"] == build["value"] / build["baseline"]
+    for regime in Regime:
+        recall = by_key[f"4096 tokens, segments of 1024 against one, {regime}", "recall@100"]
+        assert 0.3 < recall["value"] <= 1
+        assert recall["baseline"] == by_key["4096 tokens, segments of 4096", f"recall@100, {regime}"]["value"]
+
+
+def test_sides_are_gated_by_means_over_seeds() -> None:
+    module = bench()
+    size = module.Size(64, 32, 0.4, seeds=2, repeats=1)
+    mine, whole = (
+        module.Side([1.0, 1.0], {r: [0.5, 0.7] for r in Regime}),
+        module.Side([2.0, 3.0], {r: [0.56, 0.6] for r in Regime}),
+    )
+    rows = {row.metric: row for row in module.claim_rows(size, {32: mine, 64: whole}, is_quick=False)}
+    assert (rows["build, median"].ratio, rows["build, median"].ok) == (pytest.approx(0.4), True)
+    assert rows["build, slowest of 2 pairs"].value == pytest.approx(0.5)
+    assert rows["recall@100"].ok  # -0.06 and +0.1 are 0.02 on average
+    assert rows["difference, largest"].value == pytest.approx(0.1)
+    assert rows["difference, standard error"].value == pytest.approx(0.08)
+    whole.recall = {r: [0.56, 0.59] for r in Regime}
+    rows = {row.metric: row for row in module.claim_rows(size, {32: mine, 64: whole}, is_quick=False)}
+    assert not rows["recall@100"].ok

@@ -54,17 +54,6 @@ def test_a_kernel_is_launched_with_the_sizes_of_a_tiling() -> None:
     assert launched.calls == [((3,), {"n": 2, "BLOCK": 64, "num_warps": 8, "num_stages": 2})]
 
 
-def of_a_number(n: Any) -> None:
-    """Triton reads the source of this one too."""
-
-
-def test_a_kernel_is_not_compiled_anew_for_numbers_that_vary() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        made = [TunedKernel(of_a_number, (Tiling.of(),), varying) for varying in (("n",), ())]
-    assert [one._kernel.params[0].do_not_specialize for one in made] == [True, False]
-
-
 def timed(times: dict[Tiling, float], monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
     """Let calls take so long; return the list of those that are measured."""
     measured: list[Tiling] = []

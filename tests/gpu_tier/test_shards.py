@@ -16,6 +16,8 @@ from gpu_tier.connector import KVFormat
 from gpu_tier.errors import ConfigError
 from gpu_tier.geometry import Layout
 
+pytestmark = pytest.mark.ci
+
 TRAFFIC: dict[str, dict[str, Any]] = CASES
 PAIRS = {
     "heads": (Rank(range(2), range(3)), Rank(range(2, 4), range(3))),
