@@ -236,12 +236,6 @@ def test_any_order_of_requests_leaves_nothing_behind(data: st.DataObject, name: 
     traffic.assert_empty()
 
 
-def test_an_algorithm_without_a_fixed_set_says_so() -> None:
-    traffic = Traffic(Shape(), ALGORITHMS["quest"])
-    with pytest.raises(StateError, match="Quest keeps no fixed set"):
-        traffic.coordinator.algorithm.static_items(0, 0)
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_coordinator_gives_back_host_memory_and_threads(name: str) -> None:
     traffic = Traffic(Shape(), ALGORITHMS[name])

@@ -324,16 +324,6 @@ def test_pieces_give_what_one_pass_gives(extend_lens: list[int]) -> None:
     torch.testing.assert_close(driven(model, tokens, extend_lens), whole, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_of_a_batch_do_not_see_each_other() -> None:
-    model = random_model()
-    hidden = torch.randn(7, 128, generator=torch.Generator().manual_seed(2))
-    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3])
-    together = model.attention_inputs(0, hidden, positions, [{}, {}], [3, 4])
-    alone = model.attention_inputs(0, hidden[3:], positions[3:], [{}], [4])
-    torch.testing.assert_close(together.k[3:], alone.k)
-    torch.testing.assert_close(together.q[3:], alone.q)
-
-
 @pytest.mark.parametrize("position", ["none", "first", "last"])
 def test_answers_are_the_values_of_the_needles_that_are_asked(position: QuestionPosition) -> None:
     batch = recall_batch(3, 20, 8, torch.Generator().manual_seed(0), position)
@@ -348,14 +338,6 @@ def test_answers_are_the_values_of_the_needles_that_are_asked(position: Question
             assert (*question, answer) in needles
     shown = {"none": False, "first": True, "last": True}[position]
     assert (batch.context.shape[1] > 81) == shown
-
-
-def test_joined_questions_end_where_their_answers_are_due() -> None:
-    batch = recall_batch(2, 5, 3, torch.Generator().manual_seed(0))
-    tokens, ends = batch.joined()
-    assert tokens.shape == (2, 21 + 4 * 3 - 1)
-    for index, end in enumerate(ends.tolist()):
-        assert torch.equal(tokens[:, end - 2 : end + 1], batch.questions[:, index])
 
 
 def test_a_checkpoint_is_loaded_only_if_it_is_the_known_one(tmp_path: Path) -> None:
@@ -439,11 +421,3 @@ def test_products_depend_on_the_distance_only() -> None:
 
     assert torch.allclose(product(9, 4), product(105, 100), atol=1e-4)
     assert not torch.allclose(product(9, 4), product(9, 5), atol=1e-2)
-
-
-@torch.no_grad()
-def test_without_rotary_dims_the_position_does_not_matter() -> None:
-    indexer = make(rope_dim=0)
-    hidden, latent = torch.ones(2, 24), torch.ones(2, 12)
-    key = indexer(hidden, latent, torch.tensor([3, 70]))["index_key"]
-    assert torch.equal(key[0], key[1])

@@ -57,33 +57,8 @@ def test_the_merge_reads_in_wide_pieces(launches: Launches) -> None:
     assert launches["token 8x4-d128r0-bf16", "_merge"]["loads"] == 16
 
 
-def test_bounds_are_read_in_wide_pieces(launches: Launches) -> None:
-    assert launches["quest 32", "_score"]["loads"] == launches["quest 8", "_score"]["loads"] == 16
-    assert launches["quest 32", "_score"]["tensor_cores"]
-
-
-@pytest.mark.parametrize("case", ["8x4-d128-torch.bfloat16", "1x128-d576-torch.bfloat16", "8x1-d128-torch.float32"])
-def test_clusters_are_read_in_wide_pieces(launches: Launches, case: str) -> None:
-    score, estimate = launches[f"clusters {case}", "_score"], launches[f"clusters {case}", "_estimate"]
-    assert score["loads"] == max(estimate["copies"]) == 16
-    assert bool(score["tensor_cores"]) == bool(estimate["tensor_cores"]) == case.endswith("bfloat16")
-
-
 def test_runs_are_copied_in_wide_pieces(launches: Launches) -> None:
     assert launches["gather", "_gather"]["loads"] == 16
-
-
-def test_scores_of_codes_that_fill_words_of_two_and_four_bytes_compile(launches: Launches) -> None:
-    assert {case for case, _ in launches} >= {"codes 2", "codes 4"}
-
-
-def test_the_indexer_multiplies_in_fp8(launches: Launches) -> None:
-    assert "e4m3.e4m3" in launches["indexer", "_score"]["tensor_cores"][0]
-
-
-def test_both_ways_to_the_top_k_compile(launches: Launches) -> None:
-    assert ("top-k 4096", "_row") in launches
-    assert {"_chunk_count", "_chunk_tally", "_chunk_emit"} <= {kernel for _, kernel in launches}
 
 
 def test_every_kernel_compiles_for_a_gpu_and_spills_nothing(tmp_path: Path) -> None:
@@ -97,3 +72,8 @@ def test_every_kernel_compiles_for_a_gpu_and_spills_nothing(tmp_path: Path) -> N
     assert compiled - {"all"} == {path.parent.name for path in (root / "gpu_tier/kernels").glob("*/triton_impl.py")} - {
         "split_decode"
     }
+
+
+def test_bounds_are_read_in_wide_pieces(launches: Launches) -> None:
+    assert launches["quest", "_score"]["loads"] == 16
+    assert launches["quest", "_score"]["tensor_cores"]

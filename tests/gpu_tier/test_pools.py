@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -31,55 +30,6 @@ from gpu_tier.pools.req_to_token import ReqToTokenPool
 from gpu_tier.runtime import CudaRuntime, NullRuntime, runtime_for, upload
 
 PAGES = 8
-
-
-pages = st.lists(st.integers(-2, PAGES + 1), max_size=5)
-
-
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("alloc"), st.integers(0, PAGES + 1)),
-        st.tuples(st.just("free"), pages),
-        st.tuples(st.just("share"), pages),
-    ),
-    max_size=30,
-)
-
-
-def _apply(allocator: PagedAllocator, held: Counter[int], verb: str, argument: list[int] | int) -> None:
-    """Do a step with the allocator and the model, and check that both agree on whether it is allowed."""
-    if isinstance(argument, int):
-        if argument > PAGES - len(held):
-            with pytest.raises(PoolExhaustedError, match=f"{PAGES - len(held)} of {PAGES} pages left, {argument} were"):
-                allocator.alloc(argument)
-            return
-        taken = allocator.alloc(argument)
-        assert not set(taken) & set(held)
-        assert len(set(taken)) == argument
-        held.update(taken)
-        return
-    times = Counter(argument)
-    allowed = all(held[page] >= (n if verb == "free" else 1) for page, n in times.items())
-    if not allowed:
-        with pytest.raises(AllocationError):
-            getattr(allocator, verb)(argument)
-        return
-    getattr(allocator, verb)(argument)
-    (held.subtract if verb == "free" else held.update)(times)
-    for page in times:
-        if not held[page]:
-            del held[page]
-
-
-@settings(max_examples=examples(400), deadline=None)
-@given(steps)
-def test_references_are_those_of_a_dict(history: list[tuple[str, list[int] | int]]) -> None:
-    allocator = PagedAllocator(PAGES, 4)
-    held: Counter[int] = Counter()
-    for verb, argument in history:
-        _apply(allocator, held, verb, argument)
-        assert [allocator.refcount(page) for page in range(PAGES)] == [held[page] for page in range(PAGES)]
-        assert (allocator.in_use, allocator.available) == (len(+held), PAGES - len(+held))
 
 
 def test_a_double_free_is_found_and_changes_nothing() -> None:
@@ -206,6 +156,15 @@ class Histories(RuleBasedStateMachine):
             return
         self.pages.free([page])
         self._drop(page)
+
+    @rule(page=page_ids)
+    def share(self, page: int) -> None:
+        if page not in self.held:
+            with pytest.raises(AllocationError):
+                self.pages.share([page])
+            return
+        self.pages.share([page])
+        self.held[page] += 1
 
     @rule(page=page_ids)
     def filled(self, page: int) -> None:

@@ -30,6 +30,19 @@ def storage() -> MemoryStorage:
     return MemoryStorage()
 
 
+LONGER = [*TOKENS, *range(PAGE)]
+
+
+def loading(storage: MemoryStorage, **options: int) -> tuple[Tier, PrefixAttach]:
+    """Let an engine begin to load what another one has published; nothing has arrived yet."""
+    full(storage)
+    tier = Tier(storage, is_manual=True, **options)  # type: ignore[arg-type]
+    attach = tier.store.begin(TOKENS)
+    tier.connector.answer(0)
+    tier.store.poll(attach)
+    return tier, attach
+
+
 def full(storage: MemoryStorage, tokens: list[int] = TOKENS, **options: object) -> MemoryStorage:
     """Let another engine publish a prompt."""
     Tier(storage, **options).serve(tokens)  # type: ignore[arg-type]
@@ -50,8 +63,7 @@ def test_another_engine_attaches_what_was_published(
     tier.check(TOKENS, prefix)
     assert bool(prefix.sidecars) == bool(sidecar)
     assert tier.store.counters.storage_tokens == 4 * PAGE
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_the_last_prompt_token_is_never_attached(storage: MemoryStorage) -> None:
@@ -61,8 +73,7 @@ def test_the_last_prompt_token_is_never_attached(storage: MemoryStorage) -> None
         prefix = tier.attach(TOKENS[:length])
         assert len(prefix.pages) == pages
         tier.check([*TOKENS[:length], 0], prefix)
-        tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+        tier.end(prefix)
 
 
 def test_pages_in_the_pool_need_no_storage(storage: MemoryStorage) -> None:
@@ -88,8 +99,7 @@ def test_a_tier_without_a_storage_shares_inside_its_pool() -> None:
     prefix = tier.attach(TOKENS)
     tier.check(TOKENS, prefix)
     assert prefix.n_tokens == 4 * PAGE
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_the_pool_has_the_beginning_and_the_storage_the_rest(storage: MemoryStorage) -> None:
@@ -99,27 +109,23 @@ def test_the_pool_has_the_beginning_and_the_storage_the_rest(storage: MemoryStor
     prefix = tier.attach(TOKENS)
     tier.check(TOKENS, prefix)
     assert (tier.store.counters.host_tokens, tier.store.counters.storage_tokens) == (2 * PAGE, 4 * PAGE)
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_a_block_without_its_required_sidecar_is_a_miss(storage: MemoryStorage) -> None:
     full(storage)
     tier = Tier(storage)
-    assert tier.spec is not None
-    del storage.blocks[page_keys(TOKENS)[2]][tier.spec.name]
+    del storage.blocks[page_keys(TOKENS)[2]][tier.sidecar_name]
     prefix = tier.attach(TOKENS)
     assert prefix.n_tokens == 2 * PAGE
     tier.check(TOKENS, prefix)
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_a_block_without_its_optional_sidecar_is_attached(storage: MemoryStorage) -> None:
     full(storage, sidecar="optional")
     tier = Tier(storage, sidecar="optional")
-    assert tier.spec is not None
-    del storage.blocks[page_keys(TOKENS)[2]][tier.spec.name]
+    del storage.blocks[page_keys(TOKENS)[2]][tier.sidecar_name]
     for _ in range(2):  # from the storage, then from the pool
         prefix = tier.attach(TOKENS)
         assert prefix.n_tokens == 4 * PAGE
@@ -147,24 +153,17 @@ def test_sidecars_of_other_parameters_are_a_miss(storage: MemoryStorage) -> None
 
 @pytest.mark.parametrize("arrived", [[], [0], [0, 1], [1, 2, 3], [0, 2, 3]], ids=str)
 def test_a_partial_load_is_used_up_to_its_first_gap(storage: MemoryStorage, arrived: list[int]) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True)
-    assert tier.spec is not None
-    attach = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(attach)
+    tier, attach = loading(storage)
     for block in arrived:
-        tier.connector.arrive(1, (block, KV_SPEC), (block, tier.spec.name))
+        tier.connector.arrive(1, (block, KV_SPEC), (block, tier.sidecar_name))
     missing = next(block for block in range(4) if block not in arrived)
     tier.connector.arrive(1, (missing, KV_SPEC))
-    tier.connector.fail(1, (missing, tier.spec.name))
-    prefix = tier.store.poll(attach)
-    assert prefix is not None
+    tier.connector.fail(1, (missing, tier.sidecar_name))
+    prefix = tier.attached(attach)
     assert prefix.n_tokens == missing * PAGE
     tier.check(TOKENS, prefix)
     assert tier.store.counters.loads_short == 1
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -177,24 +176,17 @@ def test_a_load_that_breaks_after_some_bytes_gives_whole_blocks_only(storage: Me
         tier.connector.answer(0)
         tier.store.poll(attach)
         tier.connector.break_after(1, count)
-        prefix = tier.store.poll(attach)
-        assert prefix is not None
+        prefix = tier.attached(attach)
         assert prefix.n_tokens == count // block_size * PAGE
         tier.check(TOKENS, prefix)
-        tier.store.give_back(prefix)
-        tier.check_nothing_is_held()
+        tier.end(prefix)
 
 
 def test_pages_stay_held_while_a_storage_hangs_on_to_them(storage: MemoryStorage) -> None:
-    full(storage)
-    tier = Tier(storage, is_manual=True, pages=4)
-    attach = tier.store.begin(TOKENS)
-    tier.connector.answer(0)
-    tier.store.poll(attach)
+    tier, attach = loading(storage, pages=4)
     tier.connector.break_after(1, 2 * (MHA.page_bytes + SIDECAR_BYTES) + 3)  # now block 2 has failed
     tier.connector.fail(1, (3, KV_SPEC), hangs=True)
-    prefix = tier.store.poll(attach)
-    assert prefix is not None
+    prefix = tier.attached(attach)
     assert prefix.n_tokens == 2 * PAGE
     assert tier.allocator.available == 0
     assert not tier.store.is_idle
@@ -203,23 +195,20 @@ def test_pages_stay_held_while_a_storage_hangs_on_to_them(storage: MemoryStorage
     tier.connector.let_go(1)
     tier.store.step()
     assert tier.allocator.available == 2
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_an_optional_part_that_hangs_is_neither_used_nor_published(storage: MemoryStorage) -> None:
     full(storage, sidecar="optional")
     tier = Tier(storage, sidecar="optional", is_manual=True)
-    assert tier.spec is not None
     attach = tier.store.begin(TOKENS)
     tier.connector.answer(0)
     tier.store.poll(attach)
     for block in range(4):
         tier.connector.arrive(1, (block, KV_SPEC))
-    tier.connector.arrive(1, (0, tier.spec.name), (1, tier.spec.name))
-    tier.connector.fail(1, (2, tier.spec.name), hangs=True)
-    prefix = tier.store.poll(attach)
-    assert prefix is not None
+    tier.connector.arrive(1, (0, tier.sidecar_name), (1, tier.sidecar_name))
+    tier.connector.fail(1, (2, tier.sidecar_name), hangs=True)
+    prefix = tier.attached(attach)
     assert prefix.n_tokens == 4 * PAGE
     assert len(sidecars_of(prefix)) == 2
     tier.check(TOKENS, prefix)
@@ -295,8 +284,7 @@ def test_who_waits_for_a_load_that_is_aborted_loads_himself(storage: MemoryStora
     prefix = next(found for _ in range(4) if (found := tier.store.poll(second)) is not None)
     assert prefix.n_tokens == 4 * PAGE
     tier.check(TOKENS, prefix)
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_a_pool_with_little_room_attaches_less(storage: MemoryStorage) -> None:
@@ -343,8 +331,7 @@ def test_attach_waits_for_its_time_and_no_longer(storage: MemoryStorage) -> None
     tier.connector.is_manual = False
     prefix = tier.store.attach(TOKENS, 1.0, lambda: now[0], pause)
     assert prefix.n_tokens == 4 * PAGE
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_two_engines_write_the_same_blocks(storage: MemoryStorage) -> None:
@@ -363,8 +350,7 @@ def test_two_engines_write_the_same_blocks(storage: MemoryStorage) -> None:
 
 def test_pages_stay_until_they_are_written(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True, pages=4)
-    pages = tier.compute(TOKENS)
-    tier.store.publish(TOKENS, pages, len(TOKENS), sidecar=tier.sidecar(TOKENS))
+    pages = tier.publish(TOKENS)
     tier.allocator.free(pages)  # the request has ended
     assert tier.allocator.available == 0
     tier.connector.finish_write(0)
@@ -375,19 +361,16 @@ def test_pages_stay_until_they_are_written(storage: MemoryStorage) -> None:
 
 def test_pages_that_are_being_written_are_not_written_twice(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True)
-    pages = tier.compute(TOKENS)
-    tier.store.publish(TOKENS, pages, len(TOKENS), sidecar=tier.sidecar(TOKENS))
-    longer = [*TOKENS, *range(PAGE)]
-    attach = tier.store.begin(longer)
+    pages = tier.publish(TOKENS)
+    attach = tier.store.begin(LONGER)
     tier.connector.answer(1)
-    prefix = tier.store.poll(attach)
-    assert prefix is not None
+    prefix = tier.attached(attach)
     assert prefix.pages == tuple(pages)
-    more = tier.compute(longer, prefix)
-    tier.store.publish(longer, more, len(longer), first_page=4, sidecar=tier.sidecar(longer, 4))
+    more = tier.compute(LONGER, prefix)
+    tier.store.publish(LONGER, more, len(LONGER), first_page=4, sidecar=tier.sidecar(LONGER, 4))
     assert [[page.key for page in write.pages] for write in tier.connector.writes.values()] == [
-        page_keys(longer)[:4],
-        page_keys(longer)[4:],
+        page_keys(LONGER)[:4],
+        page_keys(LONGER)[4:],
     ]
     tier.allocator.free(pages)
     tier.allocator.free(more)
@@ -398,16 +381,14 @@ def test_pages_that_are_being_written_are_not_written_twice(storage: MemoryStora
 
 def test_what_a_write_did_not_store_is_written_again(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True)
-    pages = tier.compute(TOKENS)
-    tier.store.publish(TOKENS, pages, len(TOKENS), sidecar=tier.sidecar(TOKENS))
+    pages = tier.publish(TOKENS)
     tier.connector.finish_write(0, count=1)
     tier.store.step()
     assert (tier.store.counters.written_pages, tier.store.counters.failed_pages) == (1, 3)
-    longer = [*TOKENS, *range(PAGE)]
-    pages = pages + tier.compute(longer)[4:]
-    tier.store.publish(longer, pages, len(longer), first_page=4, sidecar=tier.sidecar(longer, 4))
+    pages = pages + tier.compute(LONGER)[4:]
+    tier.store.publish(LONGER, pages, len(LONGER), first_page=4, sidecar=tier.sidecar(LONGER, 4))
     (write,) = tier.connector.writes.values()
-    assert [page.key for page in write.pages] == page_keys(longer)[1:]
+    assert [page.key for page in write.pages] == page_keys(LONGER)[1:]
 
 
 def test_blocks_decoded_over_a_selection_are_never_published(storage: MemoryStorage) -> None:
@@ -421,22 +402,20 @@ def test_blocks_decoded_over_a_selection_are_never_published(storage: MemoryStor
     assert list(storage.blocks) == page_keys(TOKENS)[:2]
     prefix = tier.attach(TOKENS)  # nor are they found in the pool
     assert prefix.n_tokens == 2 * PAGE
-    tier.store.give_back(prefix)
-    tier.check_nothing_is_held()
+    tier.end(prefix)
 
 
 def test_the_storage_forgot_what_the_pool_still_has(storage: MemoryStorage) -> None:
     tier = Tier(storage)
     tier.serve(TOKENS)
     storage.blocks.clear()
-    longer = [*TOKENS, *range(PAGE)]
-    prefix = tier.attach(longer)
+    prefix = tier.attach(LONGER)
     assert prefix.n_tokens == 4 * PAGE
-    pages = tier.compute(longer, prefix)
-    tier.store.publish(longer, pages, len(longer), first_page=4, sidecar=tier.sidecar(longer, 4))
+    pages = tier.compute(LONGER, prefix)
+    tier.store.publish(LONGER, pages, len(LONGER), first_page=4, sidecar=tier.sidecar(LONGER, 4))
     tier.allocator.free(pages)
     tier.store.step()
-    assert set(storage.blocks) == set(page_keys(longer))
+    assert set(storage.blocks) == set(page_keys(LONGER))
     tier.check_nothing_is_held()
 
 
@@ -451,13 +430,12 @@ def test_a_prompt_that_is_all_in_the_pool_is_looked_up_all_the_same(storage: Mem
     del storage.blocks[page_keys(TOKENS)[2]]
     tier.connector.answer(number)
     tier.store.step()
-    longer = [*TOKENS, *range(PAGE)]
-    pages = tier.compute(longer, prefix)
-    tier.store.publish(longer, pages, len(longer), first_page=4, sidecar=tier.sidecar(longer, 4))
+    pages = tier.compute(LONGER, prefix)
+    tier.store.publish(LONGER, pages, len(LONGER), first_page=4, sidecar=tier.sidecar(LONGER, 4))
     tier.allocator.free(pages)
     (number,) = tier.connector.writes
     tier.connector.finish_write(number)
-    assert set(storage.blocks) == set(page_keys(longer))
+    assert set(storage.blocks) == set(page_keys(LONGER))
     tier.check_nothing_is_held()
 
 
@@ -494,8 +472,7 @@ def test_what_was_stored_once_is_not_taken_for_stored_for_ever(storage: MemorySt
 
 def test_no_more_pages_are_held_for_writing_than_allowed(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True, pages=6, most_writing=0.5)
-    pages = tier.compute(TOKENS)
-    tier.store.publish(TOKENS, pages, len(TOKENS), sidecar=tier.sidecar(TOKENS))
+    pages = tier.publish(TOKENS)
     tier.allocator.free(pages)
     assert tier.allocator.in_use == 3
     assert tier.store.counters.dropped_pages == 1
@@ -505,8 +482,7 @@ def test_no_more_pages_are_held_for_writing_than_allowed(storage: MemoryStorage)
 
 def test_flush_waits_for_what_is_being_written(storage: MemoryStorage) -> None:
     tier = Tier(storage, is_manual=True)
-    pages = tier.compute(TOKENS)
-    tier.store.publish(TOKENS, pages, len(TOKENS), sidecar=tier.sidecar(TOKENS))
+    tier.publish(TOKENS)
     now = [0.0]
 
     def pause(seconds: float) -> None:
@@ -631,7 +607,7 @@ class PrefixMachine(RuleBasedStateMachine):
             for piece in tier.host.page_pieces(page):
                 piece.fill_(0xDD)
             if tier.spec is not None:
-                tier.host.sidecar(tier.spec.name)[page] = 0xDD
+                tier.host.sidecar(tier.sidecar_name)[page] = 0xDD
         tier.allocator.free(pages)
 
     @rule(engine=st.integers(0, 1))

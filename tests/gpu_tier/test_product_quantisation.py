@@ -360,24 +360,6 @@ def test_spherical_is_the_model(seed: int, tokens: int, n: int, iterations: int)
 
 
 @settings(max_examples=examples(120), deadline=None)
-@given(problems=problem_sets(), data=st.data(), iterations=st.integers(0, 4))
-def test_spherical_problems_do_not_hear_of_each_other(
-    problems: tuple[Tensor, list[int], list[int]], data: st.DataObject, iterations: int
-) -> None:
-    x, counts, n = problems
-    labels, centroids = spherical_kmeans(x, counts, n, iterations)
-    order = data.draw(st.permutations(range(len(x))))
-    padded = torch.nn.functional.pad(x[order], (0, 0, 0, data.draw(st.integers(0, 9))), value=torch.nan)
-    shuffled = spherical_kmeans(padded, [counts[i] for i in order], [n[i] for i in order], iterations)
-    for place, i in enumerate(order):
-        alone = spherical_kmeans(x[i : i + 1, : counts[i]], [counts[i]], [n[i]], iterations)
-        for mine, own in zip((labels[i], centroids[i]), (alone[0][0], alone[1][0]), strict=True):
-            assert torch.equal(mine[: len(own)], own)
-        assert torch.equal(shuffled[0][place, : counts[i]], labels[i, : counts[i]])
-        assert torch.equal(shuffled[1][place], centroids[i])
-
-
-@settings(max_examples=examples(120), deadline=None)
 @given(problems=problem_sets(), iterations=st.integers(0, 4))
 def test_spherical_counts_are_honoured(problems: tuple[Tensor, list[int], list[int]], iterations: int) -> None:
     x, counts, n = problems
@@ -415,25 +397,6 @@ def test_lloyd_is_the_model(data: st.DataObject, tokens: int, n: int, iterations
     assert labels[0].tolist() == want_labels
     torch.testing.assert_close(centroids[0].double(), torch.from_numpy(want_centroids), rtol=1e-4, atol=1e-4)
     assert float(inertia[0]) == pytest.approx(((rows - want_centroids[want_labels]) ** 2).sum(), rel=1e-3, abs=1e-4)
-
-
-@settings(max_examples=examples(120), deadline=None)
-@given(problems=problem_sets(), data=st.data(), iterations=st.integers(0, 4))
-def test_lloyd_problems_do_not_hear_of_each_other(
-    problems: tuple[Tensor, list[int], list[int]], data: st.DataObject, iterations: int
-) -> None:
-    x, counts, n = problems
-    centroids, labels, inertia = lloyd(x, counts, n, iterations, seed=5)
-    order = data.draw(st.permutations(range(len(x))))
-    padded = torch.nn.functional.pad(x[order], (0, 0, 0, data.draw(st.integers(0, 9))), value=torch.nan)
-    shuffled = lloyd(padded, [counts[i] for i in order], [n[i] for i in order], iterations, seed=5)
-    for place, i in enumerate(order):
-        alone = lloyd(x[i : i + 1, : counts[i]], [counts[i]], [n[i]], iterations, seed=5)
-        for mine, own in zip((centroids[i], labels[i]), (alone[0][0], alone[1][0]), strict=True):
-            assert torch.equal(mine[: len(own)], own)
-        assert inertia[i] == pytest.approx(float(alone[2][0]), rel=1e-6)
-        assert torch.equal(shuffled[0][place], centroids[i])
-        assert torch.equal(shuffled[1][place, : counts[i]], labels[i, : counts[i]])
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -513,3 +476,31 @@ def test_lloyd_begins_with_a_row_of_each_stretch(count: int, n: int, seed: int) 
     for stretch, row in enumerate(begin):
         assert stretch * count // n <= row < (stretch + 1) * count // n
     assert count == n or n == 1 or any(begin != lloyd(x, [count], [n], 0, s)[0].flatten().tolist() for s in range(5))
+
+
+def clustered(kind: str, x: Tensor, counts: list[int], n: list[int], iterations: int) -> tuple[Tensor, ...]:
+    if kind == "spherical":
+        return spherical_kmeans(x, counts, n, iterations)
+    centroids, labels, inertia = lloyd(x, counts, n, iterations, seed=5)
+    return labels, centroids, inertia
+
+
+@pytest.mark.parametrize("kind", ["spherical", "lloyd"])
+@settings(max_examples=examples(120), deadline=None)
+@given(problems=problem_sets(), data=st.data(), iterations=st.integers(0, 4))
+def test_problems_do_not_depend_on_each_other(
+    kind: str, problems: tuple[Tensor, list[int], list[int]], data: st.DataObject, iterations: int
+) -> None:
+    x, counts, n = problems
+    found = clustered(kind, x, counts, n, iterations)
+    order = data.draw(st.permutations(range(len(x))))
+    padded = torch.nn.functional.pad(x[order], (0, 0, 0, data.draw(st.integers(0, 9))), value=torch.nan)
+    shuffled = clustered(kind, padded, [counts[i] for i in order], [n[i] for i in order], iterations)
+    for place, i in enumerate(order):
+        alone = clustered(kind, x[i : i + 1, : counts[i]], [counts[i]], [n[i]], iterations)
+        for mine, own in zip(found[:2], alone[:2], strict=True):
+            assert torch.equal(mine[i][: len(own[0])], own[0])
+        assert torch.equal(shuffled[0][place, : counts[i]], found[0][i, : counts[i]])
+        assert torch.equal(shuffled[1][place], found[1][i])
+        for mine, own in zip(found[2:], alone[2:], strict=True):
+            assert mine[i] == pytest.approx(float(own[0]), rel=1e-6)

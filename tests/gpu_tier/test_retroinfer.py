@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_rig import PAGE, ROWS, SMALL, TOKENS, WaveRig, check_step, mha, mla, rebuild, same_state, selections_of
+from algorithm_rig import PAGE, SMALL, TOKENS, WaveRig, check_step, mha, mla, rebuild, same_state, selections_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -280,16 +280,6 @@ def test_rows_that_do_not_select_select_nothing_and_are_still_indexed() -> None:
     assert rig.retro.segments.of(rig.geometry.start_layer, 0).boundary == UNINDEXED - 6 + 16
 
 
-def test_a_late_start_finds_everything_built() -> None:
-    rig = WaveRig()
-    rig.add({0: 5}, spare=60)
-    for _ in range(55):
-        rig.step([0])
-    built = rig.retro.segments.built
-    rig.algorithm.become_sparse(0, rig.n[0])
-    assert rig.retro.segments.built == built > 0
-
-
 def test_what_no_step_clustered_is_built_when_a_request_becomes_sparse() -> None:
     rig, stepped = WaveRig(), WaveRig()
     for each in (rig, stepped):
@@ -313,15 +303,6 @@ def test_memory_is_what_it_says() -> None:
         assert len(index.pool.held(0)) == pages
         rig.algorithm.free(0)
     assert index.pool.nbytes == 3 * (index.pool.num_pages + 1) * page_bytes + index.pool.table.numel() * 4
-
-
-def test_every_row_can_have_the_longest_request() -> None:
-    rig = WaveRig()
-    for request in range(ROWS):
-        rig.algorithm.reserve(request, TOKENS)
-    assert rig.retro.index.pool.allocator.available == 0
-    with pytest.raises(ConfigError, match="max_tokens"):
-        rig.algorithm.reserve(0, TOKENS + 300)
 
 
 def test_limits_that_a_residency_relies_on() -> None:
@@ -633,11 +614,3 @@ def test_the_last_slice_lies_beside_the_last_token(sink: int, pages: int, number
         assert number in rows.segments_in(range(page, page + 1))
     assert list(rows.segments_in(beside)) == [number]
     assert not rows.segments_in(range(rows.pages_of(0).start))
-
-
-def test_engines_share_segments_whatever_they_do_with_them() -> None:
-    plain = RetroInferConfig()
-    same = RetroInferConfig(retrieval=0.05, cache_ratio=0.1, policy="lfu", cpu_threads=3, mode="gpu_only", local=128)
-    assert plain.sidecar_settings() == same.sidecar_settings()
-    for changes in ({"sink": 8}, {"segment": 4096}, {"tokens_per_centroid": 8}, {"iterations": 3}, {"center": "none"}):
-        assert RetroInferConfig(**changes).sidecar_settings() != plain.sidecar_settings()  # type: ignore[arg-type]

@@ -227,22 +227,6 @@ def test_layouts_and_dtypes(storage: MemoryStorage, model: str, algorithm: str, 
     assert rig_of(storage, model, algorithm, **options).run(TOKENS, 6) == (expected, SHARED, 1)
 
 
-@pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("latent", "dsa")])
-def test_sidecars_select_what_the_original_selects(storage: MemoryStorage, model: str, algorithm: str) -> None:
-    """The representations that were attached are those that were computed, bit for bit."""
-    rigs = [rig_of(storage, model, algorithm) for _ in range(2)]
-    exported = []
-    for rig in rigs:
-        number = rig.engine.submit(TOKENS)
-        while len(rig.engine.tokens(number)) == len(TOKENS):
-            rig.engine.step()
-        sidecar = rig.coordinator.algorithm.export_sidecar(0, 0, SHARED)
-        assert sidecar is not None
-        exported.append(sidecar.data)
-        rig.engine.finish(number)
-    assert torch.equal(exported[0], exported[1])
-
-
 def test_dsa_without_its_index_keys_computes_the_prompt(storage: MemoryStorage) -> None:
     expected = continued("latent", "dsa", TOKENS)
     rig_of(storage, "latent", "dsa").run(TOKENS)
@@ -431,13 +415,6 @@ def test_only_what_was_decoded_densely_is_published(storage: MemoryStorage, mode
     # A conversation goes on: what was decoded sparsely is computed anew, exactly.
     expected = continued(model, algorithm, answer, 6, **options)
     assert rig_of(storage, model, algorithm, **options).run(answer, 6)[:2] == (expected, 224)
-
-
-@pytest.mark.parametrize(("model", "algorithm"), MODELS_OF)
-def test_a_sparse_engine_goes_on_from_a_dense_one(storage: MemoryStorage, model: str, algorithm: str) -> None:
-    expected = continued(model, algorithm, TOKENS)
-    rig_of(storage, model, algorithm, min_sparse_prompt_len=300).run(TOKENS)
-    assert rig_of(storage, model, algorithm).run(TOKENS) == (expected, SHARED, 1)
 
 
 @pytest.mark.parametrize(("model", "algorithm"), MODELS_OF)

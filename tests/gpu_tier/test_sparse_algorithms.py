@@ -84,15 +84,6 @@ def test_the_oracle_is_the_exact_top_k(geometry: KVGeometry, group: int) -> None
         assert not selection.lengths[5:].any()
 
 
-def test_the_oracle_takes_a_share_of_each_request() -> None:
-    rig = Rig(mha(), "oracle", 2, {"ratio": 0.1, "k": 20})
-    rig.add({0: 9, 1: 99, 2: 254}, spare=1)
-    for layer, selection in rig.step([0, 1, 2]).items():
-        for request in range(3):
-            k = min(20, math.ceil(0.1 * rig.n[request]))
-            assert ids(selection, request, 1) == top(weights(rig, layer, request, 1), k)
-
-
 def test_query_heads_must_share_the_kv_heads_evenly() -> None:
     rig = Rig(mha(2), "oracle")
     with pytest.raises(ConfigError, match="num_q_heads=3"):
@@ -172,14 +163,6 @@ def test_index_keys_are_what_plain_code_makes_of_them() -> None:
         # Scales in f32 and in f64 differ in their last bit: now and then a number falls to its neighbour in e4m3.
         assert torch.isclose(stored, expected, rtol=2**-3, atol=1e-4).all()
         assert torch.isclose(stored, expected, rtol=1e-5).float().mean() > 0.95
-
-
-def test_short_requests_select_everything_without_being_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make(mla())
-    rig.add({0: K - 1, 1: 3}, spare=1)
-    monkeypatch.setattr("gpu_tier.algorithms.dsa.indexer_score", None)
-    selection = rig.step([0, 1])[0]
-    assert [ids(selection, row) for row in range(2)] == [list(range(K)), list(range(4))]
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -273,13 +256,6 @@ def test_the_proxy_ranks_mean_queries_against_mean_keys(geometry: KVGeometry) ->
             queries = plain_quantised(rig.query(layer, request).mean(1))
             keys = plain_quantised(rig.all_keys(layer, request).mean(1))
             assert len(set(ids(selection, row)) & set(top((queries @ keys.T).relu().sum(0).tolist(), K))) >= K - 1
-
-
-def test_index_keys_must_have_a_power_of_two_of_numbers() -> None:
-    with pytest.raises(ConfigError, match="power of two"):
-        make(mla(), index_dim=24)
-    with pytest.raises(ConfigError, match="power of two"):
-        Rig(mla(), "dsa", algo={"index_source": "proxy"})
 
 
 P = 4  # tokens of a scoring page
@@ -659,17 +635,6 @@ def test_reselection_chooses_anew_with_the_last_queries(every: int) -> None:
                 for head in range(2):
                     fixed = plain_set(rig, layer, request, head, since[request])
                     assert ids(selection, row, head) == [*fixed, *range(since[request], rig.n[request])], step
-
-
-def test_queries_that_nobody_saw_do_not_vote_later() -> None:
-    """A step that the algorithm was not asked in leaves a gap; what is behind the gap votes alone."""
-    rig = make_snapkv(mode="retrievable", reselect_every=4)
-    rig.add({0: 40}, spare=8)
-    rig.step([0])
-    rig.n[0] += 2  # two steps without a selection
-    selections = rig.step([0])
-    for layer in rig.geometry.layers:
-        assert ids(selections[layer], 0, 1) == plain_set(rig, layer, 0, 1, 44, first_seen=43)
 
 
 def test_a_set_that_changes_cannot_stay_in_place() -> None:

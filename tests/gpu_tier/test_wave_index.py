@@ -206,13 +206,6 @@ def test_tokens_may_belong_to_clusters_of_other_segments(center: str) -> None:
                 torch.testing.assert_close(built.centroids[0, head, c], k[of_token == c, head].mean(0))
 
 
-def test_one_global_segment_is_the_segment_itself() -> None:
-    k, v = rows(64)
-    built = build_global(k, v, [range(4, 68)], config(final_assign="global", iterations=40))
-    alone = build_segment(k, v, config(iterations=40))  # converged: one more labelling changes nothing
-    assert torch.equal(built.members[0], alone[3])
-
-
 def test_all_keys_the_same_make_one_cluster_and_no_nan() -> None:
     k, v = torch.ones(40, 2, 16), rows(40)[1]
     centroids, sums, sizes, members = build_segment(k, v, config())
