@@ -33,10 +33,10 @@ def storage() -> MemoryStorage:
 LONGER = [*TOKENS, *range(PAGE)]
 
 
-def loading(storage: MemoryStorage, **options: int) -> tuple[Tier, PrefixAttach]:
+def loading(storage: MemoryStorage, pages: int = 16) -> tuple[Tier, PrefixAttach]:
     """Let an engine begin to load what another one has published; nothing has arrived yet."""
     full(storage)
-    tier = Tier(storage, is_manual=True, **options)  # type: ignore[arg-type]
+    tier = Tier(storage, is_manual=True, pages=pages)
     attach = tier.store.begin(TOKENS)
     tier.connector.answer(0)
     tier.store.poll(attach)

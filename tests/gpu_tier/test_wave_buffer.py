@@ -502,6 +502,7 @@ def test_attention_reads_the_same_bytes_with_the_cache_on_the_cpu(case: GpuCase)
 @pytest.fixture(params=["native", "reference", "gpu"])
 def held(request: pytest.FixtureRequest) -> tuple[ClusterRig, WaveBuffer | WaveGpuBuffer]:
     """A rig under each control, with one request."""
+    made: tuple[ClusterRig, WaveBuffer | WaveGpuBuffer]
     made = gpu_rig() if request.param == "gpu" else rig_of(request.param, cache_ratio=1)
     made[0].admit(0, 9, 80)
     return made
