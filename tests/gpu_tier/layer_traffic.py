@@ -2,29 +2,138 @@
 
 A value says where it comes from: number 0 of a value row is its request, 1 the layer, 2 the head, 3 the token. After
 every `attention_begin` each selected item is read back from the slot that the metadata names and has to say so: steady
-tokens first, then the items in the order of the selection. The members of
-clusters are what the algorithm told its sink.
+tokens first, then the items in the order of the selection. `ClockRuntime` is a device whose streams carry vector
+clocks: each thing done on a stream advances its clock, events carry it and fences merge it, so that
+`happened_before(a, b)` says whether streams and events order a before b on every device. Copies to the host can be
+held back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
+import gpu_tier.assembly
 from gpu_tier.assembly import build
 from gpu_tier.config import SparseConfig
 from gpu_tier.coordinator import SparseCoordinator
+from gpu_tier.errors import PoolExhaustedError
 from gpu_tier.geometry import KVGeometry, KVKind
 from gpu_tier.index.wave_segment import SegmentSink, WaveSegment
+from gpu_tier.manager.prefix_attach import AttachedPrefix, SidecarRun
 from gpu_tier.rows import KVDtype
+from gpu_tier.runtime import DeviceRuntime, Event
 from gpu_tier.trackers import RequestState
 from gpu_tier.types import AttnMetadata, ForwardBatch, PagedMeta, Selection, TokenMeta, Unit
 
-__all__ = ["Members", "Shape", "Traffic"]
+__all__ = [
+    "ClockRuntime",
+    "Mark",
+    "MarkedTraffic",
+    "Members",
+    "Shape",
+    "Traffic",
+    "diverging",
+    "host_rows_are_right",
+    "prefix_of",
+    "publishing",
+    "refuse_each_once",
+]
+
+
+Clock = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that was done on a stream."""
+
+    label: tuple[object, ...]
+    stream: str
+    clock: Clock = field(hash=False)
+
+    def happened_before(self, other: Mark) -> bool:
+        """Whether every device has done this before it does the other."""
+        return other.clock.get(self.stream, 0) >= self.clock[self.stream]
+
+
+class _ClockEvent(Event):
+    def __init__(self, runtime: ClockRuntime, stream: str, clock: Clock) -> None:
+        self.runtime, self.stream, self.clock = runtime, stream, clock
+        self.is_held = stream == "d2h" and runtime.holds_offloads
+
+    def is_done(self) -> bool:
+        return not self.is_held
+
+    def wait(self) -> None:
+        for event in self.runtime.held:  # a stream's work ends in order
+            event.is_held = False
+            if event is self:
+                break
+
+
+class ClockRuntime(DeviceRuntime):
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.holds_offloads = False
+        self.marks: list[Mark] = []
+        self._clocks: dict[str, Clock] = {}
+        self._current = "compute"
+        self._events: list[_ClockEvent] = []
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """See `DeviceRuntime`."""
+        before, self._current = self._current, name
+        yield
+        self._current = before
+
+    def mark(self, *label: object) -> None:
+        """Note that something is done on the current stream."""
+        clock = self._tick(self._current)
+        self.marks.append(Mark(label, self._current, dict(clock)))
+
+    def _tick(self, stream: str) -> Clock:
+        clock = self._clocks.setdefault(stream, {})
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock
+
+    def record(self, name: str = "compute") -> Event:
+        """See `DeviceRuntime`."""
+        event = _ClockEvent(self, name, dict(self._clocks.setdefault(name, {})))
+        self._events.append(event)
+        return event
+
+    def fence(self, event: Event, name: str = "compute") -> None:
+        """See `DeviceRuntime`."""
+        assert isinstance(event, _ClockEvent)
+        clock = self._clocks.setdefault(name, {})
+        for stream, time in event.clock.items():
+            clock[stream] = max(clock.get(stream, 0), time)
+
+    @property
+    def held(self) -> list[_ClockEvent]:
+        """The copies to the host that have not ended, oldest first."""
+        return [event for event in self._events if event.is_held]
+
+    def let_go(self) -> None:
+        """Let all copies to the host end."""
+        for event in self._events:
+            event.is_held = False
+
+    def find(self, *label: object) -> Mark:
+        """Return the mark with a label."""
+        found = [mark for mark in self.marks if mark.label == label]
+        assert len(found) == 1, (label, len(found))
+        return found[0]
 
 
 @dataclass(frozen=True)
@@ -344,3 +453,197 @@ def _slots(meta: AttnMetadata, row: int, head: int) -> Tensor:
     n = int(meta.cache_seqlens[row])
     pages = meta.page_table[row, : -(-n // meta.page_tokens)].long()
     return (pages[:, None] * meta.page_tokens + torch.arange(meta.page_tokens)).flatten()[:n]
+
+
+class MarkedTraffic(Traffic):
+    """Traffic whose copies and attention leave marks on the streams they run on."""
+
+    def __init__(
+        self, runtime: ClockRuntime, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shape: Shape | None = None
+    ) -> None:
+        monkeypatch.setattr(gpu_tier.assembly, "runtime_for", lambda _: runtime)
+        super().__init__(shape or Shape(), config)
+        self.runtime = runtime
+        self.step = self.layer = 0
+        manager, attend, write = self.coordinator.manager, self.coordinator.attend, self.coordinator.write_kv
+        for name in ("load", "store", "gather"):
+            monkeypatch.setattr(manager.transfer, name, self._marking(name, getattr(manager.transfer, name)))
+        commit = manager.commit
+
+        def marked_attend(q: torch.Tensor, meta: Any, *args: Any) -> torch.Tensor:
+            self.runtime.mark("attend", self.step, self.layer)
+            return attend(q, meta, *args)
+
+        def marked_write(layer_id: int, *args: Any) -> None:
+            self.layer = layer_id
+            self.runtime.mark("write", self.step, layer_id)
+            write(layer_id, *args)
+
+        def marked_commit(layer_id: int, plan: Any) -> None:
+            self.runtime.mark("commit", self.step, layer_id)
+            commit(layer_id, plan)
+
+        monkeypatch.setattr(self.coordinator, "attend", marked_attend)
+        monkeypatch.setattr(self.coordinator, "write_kv", marked_write)
+        monkeypatch.setattr(manager, "commit", marked_commit)
+
+    def _marking(self, name: str, run: Any) -> Any:
+        def marked(*args: Any, **kwargs: Any) -> None:
+            layers = kwargs.get("layers")
+            self.runtime.mark(name, self.step, self.layer if layers is None else layers[0])
+            run(*args, **kwargs)
+
+        return marked
+
+    def decode(self, requests: Any, pad_to: int = 0) -> torch.Tensor:
+        self.step += 1
+        return super().decode(requests, pad_to)
+
+
+def publishing(shape: Shape, config: dict[str, Any]) -> Traffic:
+    """Return traffic whose requests all have a host copy."""
+    settings = SparseConfig.parse({"page_size": shape.page, "debug_checks": True, **config})
+    coordinator = build(
+        settings, shape.geometry, num_q_heads=shape.q_heads, sm_scale=shape.sm_scale, device_pages=shape.device_pages,
+        max_requests=shape.max_requests, max_tokens=shape.max_tokens, publishes=True,
+    )  # fmt: skip
+    return Traffic(shape, config, coordinator)
+
+
+def prefix_of(traffic: Traffic, seed: int, n_tokens: int, *, has_sidecar: bool = True) -> AttachedPrefix:
+    """Compute the first tokens of a sequence, and keep their host pages when the request ends."""
+    manager, algorithm = traffic.coordinator.manager, traffic.coordinator.algorithm
+    request = traffic.begin(n_tokens + 5, seed)
+    traffic.prompt([request], chunk=40)
+    manager.settle(request)
+    pages = manager.host_tokens.pages(request)[: n_tokens // traffic.shape.page]
+    manager.host.allocator.share(pages)
+    sidecar = algorithm.export_sidecar(request, 0, n_tokens) if has_sidecar else None
+    traffic.end(request)
+    runs = () if sidecar is None else (SidecarRun(0, sidecar.data.clone()),)
+    return AttachedPrefix(pages, n_tokens, runs)
+
+
+def diverging(traffic: Traffic, first: int, second: int, at: int) -> Tokens:
+    """Return the sequence of one seed up to a token, and of another from there on."""
+    a, b = traffic.sequence(first), traffic.sequence(second)
+
+    def joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, :at], y[:, at:]], 1)
+
+    extra = {name: joined(a.extra[name], b.extra[name]) for name in a.extra}
+    return Tokens(joined(a.q, b.q), joined(a.k, b.k), joined(a.v, b.v), extra)
+
+
+def host_rows_are_right(traffic: Traffic, request: int) -> int:
+    """Check that host pages hold exactly the KV of a request; return how many tokens were compared."""
+    manager, sequence = traffic.coordinator.manager, traffic.sequences[request]
+    manager.settle(request)
+    n = traffic.coordinator.trackers[request].seq_len
+    assert manager.host_tokens.backed_up(request) == n
+    slots = manager.host_tokens.slots(request, 0, n)
+    for layer_id in manager.layers:
+        layer = manager.device.geometry.layer_index(layer_id)
+        for part, (rows, numbers) in enumerate(
+            zip(traffic.shape.geometry.parts, (sequence.k, sequence.v), strict=False)
+        ):
+            found = manager.host.read(layer_id, part, slots)
+            assert torch.equal(found, rows.encode(numbers[layer, :n]))
+    return n
+
+
+T = TypeVar("T")
+
+
+class _Refusals:
+    """Lets the n-th allocation from now on fail, whichever pool it asks; all others go through."""
+
+    def __init__(self, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = -1
+        self.has_refused = False
+        c = traffic.coordinator
+        pools = [c.manager.tables, c.manager.device.allocator, c.manager.host.allocator]
+        pools += [c.resident.pool.allocator] if c.resident is not None else []
+        pools += [owner.pool.allocator for owner in (c.algorithm, c.manager.policy) if hasattr(owner, "pool")]
+        if c.manager.blocks is not None and c.manager.blocks.store is not None:
+            pools.append(c.manager.blocks.store.allocator)
+        for pool in pools:
+            monkeypatch.setattr(pool, "alloc", self._refusing(pool.alloc))
+        self._in_use = [lambda pool=pool: pool.available for pool in pools]
+
+    def _refusing(self, alloc: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*args: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                self.has_refused = True
+                raise PoolExhaustedError("refused by the test")
+            return alloc(*args)
+
+        return refusing
+
+    @property
+    def free(self) -> list[int]:
+        """What each pool has left."""
+        return [available() for available in self._in_use]
+
+    def twice(self, run: Callable[[], T]) -> T:
+        """Return what `run` returns, the second time if it was refused."""
+        try:
+            return run()
+        except PoolExhaustedError:
+            if not self.has_refused:
+                raise
+            return run()
+
+
+def _steps_of(traffic: Traffic, refusals: _Refusals, other: int, *, has_prefix: bool) -> Iterator[torch.Tensor]:
+    """Yield the outputs of a request's decode steps, beside which another one decodes."""
+    prefix = prefix_of(traffic, 1, 40) if has_prefix else None
+    c = traffic.coordinator
+    refusals.left = yield torch.empty(0)
+    before = refusals.free
+    try:
+        request = traffic.begin(61, 1, prefix)
+    except PoolExhaustedError:
+        if prefix is not None:  # it was released
+            before[2] += len(prefix.pages)
+        assert refusals.free == before
+        request = traffic.begin(61, 1, prefix_of(traffic, 1, 40) if has_prefix else None)
+    while (left := 61 - c.trackers[request].seq_len) > 0:
+        refusals.twice(lambda left=left: traffic.prefill([request], [min(13, left)]))  # type: ignore[misc]
+        yield refusals.twice(lambda: traffic.decode([other]))
+    refusals.twice(lambda: c.prompt_finished(request))
+    for _ in range(14):
+        yield refusals.twice(lambda: traffic.decode([other, request]))
+    refusals.left = -1
+    traffic.end(request)
+
+
+def _outputs_of(
+    shape: Shape, config: dict[str, Any], refused: int, monkeypatch: pytest.MonkeyPatch, *, has_prefix: bool
+) -> tuple[list[torch.Tensor], bool]:
+    """Return what both requests attended to, and whether an allocation was refused."""
+    traffic = publishing(shape, {**config, "min_sparse_prompt_len": 16})
+    refusals = _Refusals(traffic, monkeypatch)
+    other = traffic.begin(45, seed=2)
+    traffic.prompt([other])
+    steps = _steps_of(traffic, refusals, other, has_prefix=has_prefix)
+    next(steps)
+    out = [steps.send(refused), *steps]
+    traffic.end(other)
+    traffic.assert_empty()
+    return out, refusals.has_refused
+
+
+def refuse_each_once(
+    shape: Shape, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, has_prefix: bool
+) -> None:
+    """Run two requests again and again, each time with another allocation refused: the same bits every time."""
+    expected, _ = _outputs_of(shape, config, -1, monkeypatch, has_prefix=has_prefix)
+    for refused in range(1, 100):
+        found, was_refused = _outputs_of(shape, config, refused, monkeypatch, has_prefix=has_prefix)
+        if not was_refused:
+            break
+        assert len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), refused
+    assert 8 < refused < 99

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_tier.connector import KV_SPEC, KVFormat
 from gpu_tier.geometry import KVGeometry, KVKind, Layout
-from gpu_tier.manager.prefixes import AttachedPrefix, PrefixStore, SidecarSpec
+from gpu_tier.manager.prefixes import AttachedPrefix, PrefixAttach, PrefixStore, SidecarSpec
 from gpu_tier.pools.host_pool import HostKVPool
 from gpu_tier.rows import KVDtype
 from gpu_tier.runtime import NullRuntime
@@ -95,10 +95,30 @@ class Tier:
 
     def serve(self, tokens: Sequence[int]) -> None:
         """Compute a prompt, publish it, and end the request."""
+        self.allocator.free(self.publish(tokens))
+        self.store.step()
+
+    def publish(self, tokens: Sequence[int]) -> list[int]:
+        """Compute a prompt and publish it; returns its pages."""
         pages = self.compute(tokens)
         self.store.publish(tokens, pages, len(tokens), sidecar=self.sidecar(tokens))
-        self.allocator.free(pages)
-        self.store.step()
+        return pages
+
+    @property
+    def sidecar_name(self) -> str:
+        assert self.spec is not None
+        return self.spec.name
+
+    def attached(self, attach: PrefixAttach) -> AttachedPrefix:
+        """Return the prefix of an attach that is done."""
+        prefix = self.store.poll(attach)
+        assert prefix is not None
+        return prefix
+
+    def end(self, prefix: AttachedPrefix) -> None:
+        """Give a prefix back; nothing else is held."""
+        self.store.give_back(prefix)
+        self.check_nothing_is_held()
 
     def attach(self, tokens: Sequence[int]) -> AttachedPrefix:
         """Attach a prefix from a storage that answers at once."""

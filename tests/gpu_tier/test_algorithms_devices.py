@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from algorithm_rig import IndexRig, Rig, mha, mla
+from algorithm_rig import IndexRig, Rig, WaveRig, mha, mla
 from torch.utils._python_dispatch import TorchDispatchMode
-from wave_rig import WaveRig
 
-from gpu_tier.types import Selection
+from gpu_tier.types import Mode, Selection
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "unique")
@@ -42,10 +41,15 @@ def make(case: str, **settings: Any) -> Rig:
     return Rig(mha(2, 16, layers=2), name, 4, algo, **settings)
 
 
-def life(rig: Rig) -> list[Selection]:
+STEPS = ([2, 0, 1], [4, 3, 2, 1], [0], [1, 2], [2])
+# The interpreter takes milliseconds for each program.
+FEW: dict[str, Any] = {"lengths": {0: 1, 1: 37}, "steps": ([1, 0],)}
+
+
+def life(rig: Rig, lengths: Mapping[int, int] = LENGTHS, steps: Sequence[Sequence[int]] = STEPS) -> list[Selection]:
     """Prefill in chunks and a few steps of changing batches."""
-    rig.add(LENGTHS, chunk=21, spare=8)
-    batches = [rig.step(requests, padding=2) for requests in ([2, 0, 1], [4, 3, 2, 1], [0], [1, 2], [2])]
+    rig.add(lengths, chunk=21, spare=8)
+    batches = [rig.step(requests, padding=2) for requests in steps]
     return [selection for batch in batches for selection in batch.values()]
 
 
@@ -55,12 +59,6 @@ class _NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket.__name__ not in WAITING, f"{func} waits for the device"
         return func(*args, **(kwargs or {}))
-
-
-def test_what_waits_is_found_out() -> None:
-    for waits in (lambda x: x.item(), lambda x: bool(x > 0), lambda x: x[x > 0], lambda x: int(x)):
-        with pytest.raises(AssertionError, match="waits for the device"), _NoWaiting():
-            waits(torch.ones(()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,18 +86,41 @@ def test_no_hook_waits_for_a_gpu(case: str) -> None:
     life(rig)
 
 
+INTERPRETED = ("oracle", "quest per head", "dsa", "snapkv retrievable", "retroinfer")
 DEVICES = [
-    pytest.param("cpu", "triton"),
-    pytest.param("cuda", "reference", marks=needs_gpu),
-    pytest.param("cuda", "auto", marks=needs_gpu),
+    *[pytest.param(case, "cpu", "triton") for case in INTERPRETED],
+    *[pytest.param(case, "cuda", kernels, marks=needs_gpu) for case in CASES for kernels in ("reference", "auto")],
 ]
 
 
-@pytest.mark.parametrize(("device", "kernels"), DEVICES)
+@pytest.mark.parametrize("case", ["streaming_llm", "oracle", "quest", "snapkv", "dsa", "retroinfer"])
+def test_rows_that_are_not_sparse_select_nothing(case: str) -> None:
+    rig = make(case)
+    rig.add({0: 140, 1: 141}, spare=1)
+    rig.step([0, 1])
+    selection = rig.decode(0, rig.batch(Mode.DECODE, [0, 1], [1, 1]), torch.tensor([False, True]))
+    assert not selection.lengths[0].any()
+    assert selection.lengths[1].all()
+
+
 @pytest.mark.parametrize("case", CASES)
+def test_a_request_leaves_nothing_to_the_next_one(case: str) -> None:
+    used, fresh = make(case), make(case)
+    life(used)
+    for request in (*LENGTHS, 0):  # the second time nothing happens
+        used.algorithm.free(request)
+    used.source.of.clear()
+    for rig in (used, fresh):
+        rig.source.random.manual_seed(5)
+    for ours, theirs in zip(life(used), life(fresh), strict=True):
+        assert torch.equal(ours.indices, theirs.indices)
+
+
+@pytest.mark.parametrize(("case", "device", "kernels"), DEVICES)
 def test_devices_and_kernels_agree(case: str, device: str, kernels: str) -> None:
-    expected = life(make(case, kernels="reference"))
-    for ours, theirs in zip(life(make(case, device=device, kernels=kernels)), expected, strict=True):
+    traffic = FEW if device == "cpu" else {}
+    expected = life(make(case, kernels="reference"), **traffic)
+    for ours, theirs in zip(life(make(case, device=device, kernels=kernels), **traffic), expected, strict=True):
         assert torch.equal(ours.lengths.cpu(), theirs.lengths)
         assert torch.equal(ours.indices.cpu(), theirs.indices)
         if theirs.estimate is not None:

@@ -1,37 +1,29 @@
-"""Attention reads the rows of the selected tokens, whatever the residency, layout, KV type and mix of the batch."""
+"""Attention reads the rows of the selected tokens, whatever the residency, layout, KV type, lengths and batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import retrieval_cases
 import torch
+from drawn_tokens import DrawnTokens
 from layer_traffic import Shape, Traffic
+from retrieval_cases import ALGORITHMS as SETTINGS
+from retrieval_cases import BLOCKS, PQ, WAVE
+from retrieval_cases import CASES as RETRIEVAL
 
+from gpu_tier.algorithms import registry
 from gpu_tier.geometry import KVKind, Layout
+from gpu_tier.manager import cluster_resident
 from gpu_tier.rows import KVDtype
 
 LENGTHS = (1, 17, 60, 100, 33)
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "oracle": {"algorithm": "oracle", "algo": {"k": 16}},
-    "quest": {"algorithm": "quest", "algo": {"page": 4, "token_budget": 24, "skip_layers": 1}},
-    "quest per head": {
-        "algorithm": "quest",
-        "algo": {"page": 4, "token_budget": 24, "skip_layers": 0, "heads": "per_head"},
-    },
-    "streaming_llm": {"algorithm": "streaming_llm", "algo": {"page": 4, "window": 16}},
-    "dsa": {
-        "algorithm": "dsa",
-        "top_k": 16,
-        "min_sparse_prompt_len": 16,
-        "algo": {"index_heads": 4, "index_dim": 16},
-    },
-    "snapkv": {"algorithm": "snapkv", "algo": {"w_obs": 4, "cap": 16, "kernel": 3}},
-    "snapkv retrievable": {
-        "algorithm": "snapkv",
-        "algo": {"w_obs": 4, "cap": 16, "kernel": 3, "mode": "retrievable", "reselect_every": 5},
-    },
-}
+
+
+ALGORITHMS = {name: case for name, case in SETTINGS.items() if not name.startswith("full")}
+
+
 SHAPES = {
     "mha": Shape(),
     "mha fp8": Shape(dtype=KVDtype.FP8),
@@ -62,8 +54,16 @@ def check(traffic: Traffic) -> None:
     traffic.assert_empty()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+READS = [
+    *[(name, "mha") for name in ALGORITHMS],
+    *[("quest", shape) for shape in SHAPES if shape != "mha"],
+    ("dsa", "mla fp8"),
+    ("oracle", "mla"),
+    ("snapkv retrievable", "mha bf16 of a later stage"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), READS)
 def test_i11_attention_reads_the_selected_rows(name: str, shape: str) -> None:
     check(traffic_of(SHAPES[shape], ALGORITHMS[name]))
 
@@ -85,10 +85,14 @@ def test_i11_with_the_options_of_residency(option: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("dsa", "mla"), ("dsa", "mla fp8"), ("dsa", "mha"), ("quest", "mha"), ("quest", "mha fp8"), ("oracle", "mha")],
+    ("name", "shape", "options"),
+    [
+        ("dsa", "mla", {}),
+        ("dsa", "mla fp8", {"promote_newest": False}),
+        ("quest", "mha fp8", {"loads_hottest": True}),
+        ("oracle", "mha", {"promote_newest": False}),
+    ],
 )
-@pytest.mark.parametrize("options", [{}, {"loads_hottest": True}, {"promote_newest": False}])
 def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
     name: str, shape: str, options: dict[str, Any]
 ) -> None:
@@ -106,7 +110,7 @@ def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
     assert torch.equal(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["mha", "mha bf16 of a later stage", "mla fp8"])
 @pytest.mark.parametrize("name", ["full", "full_offload"])
 def test_full_attention_is_exact_on_the_device_and_streamed(name: str, shape: str) -> None:
     algo = {"chunk_tokens": 32} if name == "full_offload" else {}
@@ -117,19 +121,6 @@ def test_full_attention_is_exact_on_the_device_and_streamed(name: str, shape: st
         out = traffic.decode(requests, pad_to=6)
         for row, request in enumerate(requests):
             exact = traffic.exact(request, LENGTHS[row] + step)
-            torch.testing.assert_close(out[:, row], exact, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_oracle_of_all_tokens_equals_full_attention(shape: str) -> None:
-    config = {"algorithm": "oracle", "algo": {"k": 256}, "device_buffer_size": 256, "min_sparse_prompt_len": 1}
-    traffic = Traffic(SHAPES[shape], config)
-    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate((1, 17, 60))]
-    traffic.prompt(requests)
-    for step in range(5):
-        out = traffic.decode(requests)
-        for row, request in enumerate(requests):
-            exact = traffic.exact(request, (1, 17, 60)[row] + step)
             torch.testing.assert_close(out[:, row], exact, rtol=1e-4, atol=1e-4)
 
 
@@ -150,7 +141,7 @@ def test_i11_with_the_kernels_of_a_gpu_interpreted(name: str, shape: Shape) -> N
     assert traffic.checked > 60
 
 
-@pytest.mark.parametrize("chunk", [5, 8, 16, 23])
+@pytest.mark.parametrize("chunk", [5, 23])
 @pytest.mark.parametrize("name", ["oracle", "quest", "dsa", "snapkv retrievable"])
 def test_the_reader_finds_every_token_wherever_it_lies(name: str, chunk: int) -> None:
     """While a prompt goes through its window, and while its request is staged and decodes."""
@@ -205,3 +196,295 @@ def test_representations_describe_what_is_stored(monkeypatch: pytest.MonkeyPatch
         raw = traffic.sequences[request].k[layer_id, :40]
         assert not torch.equal(k, raw)
         assert torch.equal(k, traffic._stored(raw, traffic.shape.geometry.parts[0]))
+
+
+PAGE, K, C = 8, 16, 32
+
+
+MATRIX: dict[str, dict[str, Any]] = {
+    **SETTINGS,
+    "dsa proxy": {**SETTINGS["dsa"], "algo": {"index_heads": 1, "index_dim": 16, "index_source": "proxy"}},
+    **retrieval_cases.CASES,
+}
+
+
+EDGES = sorted({1, PAGE - 1, PAGE, PAGE + 1, K - 1, K, K + 1, C - 1, C, C + 1, 4 * C})
+
+
+STEPS = 3
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    return {**MATRIX[name], "device_buffer_size": C, **changes}
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that requests have several pages of clusters on the device, with parts of segments.
+    monkeypatch.setattr(cluster_resident, "_PAGE_TOKENS", 24)
+
+
+def decode(shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps: int, chunk: int = 11) -> None:
+    traffic = Traffic(shape, config)
+    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
+    traffic.prompt(requests, chunk)
+    for _ in range(steps):
+        out = traffic.decode(requests, pad_to=len(requests) + 2)
+        assert torch.isfinite(out).all()
+    for request in requests:
+        traffic.end(request)
+    traffic.assert_empty()
+
+
+@pytest.mark.parametrize("least", [1, K])
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_batch_of_unequal_lengths(name: str, least: int) -> None:
+    shape = Shape(layers=2, device_pages=400, max_requests=len(EDGES))
+    decode(shape, config_of(name, min_sparse_prompt_len=least), tuple(EDGES), STEPS)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_growth_in_steps_past_page_budget_and_buffer(name: str) -> None:
+    # From a short prompt to beyond the buffer, so that dense requests become sparse on the way.
+    decode(Shape(layers=2), config_of(name), (3,), 2 * C)
+
+
+REAL_SHAPES = {
+    "d128 bf16 G8": Shape(layers=2, dims=128, v_dims=128, heads=1, group=8, dtype=KVDtype.BF16),
+    "mla 576 fp8, later stage": Shape(
+        layers=2, dims=576, v_dims=512, kind=KVKind.MLA, heads=1, group=4, dtype=KVDtype.FP8, start_layer=5
+    ),
+}
+
+
+# The proxy rotates keys by a Hadamard matrix, whose size is a power of two: not 576.
+CASES = [(name, shape) for name in MATRIX for shape in REAL_SHAPES if name != "dsa proxy" or "mla" not in shape]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_shapes_of_real_models(name: str, shape: str) -> None:
+    config = config_of(name)
+    if name == "dsa proxy":
+        config = {**config, "algo": {**config["algo"], "index_dim": REAL_SHAPES[shape].dims}}
+    decode(REAL_SHAPES[shape], config, (17, 3 * C), STEPS, chunk=40)
+
+
+SHAPE = Shape(device_pages=200)
+
+
+RETRIEVAL_LENGTHS, RETRIEVAL_STEPS = (60, 17, 110), 10
+
+
+def decode_indexed(
+    shape: Shape, config: dict[str, Any], lengths: tuple[int, ...] = RETRIEVAL_LENGTHS, steps: int = RETRIEVAL_STEPS
+) -> tuple[torch.Tensor, Traffic]:
+    traffic = Traffic(shape, config)
+    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
+    traffic.prompt(requests, 13)
+    out = torch.stack([traffic.decode(requests, pad_to=len(requests) + 1) for _ in range(steps)])
+    assert traffic.checked > 0
+    return out, traffic
+
+
+def changed(name: str, **algo: Any) -> dict[str, Any]:
+    return {**BLOCKS[name], "algo": {**BLOCKS[name]["algo"], **algo}}
+
+
+RATIOS: list[dict[str, Any]] = [{"cache_ratio": 0.0}, {"cache_ratio": 0.05}, {}, {"cache_ratio": 1.0}]
+
+
+CACHES: dict[str, list[dict[str, Any]]] = {
+    "pqcache": [
+        {"cache_tokens": 0}, {}, {"cache_tokens": 256, "k_cache": 64}, {"policy": "random"}, {"policy": "lfu"},
+        {"cache_unit": "token"},
+    ],
+    "retroinfer": [*RATIOS, {"policy": "random"}, {"async_update": False}],
+    "retroinfer gpu control": RATIOS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.BF16])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_outputs_are_the_same_bits_whatever_is_cached(name: str, dtype: KVDtype) -> None:
+    shape = Shape(device_pages=200, dtype=dtype)
+    without, *others = (decode_indexed(shape, changed(name, **algo))[0] for algo in CACHES[name])
+    for number, out in enumerate(others):
+        assert torch.equal(out, without), CACHES[name][number + 1]
+
+
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "pqcache": {"token_budget": 256},
+    "retroinfer": {"retrieval": 1.0, "estimation": 0.0},
+    "retroinfer gpu control": {"retrieval": 1.0, "estimation": 0.0},
+}
+
+
+@pytest.mark.parametrize("start_layer", [7])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_retrieves_everything_is_full_attention(name: str, start_layer: int) -> None:
+    out, traffic = decode_indexed(Shape(device_pages=200, start_layer=start_layer), changed(name, **EVERYTHING[name]))
+    for row, (request, n) in enumerate(zip(traffic.sequences, RETRIEVAL_LENGTHS, strict=True)):
+        for step in range(RETRIEVAL_STEPS):
+            exact = traffic.exact(request, n + step)
+            torch.testing.assert_close(out[step, :, row], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_budget_larger_than_requests_takes_no_more_memory_than_they_do() -> None:
+    config, lengths = changed("pqcache", token_budget=1 << 20), (60, 17)
+    out, traffic = decode_indexed(SHAPE, config, lengths, 3)
+    blocks = traffic.coordinator.manager.blocks
+    assert blocks is not None
+    assert blocks.execution.tokens_per_row == SHAPE.max_tokens
+    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
+        for step in range(3):
+            torch.testing.assert_close(out[step, :, row], traffic.exact(request, n + step), rtol=1e-4, atol=1e-4)
+
+
+ALL_STEADY: dict[str, dict[str, Any]] = {
+    "pqcache": {"init": 0, "token_budget": 80},
+    "retroinfer": {"sink": 0},
+    "retroinfer gpu control": {"sink": 0},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_requests_without_a_sink_of_steady_tokens_alone_attend_to_all_of_them(name: str) -> None:
+    # The first token of the recent ones is then token 0.
+    lengths, steps = (1, 5, 8), 6
+    config = {**changed(name, **ALL_STEADY[name]), "min_sparse_prompt_len": 1}
+    out, traffic = decode_indexed(SHAPE, config, lengths, steps)
+    for row, (request, n) in enumerate(zip(traffic.sequences, lengths, strict=True)):
+        for step in range(steps):
+            torch.testing.assert_close(out[step, :, row], traffic.exact(request, n + step), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_row_alone_and_in_a_batch_attends_to_the_same(name: str) -> None:
+    together, _ = decode_indexed(SHAPE, BLOCKS[name])
+    for row, n in enumerate(RETRIEVAL_LENGTHS):
+        traffic = Traffic(SHAPE, BLOCKS[name])
+        request = traffic.begin(n, seed=row + 1)
+        traffic.prompt([request])
+        alone = torch.stack([traffic.decode([request])[:, 0] for _ in range(RETRIEVAL_STEPS)])
+        torch.testing.assert_close(together[:, :, row], alone, rtol=1e-5, atol=1e-5)
+
+
+WAVE_DEVICE = {"algorithm": "retroinfer", "algo": {**WAVE, "mode": "gpu_only"}}
+
+
+PQ_OTHERS = [{"residency": "device"}, {"residency": "lru", "device_buffer_size": 64}]
+
+
+@pytest.mark.parametrize("estimation", [0.0, 0.3])
+@pytest.mark.parametrize("name", [name for name in BLOCKS if "retroinfer" in name])
+def test_clusters_on_the_device_and_in_blocks_give_the_same_bits(name: str, estimation: float) -> None:
+    # Rows that are dense are attended to in one call with the others on the device: their bits may differ.
+    lengths = tuple(n for n in RETRIEVAL_LENGTHS if n > 18)
+    on_device = {**WAVE_DEVICE, "algo": {**WAVE_DEVICE["algo"], "estimation": estimation}}
+    in_blocks, _ = decode_indexed(SHAPE, changed(name, estimation=estimation), lengths)
+    assert torch.equal(decode_indexed(SHAPE, on_device, lengths)[0], in_blocks)
+
+
+@pytest.mark.parametrize("other", PQ_OTHERS)
+def test_tokens_in_other_residencies_are_the_same_set(other: dict[str, Any]) -> None:
+    in_blocks, _ = decode_indexed(SHAPE, BLOCKS["pqcache"])
+    out, _ = decode_indexed(SHAPE, {"algorithm": "pqcache", "algo": PQ, **other})
+    torch.testing.assert_close(out, in_blocks, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if "retroinfer" in name])
+@pytest.mark.parametrize("settings", [{}, {"prefill_window_tokens": 20}])
+def test_clusters_have_no_second_copy_on_the_host(name: str, settings: dict[str, Any]) -> None:
+    traffic = Traffic(SHAPE, {**BLOCKS[name], **settings})
+    manager = traffic.coordinator.manager
+    assert (manager.host.allocator.num_pages == 1) is (not settings)
+    request = traffic.begin(70, seed=1)
+    traffic.prefill([request], [40])
+    assert (manager.host.allocator.in_use > 0) is bool(settings)
+    traffic.prompt([request])
+    for _ in range(RETRIEVAL_STEPS):
+        traffic.decode([request])
+    assert manager.blocks is not None
+    assert manager.blocks.store is not None
+    assert manager.host.allocator.in_use == 0 < manager.blocks.store.allocator.in_use
+    traffic.end(request)
+    traffic.assert_empty()
+
+
+def decoded(config: dict[str, Any], kernels: str) -> torch.Tensor:
+    traffic = Traffic(Shape(layers=2), {**config, "kernels": kernels})
+    requests = [traffic.begin(n, seed=n) for n in (60, 9)]
+    traffic.prompt(requests)
+    return torch.stack([traffic.decode(requests, pad_to=3) for _ in range(2)])
+
+
+@pytest.mark.parametrize("name", RETRIEVAL)
+def test_triton_decodes_what_the_reference_does(name: str) -> None:
+    torch.testing.assert_close(
+        decoded(RETRIEVAL[name], "triton"), decoded(RETRIEVAL[name], "reference"), rtol=1e-3, atol=1e-3
+    )
+
+
+DRAWN_PAGE, SINK, LOCAL, DRAWN_K = 8, 4, 8, 8
+
+
+ALGO = {"init": SINK, "token_budget": LOCAL + DRAWN_K, "cache_tokens": 16, "block": 4, "k_cache": 3}
+
+
+@pytest.fixture
+def _drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ALGORITHMS, "pqcache", DrawnTokens)
+
+
+def drawn_config(*, min_len: int = 24, **algo: Any) -> dict[str, Any]:
+    return {"algorithm": "pqcache", "min_sparse_prompt_len": min_len, "algo": {**ALGO, **algo}}
+
+
+def decode_drawn(
+    shape: Shape, config: dict[str, Any], lengths: tuple[int, ...], steps: int, chunk: int = 11
+) -> torch.Tensor:
+    traffic = Traffic(shape, config)
+    requests = [traffic.begin(n, seed=i + 1) for i, n in enumerate(lengths)]
+    traffic.prompt(requests, chunk)
+    out = [traffic.decode(requests, pad_to=len(requests) + 2) for _ in range(steps)]
+    assert torch.isfinite(torch.stack(out)).all()
+    for request in requests:
+        traffic.end(request)
+    traffic.assert_empty()
+    return torch.stack(out)
+
+
+def test_a_local_window_of_one_token() -> None:
+    decode_drawn(Shape(layers=2), drawn_config(token_budget=2, local_ratio=0.5), (40,), 6)
+
+
+@pytest.mark.usefixtures("_drawn")
+def test_bytes_are_counted_by_where_they_came_from() -> None:
+    traffic = Traffic(Shape(), drawn_config(cache_tokens=0))
+    request = traffic.begin(60, seed=1)
+    traffic.prompt([request])
+    before = traffic.coordinator.manager.transfer.counters
+    traffic.decode([request])
+    after = traffic.coordinator.manager.transfer.counters
+    row = traffic.shape.geometry.token_layer_bytes * traffic.shape.layers
+    assert after.h2d_bytes - before.h2d_bytes == DRAWN_K * row
+    assert after.d2d_bytes - before.d2d_bytes == (SINK + LOCAL) * row
+    assert traffic.coordinator.manager.transfer.gathered == ((SINK + LOCAL) * row, 0, DRAWN_K * row)
+
+
+@pytest.mark.usefixtures("_drawn")
+def test_the_table_names_the_places_of_the_steady_tokens_and_of_no_others() -> None:
+    traffic = Traffic(Shape(), drawn_config())
+    request = traffic.begin(60, seed=1)
+    traffic.prompt([request])
+    manager = traffic.coordinator.manager
+    for n in range(61, 90):
+        traffic.decode([request])
+        slots = manager.tables.table[request]
+        steady = [*range(SINK), *range(n - LOCAL, n)]
+        assert (slots >= 0).nonzero().flatten().tolist() == steady
+        held = manager.buffers.buffer(request).items[: SINK + LOCAL]
+        assert set(slots[steady].tolist()) == set(held.tolist())
+        k, v = manager.reader.rows(1, request, 0, n)
+        torch.testing.assert_close(v, traffic.sequences[request].v[1, :n], rtol=0, atol=0)
+        torch.testing.assert_close(k, traffic.sequences[request].k[1, :n], rtol=0, atol=0)

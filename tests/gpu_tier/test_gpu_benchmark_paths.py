@@ -1,26 +1,93 @@
-"""What the GPU benchmarks publish on a device, with small sizes and a stand-in for the device's events and graphs."""
+"""What the GPU benchmarks publish on a device, with small sizes and a stand-in for its events and graphs."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from device_stand_in import Stream, device_run, found, install, late_after, script
+
+from gpu_tier.runtime import NullRuntime
+
+pytestmark = pytest.mark.ci
+
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
+
+
+class Event:
+    """An event of a device on which every step takes 2 ms."""
+
+    ticks = itertools.count()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.tick = next(self.ticks)
+
+    def elapsed_time(self, other: Event) -> float:
+        return 2.0 * (other.tick - self.tick)
+
+
+class Graph:
+    """A graph that remembers nothing: whoever replays it only wants the time."""
+
+    def replay(self) -> None:
+        return None
+
+
+class Stream:
+    """A stream that is always done."""
+
+    def __init__(self, *_: Any) -> None:
+        return None
+
+    def wait_stream(self, other: Stream) -> None:
+        return None
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch and the scripts believe that there is a device."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setenv("GPU_TIER_KERNELS", "reference")
+    for name, value in {
+        "Event": Event, "Stream": Stream, "CUDAGraph": Graph, "current_stream": Stream,
+        "stream": lambda _: nullcontext(), "graph": lambda _, stream: nullcontext(), "synchronize": lambda _: None,
+        "_sleep": lambda _: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    script("checkout")  # first: it makes the others importable
+
+
+def script(name: str) -> ModuleType:
+    """Return a script of the benchmarks."""
+    return importlib.import_module(name)
+
+
+def device_run(**peaks: float) -> Any:
+    """Return a run that believes to be on a device with these peaks."""
+    clock = script("device_clock").DeviceClock(torch.device("cpu"), steps=2, repetitions=1)
+    clock.is_gpu = True
+    this = script("device_run").DeviceRun(clock, is_smoke=False, is_quick=True)
+    this._peaks = script("device_run").Peaks(**{"hbm": 1e12, "h2d": 1e9, "d2h": 1e9, "flops": 1e12} | peaks)
+    return this
+
+
+def found(this: Any, metric: str) -> list[Any]:
+    """Return the rows of a run whose metric contains a text."""
+    return [row for row in this.rows if metric in row.metric]
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-
-
-def test_a_step_is_timed_between_its_events() -> None:
-    clock = device_run().clock
-    samples = clock.samples(lambda: None)
-    assert samples.seconds == (0.002, 0.002)
 
 
 def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
@@ -43,28 +110,6 @@ def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
     assert this.rows[0].metric == "time, median (launched one by one)"
 
 
-def test_k1_states_shares_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    k1 = script("k1_io_transfer")
-    case = k1.replace(k1.CASES[2], items=64)
-    this = device_run(h2d=64 * 1152 / 0.002 / 0.69, d2h=64 * 1152 / 0.002 / 0.71)
-    k1.measure_case(this, case, script("gpu_tier.runtime").NullRuntime())
-    to_device, to_host = found(this, "speed to")
-    assert (round(to_device.ratio, 2), to_device.ok) == (0.69, False)
-    assert (round(to_host.ratio, 2), to_host.ok) == (0.71, True)
-    assert [row.ok for row in found(this, "bytes are equal")] == [True]
-
-
-def test_k2_compares_the_headline_with_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    k2 = script("k2_lru_diff")
-    monkeypatch.setattr(k2, "HEADLINE", k2.SMOKE[0])
-    monkeypatch.setattr(k2, "LAYERS", 4)
-    this = device_run()
-    k2.measure(this)
-    (row,) = found(this, "plan of one layer")
-    assert (row.value, row.ok) == (pytest.approx(500.0), False)
-    assert found(this, "one graph")
-
-
 @pytest.mark.parametrize(("share", "stated"), [(0.7, 0), (0.8, 1)])
 def test_k3_states_a_speed_up_over_a_good_baseline_only(
     monkeypatch: pytest.MonkeyPatch, share: float, stated: int
@@ -80,60 +125,6 @@ def test_k3_states_a_speed_up_over_a_good_baseline_only(
     assert (round(target.ratio, 2), target.ok) == (share, bool(stated))
 
 
-def test_k6_states_ratios_at_one_budget_and_at_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    k6 = script("k6_dsa_decode")
-    monkeypatch.setattr(k6, "QUICK", k6.SMOKE)
-    this = device_run(hbm=1e7)
-    k6.measure(this)
-    cases = {row.case.rpartition(": ")[2] for row in found(this, "speed-up over resident, sparse")}
-    assert cases == {"one budget of 0 GiB", "the same batch"}
-    assert [row.ok for row in found(this, "buffer equals host")] == [True, True]
-    (lru,) = [row for row in found(this, "share of the step") if "lru_diff alone" in row.case]
-    assert (lru.ratio, lru.target, lru.ok) == (None, "<= 0.02", False)
-
-
-def k6_bench(monkeypatch: pytest.MonkeyPatch, hbm: float) -> tuple[Any, Any]:
-    """Return a bench of K6 whose dense attention fits with one and with two requests, and its run."""
-    k6, this = script("k6_dsa_decode"), device_run(hbm=hbm, flops=1e15)
-    sweep = k6.replace(k6.SMOKE, batches=(1, 2))
-    monkeypatch.setattr(k6.Sweep, "most", lambda _sweep, config, _n: 2 if config.algorithm == "full" else 3)
-    return k6.Bench(this, sweep, 256), this
-
-
-def test_k6_gates_each_ratio_by_dense_attention_at_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, this = k6_bench(monkeypatch, hbm=1e12)
-    shares = {1: 0.5, 2: 0.9}
-    monkeypatch.setattr(type(bench), "dense_share", lambda _bench, batch, _speed: shares[batch])
-    bench.compare()
-    stated = {row.case.rpartition("(input), ")[2] for row in found(this, "speed-up over resident") if row.unit == "x"}
-    refused = {
-        row.case.rpartition("(input), ")[2]: row.metric.rpartition(": ")[2]
-        for row in found(this, "no speed-up over resident")
-    }
-    assert stated == {"B=3: one budget of 0 GiB", "B=2: the same batch"}
-    assert refused == {
-        "B=1: the same batch": "full attention reaches less than 0.75 of the roofline",
-        "B=3: the same batch": "full attention was not measured there",
-    }
-
-
-@pytest.mark.parametrize(("batches", "hosts"), [(4, 0), (5, 0), (6, 1)])
-def test_k6_compares_no_budget_where_batches_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, batches: int, hosts: int
-) -> None:
-    # Three resident batches, two dense ones, three hierarchical ones.
-    bench, this = k6_bench(monkeypatch, hbm=1e12)
-    made: list[int] = []
-    host_pool = script("k6_dsa_decode").host_pool
-    monkeypatch.setattr(script("k6_dsa_decode"), "host_pool", lambda *args: made.append(1) or host_pool(*args))
-    late_after(monkeypatch, this, "tokens/s, attention layers alone", batches)
-    bench.compare()
-    assert len(found(this, "tokens/s, attention layers alone")) == batches
-    assert found(this, "left out: no time left")
-    assert len(made) == hosts
-    assert not [row for row in this.rows if "one budget" in row.case]
-
-
 @pytest.mark.parametrize(
     ("name", "cases"), [("k1_io_transfer", 5), ("k2_lru_diff", 1), ("k3_decode_attention", 4), ("k6_dsa_decode", 2)]
 )
@@ -142,20 +133,6 @@ def test_a_late_script_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(script("device_run"), "_LATE_SECONDS", -1.0)
     script(name).measure(this)
     assert [row.metric for row in this.rows] == ["left out: no time left"] * cases
-
-
-def test_the_tests_for_a_gpu_have_what_is_left_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, this, given = script("check_device"), device_run(), []
-
-    def ran(*_: Any, timeout: float, **__: Any) -> SimpleNamespace:
-        given.append(timeout)
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(check.subprocess, "run", ran)
-    for seconds in (10.0, 470.0, 600.0):
-        monkeypatch.setattr(type(this), "seconds", seconds)
-        check.run_tests(this)
-    assert given == [360, 100, 1]
 
 
 def test_what_was_measured_is_published_when_a_case_fails(
@@ -208,37 +185,84 @@ def test_a_speed_up_compares_graphs_with_graphs() -> None:
     ]
 
 
-def test_steps_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, made = device_run().clock, []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(Stream()) or made[-1])
-    for _ in range(3):
-        clock.captured(lambda: None)
-    assert len(made) == 1
+def system(batch: int = 2, algorithm: str = "wave", n_prompt: int = 300) -> Any:
+    """Return tiny requests."""
+    k4, tiny = script("k4_wave_decode"), script("tiny_llama")
+    control = "gpu" if algorithm == "wave, gpu" else "cpu"
+    config = k4.wave_config(k4.replace(tiny.TINY_WAVE, control=control, exec_factor=4), tiny.TINY_PAGE)
+    if algorithm == "gpu_only":
+        config = config.replaced(residency="device")
+    if algorithm == "codes":
+        config = k4.SparseConfig("pqcache", page_size=tiny.TINY_PAGE, algo=tiny.TINY_PQ)
+    work = script("sparse_system").Work(tiny.TINY_LLAMA, config, batch, n_prompt, 16)
+    return script("sparse_system").SparseSystem(work, device_run().clock, NullRuntime())
 
 
-@pytest.mark.parametrize("name", ["k1_io_transfer", "k6_dsa_decode"])
-def test_memory_that_could_not_be_pinned_is_not_measured(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    this, module = device_run(), script(name)
-    pool = script("gpu_tier.pools.host_pool").HostKVPool
-    monkeypatch.setattr(pool, "is_device_readable", property(lambda _: False))
-    this.is_smoke = True  # small sizes
-    with pytest.raises(RuntimeError, match="bytes of host memory could not be pinned"):
-        module.measure(this)
+@pytest.mark.parametrize("algorithm", ["wave", "wave, gpu", "codes", "gpu_only"])
+def test_what_is_attended_to_is_compared_with_what_was_stored(algorithm: str) -> None:
+    made = system(algorithm=algorithm)
+    step = script("sparse_decode").SparseDecode(made, 2, 0.5)
+    assert step.is_right()
+    if algorithm.startswith("wave"):
+        made.manager.blocks.store.data.zero_()
+    elif algorithm == "codes":
+        made.manager.host.data.zero_()
+    else:
+        made.manager.tables.table.add_(1)
+        made.retrieved_tokens = lambda head, ids, of=made.retrieved_tokens: of(head, ids) + 1
+    step.prepare()
+    assert not step.is_right()
+    made.close()
 
 
-def test_the_new_token_of_a_baseline_goes_where_the_next_one_belongs() -> None:
-    k6, decode = script("k6_dsa_decode"), script("dsa_decode")
-    clock = device_run().clock
-    work = k6.Bench(device_run(), k6.SMOKE, 256).work(2, k6.SMOKE.config.replaced(residency="device"), 0.75)
-    step = decode.Dense(work, None, script("gpu_tier.runtime").NullRuntime(), clock)
-    for _ in range(2):
-        assert step.written.tolist() == [int(step.seq_lens[0]) - 1, work.max_tokens + int(step.seq_lens[1]) - 1]
-        step.prepare()
+def k4_bench(monkeypatch: pytest.MonkeyPatch, this: Any) -> Any:
+    """Return a bench of K4 in which full attention fits with one and two requests, the wave index with three."""
+    k4 = script("k4_wave_decode")
+    sweep = k4.replace(k4.SMOKE, batches=(1, 2), hit_rates=((0.5,), ()), controls=("cpu",))
+    monkeypatch.setattr(
+        k4.Sweep,
+        "most",
+        lambda _sweep, config, _n: 2 if config.algorithm == "full" or config.residency == "device" else 3,
+    )
+    return k4.Bench(this, sweep, 300)
 
 
-def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA H100", multi_processor_count=132, total_memory=1 << 36)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    described = script("device_run")._described(device_run())
-    assert described["name"] == "NVIDIA H100"
-    assert {"driver", "cuda", "torch", "triton", "command", "clocks, memory in use before"} <= described.keys()
+def test_k4_gates_each_ratio_by_full_attention_at_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    this = device_run(flops=1e15)
+    bench = k4_bench(monkeypatch, this)
+    shares = {1: 0.5, 2: 0.9}
+    monkeypatch.setattr(script("k4_wave_decode"), "dense_share", lambda _run, _shape, batch, *_: shares[batch])
+    bench.compare()
+    stated = {row.case for row in this.rows if row.metric.startswith("speed-up")}
+    refused = {row.case for row in found(this, "no speed-up over full")}
+    wave = "wave, control cpu, hit rate 0.50 (input)"
+    assert f"n=300: one budget of 0 GiB, {wave}, B=3" in stated
+    assert stated >= {f"n=300: the same batch, {wave}, B=2", "n=300: the same batch, wave, gpu_only, B=2"}
+    assert refused == {f"n=300: the same batch, {way}, B=1" for way in (wave, "wave, gpu_only")}
+    assert all(row.ok for row in found(this, "buffer equals host"))
+
+
+def test_the_goal_counts_only_where_a_ratio_is_stated() -> None:
+    layers = script("scaled_layers")
+    for share, verdicts in ((0.9, [(">= 3.0", False), ("", None)]), (0.7, [("", None), ("", None)])):
+        this = device_run()
+        scaled = layers.Layers(this, script("tiny_llama").TINY_LLAMA, 2)
+        theirs = layers.Speed("full", 1, 10.0, 10.0, False)
+        scaled.compare("case", layers.Speed("wave", 3, 25.0, 29.0, False), theirs, share, 3.0)
+        assert [(row.target, row.ok) for row in this.rows] == verdicts
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [("k4_wave_decode", 1), ("k5_million", 3), ("k7_pq_search", 2), ("k9_end_to_end", 1), ("k10_breakdown", 4)],
+)
+def test_a_late_script_says_what_it_left_out_of_sparse_ways(
+    monkeypatch: pytest.MonkeyPatch, name: str, cases: int
+) -> None:
+    module, this = script(name), device_run()
+    if name == "k5_million":  # what is measured before the first way that can be left out
+        monkeypatch.setattr(module, "full_share", lambda *_: 0.9)
+        monkeypatch.setattr(module.Size, "batch", lambda _: 2)
+    monkeypatch.setattr(script("device_run"), "_LATE_SECONDS", -1.0)
+    module.measure(this)
+    assert [row.metric for row in this.rows] == ["left out: no time left"] * cases

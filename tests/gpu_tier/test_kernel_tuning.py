@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,17 +54,6 @@ def test_a_kernel_is_launched_with_the_sizes_of_a_tiling() -> None:
     assert launched.calls == [((3,), {"n": 2, "BLOCK": 64, "num_warps": 8, "num_stages": 2})]
 
 
-def of_a_number(n: Any) -> None:
-    """Triton reads the source of this one too."""
-
-
-def test_a_kernel_is_not_compiled_anew_for_numbers_that_vary() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        made = [TunedKernel(of_a_number, (Tiling.of(),), varying) for varying in (("n",), ())]
-    assert [one._kernel.params[0].do_not_specialize for one in made] == [True, False]
-
-
 def timed(times: dict[Tiling, float], monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
     """Let calls take so long; return the list of those that are measured."""
     measured: list[Tiling] = []
@@ -107,76 +94,6 @@ def test_without_measuring_the_first_that_fits_is_chosen_and_not_kept(monkeypatc
     assert len(measured) == 2
     tuned.forced = Tiling.of(BLOCK=16)
     assert tuned.choose("a", lambda _: False, same) is tuned.forced
-
-
-class Cuda:
-    """Stands in for the streams and graphs of `torch.cuda`; a graph repeats what is called while it is captured."""
-
-    def __init__(self, capturable: bool) -> None:
-        self.capturable = capturable
-        self.log: list[str] = []
-
-    def stream(self, name: Any) -> Any:
-        return self._during(f"stream {name}")
-
-    def graph(self, _graph: Any, *, stream: Any, capture_error_mode: str) -> Any:
-        assert capture_error_mode == "thread_local"
-        return self._during(f"capture on {stream}", raises=not self.capturable)
-
-    @contextmanager
-    def _during(self, what: str, raises: bool = False) -> Iterator[None]:
-        self.log.append(what)
-        try:
-            yield
-        finally:
-            self.log.append("end")
-        if raises:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    def current_device(self) -> int:
-        return 7
-
-    def current_stream(self) -> str:
-        return "current"
-
-    def wait_stream(self, other: str) -> None:
-        self.log.append(f"after {other}")
-
-    def __str__(self) -> str:
-        return "side"
-
-    def CUDAGraph(self) -> Any:  # noqa: N802 - its name in PyTorch
-        return SimpleNamespace(replay=lambda: self.log.append("replay"))
-
-
-@pytest.mark.parametrize("capturable", [True, False])
-def test_what_is_timed_is_a_graph_of_the_call_if_it_can_be_captured(
-    capturable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = Cuda(capturable)
-    monkeypatch.setattr(tuning, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(tuning, "_side_stream", lambda _: cuda)
-    repeat = tuning._replay(lambda: cuda.log.append("call"))
-    assert cuda.log == ["after current", "stream side", "call", "capture on side", "call", "end", "end"]
-    repeat()
-    assert cuda.log[-1] == ("replay" if capturable else "call")
-
-
-def test_a_tiling_that_asks_for_too_much_takes_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(capturable=True)
-    monkeypatch.setattr(tuning, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(tuning, "_side_stream", lambda _: cuda)
-
-    def call() -> None:
-        raise import_module("triton.runtime.errors").OutOfResources(300_000, 232_448, "shared memory")
-
-    assert tuning._milliseconds(call) == float("inf")
-
-
-def test_without_a_gpu_the_call_itself_is_timed() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert tuning._replay(nothing) is nothing
 
 
 def score_keys(monkeypatch: pytest.MonkeyPatch, name: str, *calls: Callable[[], None]) -> list[tuple[Any, bool]]:

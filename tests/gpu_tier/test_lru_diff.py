@@ -1,18 +1,39 @@
-"""The LRU diff policy against its model; I1 to I13 are the invariants of the buffer."""
+"""The LRU diff policy against its model, and its kernels against the reference; I1 to I13 are its invariants."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lru_model import Case, Outcome, Steps, World, clone_state, decode_batch, random_case
+from lru_model import (
+    Case,
+    Outcome,
+    RandomSteps,
+    Steps,
+    World,
+    clone_state,
+    copied,
+    decode_batch,
+    geometry_of,
+    outputs_equal,
+    random_case,
+    random_state,
+    selection_of,
+    states_equal,
+)
 from thoroughness import examples
 from torch import Tensor
 
-from gpu_tier.kernels.lru_diff import DiffError
+from gpu_tier.errors import ConfigError, StateError
+from gpu_tier.kernels.lru_diff import DiffError, DiffOutputs, DiffScratch, lru_diff, ref
+from gpu_tier.manager.lru_state import LruCounters, LruDiffPolicy
+from gpu_tier.runtime import NullRuntime
+from gpu_tier.types import ResidencyPlan
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -59,11 +80,10 @@ def check_state(world: World, layer: int) -> None:
             assert state.newest_item[request, head] == buffer.newest
 
 
-@pytest.mark.parametrize("part", range(3))  # none of them takes too long
-@settings(max_examples=examples(1350), deadline=None)
+@settings(max_examples=examples(2400), deadline=None)
 @given(seed=SEEDS)
-def test_histories_are_those_of_the_model(part: int, seed: int) -> None:
-    world = World(random_case(3 * seed + part))
+def test_histories_are_those_of_the_model(seed: int) -> None:
+    world = World(random_case(seed))
     totals: Counter[str] = Counter()
     for _ in range(world.case.steps):
         world.admit_another()
@@ -209,3 +229,334 @@ def test_i12_items_of_a_request_that_fits_are_loaded_once(seed: int) -> None:
                 loads.update((layer, b, item) for item, _, _ in outcome.loads)
             check_plan(world, steps)
     assert all(count == 1 for count in loads.values())
+
+
+def both_worlds_agree(seed: int) -> None:
+    case = random_case(seed)
+    # The interpreter takes about 10 ms for a row and head.
+    case = replace(case, steps=min(case.steps, 4), requests=2, layers=1)
+    reference, ours = World(case, kernels="reference"), World(case, kernels="triton")
+    for _ in range(case.steps):
+        assert reference.admit_another() == ours.admit_another()
+        for theirs, mine in zip(reference.step(), ours.step(), strict=True):
+            assert theirs.selected == mine.selected
+            first, second = theirs.plan, mine.plan
+            assert torch.equal(first.device_slot, second.device_slot)
+            for name in ("src_host", "dst_dev", "count"):
+                assert torch.equal(getattr(first.misses, name), getattr(second.misses, name)), name
+            for name in ("src", "dst") if case.promote else ():
+                assert torch.equal(getattr(first.promotion, name), getattr(second.promotion, name)), name
+            assert first.evicted_items is not None
+            assert second.evicted_items is not None
+            assert torch.equal(first.evicted_items, second.evicted_items)
+            state, other = clone_state(reference.policy, theirs.layer), clone_state(ours.policy, mine.layer)
+            for name, rows in state.items():
+                assert torch.equal(rows, other[name]), name
+    assert reference.policy.errors == ours.policy.errors
+    assert reference.policy.counters == ours.policy.counters
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_random_histories_equal_the_reference(part: int) -> None:
+    each = examples(100) // 5
+    for seed in range(part * each, (part + 1) * each):
+        both_worlds_agree(seed)
+
+
+@pytest.mark.parametrize(
+    ("width", "capacity", "n_items", "block"),
+    [
+        (1, 1, 4, 16), (16, 16, 100, 16), (17, 33, 100, 16), (31, 64, 500, 32), (128, 256, 4096, 64),
+        (100, 300, 4096, 128), (512, 1024, 8192, 1024),
+    ],
+)  # fmt: skip
+def test_larger_shapes_equal_the_reference(width: int, capacity: int, n_items: int, block: int) -> None:
+    from gpu_tier.kernels.lru_diff import triton_impl
+
+    rng = torch.Generator().manual_seed(width + capacity + block)
+    theirs = random_state(capacity, n_items, rng)
+    mine = copied(theirs)
+    counters, errors = torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    first = DiffOutputs.empty(3, 2, width, counters, errors)
+    second = DiffOutputs.empty(3, 2, width, counters.clone(), errors.clone())
+    scratch = DiffScratch(3, 2, n_items, capacity, torch.device("cpu"))
+    requests, num_real = torch.tensor([1, 0, 7]), torch.tensor([2], dtype=torch.int32)
+    mask = torch.ones(3, dtype=torch.bool)
+    for step in range(2):
+        items = torch.full((3, 2, width), -1, dtype=torch.int32)
+        for row in range(2):
+            for head in range(2):
+                held = mine.slot_item[1 - row, head]
+                picked = torch.cat([held[: width // 2], torch.randperm(n_items, generator=rng)[:width]])
+                picked = torch.tensor(list(dict.fromkeys(picked.tolist()))[:width], dtype=torch.int32)
+                items[row, head] = picked[torch.randperm(width, generator=rng)]
+        seq_lens = torch.tensor([n_items - 1 + step, n_items, 1], dtype=torch.int32)
+        options = {"unit_tokens": 1, "promote_newest": True, "loads_hottest": bool(step)}
+        arguments = (items, requests, seq_lens, mask, num_real)
+        ref.run(*arguments, theirs, first, scratch, **options)
+        triton_impl.run(*arguments, mine, second, scratch, **options, block=block)
+        outputs_equal(second, first)
+        states_equal(mine, theirs)
+        assert (scratch.item_slot == -1).all(), "the direct map has to be empty between calls"
+    assert counters.sum() > 0
+
+
+@pytest.mark.parametrize(("block", "warps"), [(16, 1), (32, 1), (64, 2), (128, 4), (1024, 4)])
+def test_no_two_warps_hold_the_same_numbers(block: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_tier.kernels.lru_diff import triton_impl
+
+    launches: list[dict[str, Any]] = []
+
+    class Launched:
+        def __getitem__(self, _grid: Any) -> Any:
+            return lambda *_args, **options: launches.append(options)
+
+    monkeypatch.setattr(triton_impl, "_diff", Launched())
+    state = random_state(8, 40, torch.Generator().manual_seed(0))
+    out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+    numbers = (torch.tensor([value], dtype=torch.int32) for value in (0, 40, 1, 1))
+    triton_impl.run(
+        torch.zeros(1, 2, 2, dtype=torch.int32), *numbers, state, out, DiffScratch(1, 2, 40, 8, torch.device("cpu")),
+        unit_tokens=1, promote_newest=True, loads_hottest=True, block=block,
+    )  # fmt: skip
+    assert [options["num_warps"] for options in launches] == [warps]
+
+
+def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
+    state = random_state(8, 40, torch.Generator().manual_seed(0))
+    errors = []
+    for impl in ("reference", "triton"):
+        out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+        scratch = DiffScratch(1, 2, 40, 8, torch.device("cpu"))
+        items = torch.tensor([[[40, -1], [10**9, 3]]], dtype=torch.int32)
+        lru_diff(
+            items, torch.tensor([0]), torch.tensor([40], dtype=torch.int32), torch.tensor([True]),
+            torch.tensor([1], dtype=torch.int32), copied(state), out, scratch, unit_tokens=1, impl=impl,
+        )  # fmt: skip
+        assert out.device_slot[0, :, 0].tolist() == [-1, -1]
+        errors.append(int(out.errors) & 4)
+    assert errors == [4, 4]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("impl", ["triton", "cuda"])
+@pytest.mark.parametrize("seed", range(40))
+def test_on_the_gpu_random_states_equal_the_reference(impl: str, seed: int) -> None:
+    steps = RandomSteps(seed, most_capacity=4096)
+    theirs, first = steps.state, steps.outputs()
+    mine, second = on_gpu(theirs), on_gpu(first)
+    items = theirs.host_loc.shape[1]
+    scratch = DiffScratch(3, 2, items, steps.capacity, torch.device("cuda"))
+    for number in range(4):
+        arguments = steps.step(number)
+        lru_diff(*arguments, theirs, first, scratch, **steps.options, impl="reference")
+        lru_diff(*(a.cuda() for a in arguments), mine, second, scratch, **steps.options, impl=impl)
+        outputs_equal(on_cpu(second), first)
+        states_equal(on_cpu(mine), theirs)
+
+
+def on_gpu(values: Any) -> Any:
+    return replace(values, **{field.name: getattr(values, field.name).cuda() for field in fields(values)})
+
+
+def on_cpu(values: Any) -> Any:
+    return replace(values, **{field.name: getattr(values, field.name).cpu() for field in fields(values)})
+
+
+LAYERS, HEADS, REQUESTS = 3, 2, 3
+
+
+def test_o1_an_item_without_a_copy_stays_until_it_has_one() -> None:
+    host_loc = torch.full((1, 50), -1, dtype=torch.int64)
+    host_loc[0, :9] = torch.arange(9)
+    policy = LruDiffPolicy(
+        geometry_of(layers=1), capacity=4, unit_tokens=1, selecting_heads=1, max_requests=1, max_items=50,
+        host_loc=host_loc, runtime=NullRuntime(),
+    )  # fmt: skip
+    policy.admit(0, torch.arange(4), torch.tensor([10, 11]), 10)  # items 6 to 9; 9 has no copy yet
+
+    def loaded(selected: list[int], n: int) -> list[int]:
+        selection = selection_of([[selected]], 4, 1)
+        plan = policy.resolve(0, decode_batch([0], [n]), selection, torch.ones(1, dtype=torch.bool))
+        assert plan.misses is not None
+        return plan.misses.src_host[0, 0, : int(plan.misses.count)].tolist()
+
+    assert loaded([0, 1, 2], 11) == [0, 1, 2]  # in the slots of 6, 7 and 8, though 9 was used no later
+    assert policy.layer_state(0).slot_item[0, 0].tolist() == [0, 1, 2, 9]
+    assert loaded([3, 4, 5, 6], 11) == [3, 4, 5]  # 6 finds no slot
+    assert policy.errors == DiffError.NO_VICTIM
+    policy.clear_errors()
+    host_loc[0, 9] = 9
+    assert loaded([3, 4, 5, 6], 11) == [6]
+    assert policy.errors == DiffError(0)
+
+
+def test_o1_nothing_is_loaded_from_nowhere() -> None:
+    host_loc = torch.full((1, 50), -1, dtype=torch.int64)
+    policy = LruDiffPolicy(
+        geometry_of(layers=1), capacity=4, unit_tokens=1, selecting_heads=1, max_requests=1, max_items=50,
+        host_loc=host_loc, runtime=NullRuntime(),
+    )  # fmt: skip
+    policy.admit(0, torch.arange(4), torch.tensor([10, 11]), 10)
+    selection = selection_of([[[2, 7]]], 4, 1)
+    plan = policy.resolve(0, decode_batch([0], [11]), selection, torch.ones(1, dtype=torch.bool))
+    assert plan.misses is not None
+    assert int(plan.misses.count) == 0
+    assert plan.device_slot.tolist() == [[[-1, 1, -1, -1]]]
+    assert policy.errors == DiffError.NOT_BACKED_UP
+
+
+CAPACITY, MAX_ITEMS = 8, 40
+
+
+def policy_of(**changes: Any) -> LruDiffPolicy:
+    arguments: dict[str, Any] = {
+        "capacity": CAPACITY, "unit_tokens": 1, "selecting_heads": 1, "max_requests": 2, "max_items": MAX_ITEMS,
+        "host_loc": 100 + torch.arange(2 * MAX_ITEMS).reshape(2, MAX_ITEMS), "runtime": NullRuntime(),
+    }  # fmt: skip
+    return LruDiffPolicy(geometry_of(), **(arguments | changes))
+
+
+def admit(policy: LruDiffPolicy, request: int, n_tokens: int) -> tuple[list[int], list[int]]:
+    base = 1000 * (request + 1)
+    unit, capacity = policy.unit_tokens, policy.capacity
+    newest = torch.tensor([base + 500, base + 500 + unit])
+    fill = policy.admit(request, base + unit * torch.arange(capacity), newest, n_tokens)
+    return fill.items.tolist(), fill.slots.tolist()
+
+
+def resolve(policy: LruDiffPolicy, selected: list[int], n_tokens: int, layer: int = 0) -> ResidencyPlan:
+    selection = selection_of([[selected] * policy.selecting_heads], len(selected), policy.unit_tokens)
+    return policy.resolve(layer, decode_batch([0], [n_tokens]), selection, torch.ones(1, dtype=torch.bool))
+
+
+def loads(plan: ResidencyPlan) -> int:
+    assert plan.misses is not None
+    return int(plan.misses.count.sum())
+
+
+@pytest.mark.parametrize("n", [0, 1, CAPACITY - 1, CAPACITY, CAPACITY + 1, 3 * CAPACITY])
+def test_admission_fills_by_number_or_with_the_last_items(n: int) -> None:
+    items, slots = admit(policy_of(), 0, n)
+    assert items == list(range(max(0, n - CAPACITY), n))
+    assert slots == [1000 + i for i in range(min(n, CAPACITY))]
+
+
+@pytest.mark.parametrize(("n", "items"), [(3, [0]), (4, [0]), (5, [0, 1]), (32, [*range(8)]), (37, [*range(1, 10)])])
+def test_a_part_filled_item_goes_to_its_newest_slot(n: int, items: list[int]) -> None:
+    filled, slots = admit(policy_of(unit_tokens=4), 0, n)
+    assert filled == items
+    if n % 4:
+        assert slots[-1] == 1500 + 4 * (items[-1] % 2)
+    held = min(n // 4, CAPACITY)
+    assert slots[:held] == [1000 + 4 * i for i in range(held)]
+
+
+def test_release_leaves_nothing_for_the_next_request() -> None:
+    policy, fresh = policy_of(), policy_of()
+    admit(policy, 0, 30)
+    for layer in policy.geometry.layers:
+        resolve(policy, [3, 5, 30], 31, layer)
+    policy.release(0)
+    policy.release(0)
+    policy.release(1)
+    for layer in policy.geometry.layers:
+        ours, clean = clone_state(policy, layer), clone_state(fresh, layer)
+        assert all(torch.equal(ours[name], clean[name]) for name in ours)
+    admit(policy, 0, 2)
+    assert loads(resolve(policy, [0, 1, 2], 3)) == 0
+
+
+def test_layers_and_requests_are_apart() -> None:
+    policy = policy_of()
+    admit(policy, 0, 30)
+    admit(policy, 1, 30)
+    other_layer, before = clone_state(policy, 1), clone_state(policy, 0)
+    resolve(policy, [1, 2, 3], 31, layer=0)
+    assert all(torch.equal(rows, clone_state(policy, 1)[name]) for name, rows in other_layer.items())
+    after = clone_state(policy, 0)
+    assert torch.equal(after["slot_item"][1], before["slot_item"][1])
+    assert not torch.equal(after["slot_item"][0], before["slot_item"][0])
+    assert policy.layer_counters(0) == LruCounters(selected=3, hits=0, loads=3, promotions=0)
+    assert policy.layer_counters(1) == LruCounters(0, 0, 0, 0)
+    assert policy.counters == policy.layer_counters(0)
+    assert policy.counters.hit_rate == 0
+    assert policy.layer_counters(1).hit_rate == 1
+
+
+def test_a_row_without_a_buffer_is_reported() -> None:
+    policy = policy_of()
+    assert (resolve(policy, [1, 2], 31).device_slot == -1).all()
+    assert policy.errors == DiffError.NOT_ADMITTED
+    with pytest.raises(StateError, match="NOT_ADMITTED"):
+        policy.check()
+    policy.check()
+
+
+def test_debug_checks_raise_in_the_step() -> None:
+    policy = policy_of(debug_checks=True, host_loc=torch.full((2, MAX_ITEMS), -1))
+    admit(policy, 0, 30)
+    with pytest.raises(StateError, match="NOT_BACKED_UP"):
+        resolve(policy, [1], 31)
+    with pytest.raises(ConfigError, match="repeats"):
+        resolve(policy, [29, 29], 31)
+    with pytest.raises(StateError, match="shrunk from 31 to 30"):
+        resolve(policy, [29], 30)
+
+
+def test_batches_of_about_the_same_size_share_memory_and_a_plan_outlives_the_next_layer() -> None:
+    policy = policy_of(max_requests=4, host_loc=torch.zeros(4, MAX_ITEMS, dtype=torch.int64))
+    mask = torch.ones(4, dtype=torch.bool)
+    plans = [
+        policy.resolve(layer, decode_batch([], [], rows=rows), selection_of([[[1]]] * rows, 1, 1), mask[:rows])
+        for rows in (3, 4)
+        for layer in (0, 1)
+    ]
+    places = [plan.device_slot.data_ptr() for plan in plans]
+    assert places[0] == places[2] != places[1] == places[3]
+    assert [len(plan.device_slot) for plan in plans] == [3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"capacity": 0}, "capacity=0"), ({"capacity": 32768}, "capacity=32768"), ({"unit_tokens": 0}, "unit_tokens=0"),
+        ({"selecting_heads": 3}, "selecting_heads=3"),
+        ({"max_requests": 3}, "host_loc"), ({"max_items": 9}, "host_loc"),
+        ({"host_loc": torch.zeros(2, MAX_ITEMS, dtype=torch.int32)}, "host_loc"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        policy_of(**changes)
+
+
+def test_calls_that_cannot_be_are_refused() -> None:
+    policy = policy_of()
+    with pytest.raises(ConfigError, match="n_tokens=41"):
+        admit(policy, 0, 41)
+    with pytest.raises(ConfigError, match="buffer_slots"):
+        policy.admit(0, torch.arange(7), torch.tensor([10, 11]), 5)
+    with pytest.raises(ConfigError, match="request=2"):
+        admit(policy, 2, 5)
+    admit(policy, 0, 30)
+    with pytest.raises(StateError, match="request 0 has a buffer"):
+        admit(policy, 0, 30)
+    with pytest.raises(ConfigError, match="capacity=8"):
+        resolve(policy, list(range(9)), 31)
+    with pytest.raises(ConfigError, match="lengths=41"):
+        resolve(policy, [1], 41)
+    batch, mask = decode_batch([0], [31]), torch.ones(1, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="selection=2"):
+        policy.resolve(0, batch, selection_of([[[1], [2]]], 1, 1), mask)
+    with pytest.raises(ConfigError, match="unit_tokens=4"):
+        policy.resolve(0, batch, replace(selection_of([[[1]]], 1, 1), unit_tokens=4), mask)
+    with pytest.raises(ConfigError, match="layer_id=2"):
+        resolve(policy, [1], 31, layer=2)
+
+
+def test_the_state_has_the_size_of_the_specification() -> None:
+    # 4 bytes for the item and 2 for the order per slot, layer and request; 4 per slot and request for its place.
+    policy = policy_of()
+    rows = 2 * (2 * CAPACITY * 6 + 2 * 4 + CAPACITY * 4 + 2 * 4)
+    assert policy.nbytes == rows
