@@ -13,14 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.roi import PRESETS, Deployment, LengthProfile, fit_profile, parse_deployment, read_profile
+from kvcm.optimizer.roi import PRESETS, LengthProfile, fit_profile, parse_deployment, read_profile
 from kvcm.optimizer.roi.deployment import RANGES
 from kvcm.optimizer.roi.formulas import (
     gpus_saved,
     load_seconds,
     load_threshold_tokens,
     loaded_part,
-    nodes_needed,
     prefill_seconds,
     saturation_share,
     storage_price_per_hour,
@@ -85,12 +84,7 @@ def test_at_saturation_links_are_as_busy_as_gpus_and_more_loads_need_more_nodes(
     assert 0 < share < 1
 
     def nodes(at: float) -> float:
-        return float(
-            nodes_needed(
-                one(at), offered=offered, prefill_tokens_per_second=prefill, utilisation=1.0, kv_bytes=kv_bytes,
-                bandwidth=bandwidth, usable=usable,
-            )[0]
-        )  # fmt: skip
+        return max(offered * (1 - at) / prefill, offered * at * kv_bytes / (bandwidth * usable))
 
     assert nodes(share) == pytest.approx(offered * (1 - share) / prefill)
     assert nodes(share) == pytest.approx(offered * share * kv_bytes / (bandwidth * usable))
@@ -237,10 +231,3 @@ def test_every_input_has_a_range(name: str) -> None:
 def test_a_profile_takes_time(coefficients: tuple[float, float]) -> None:
     with pytest.raises(OptionError, match="profile: linear"):
         LengthProfile(*coefficients)
-
-
-def test_a_deployment_is_json() -> None:
-    asked = replace(PRESETS["deepseek_v3"], profile=LengthProfile(1e-5, 1e-9))
-    shown = json.loads(json.dumps(asked.as_json()))
-    profile = LengthProfile(**shown.pop("profile"))
-    assert Deployment(**shown, profile=profile) == asked
