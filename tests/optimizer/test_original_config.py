@@ -69,11 +69,9 @@ def test_what_is_no_document_is_refused(text: str | bytes) -> None:
 
 
 def test_plain_options_make_one_group() -> None:
-    plain = OriginalConfig.plain(["a", "b"], 8, policy="leaf_lru", eviction_mode=1, batch_size=2)
+    plain = OriginalConfig.plain(["a", "b"], 8, policy="leaf_lru")
     assert plain.groups[0].limit == 8
     assert [each.policy for each in plain.instances] == ["leaf_aware_lru"] * 2
-    assert plain.trace_type == ""
+    assert (plain.trace_type, plain.eviction_mode) == ("", 3)
     with pytest.raises(OptionError, match="policy_type: 'sieve'; allowed: lru, random_lru, leaf_aware_lru"):
         OriginalConfig.plain(["a"], 8, policy="sieve")
-    with pytest.raises(OptionError, match="eviction_batch_size_per_instance: 0; allowed: a whole number from 1"):
-        OriginalConfig.plain(["a"], 8, eviction_mode=2)

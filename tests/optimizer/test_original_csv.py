@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from original_documents import config, group, instance
 from thoroughness import examples
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.groups.original import HEADER, OriginalConfig, OriginalReplay, Row, export_tree, write_original_csv
+from kvcm.optimizer.groups.original import HEADER, OriginalConfig, OriginalReplay, Row, write_original_csv
 from kvcm.optimizer.trace import QueryMode, Trace
 
 
@@ -191,22 +190,3 @@ def test_lru_as_a_list_by_access(requests: list[Step], mode: int, batch: int, ca
             expected.append((prefix, tuple(map(len, caches))))
     _, rows = replayed([*requests, *(Step((), place) for place in range(3))], shared)
     assert [(row.internal_hits + row.external_hits, row.cached) for _, row in rows] == expected
-
-
-def test_the_tree_is_exported() -> None:
-    requests = [Step((1, 2, 3)), Step((1, 2, 4)), Step((1, 2, 4, 5, 6)), Step((9,)), Step((1, 2), writes=False)]
-    replay, _ = replayed(requests, config(group(instance(policy="leaf_aware_lru"), capacity=5)))
-    tree = export_tree(replay, "a")
-    columns = ("parent_id", "access_count", "last_access_time", "total_blocks", "cached_blocks", "is_leaf")
-    assert json.loads(json.dumps(tree)) == tree
-    assert [node["node_id"] for node in tree["nodes"]] == [0, 1, 2, 3, 4]
-    assert [tuple(node[column] for column in columns) for node in tree["nodes"]] == [
-        (-1, 4, 4_000_000, 2, 2, False),
-        (0, 1, 0, 1, 0, True),
-        (0, 2, 2_000_000, 1, 1, False),
-        (2, 1, 2_000_000, 2, 1, True),
-        (-1, 1, 3_000_000, 1, 1, True),
-    ]
-    assert tree["edges"] == [{"from": 0, "to": 1}, {"from": 0, "to": 2}, {"from": 2, "to": 3}]
-    with pytest.raises(OptionError, match="instance_id: 'x' is not configured; allowed: a"):
-        export_tree(replay, "x")

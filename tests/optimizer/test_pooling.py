@@ -23,7 +23,6 @@ from kvcm.optimizer.pooling import (
     Router,
     Topology,
     compare_pooling,
-    parse_routers,
 )
 from kvcm.optimizer.pooling.homes import homes_of, keys_of
 from kvcm.optimizer.replay import replay
@@ -185,7 +184,7 @@ def test_an_overloaded_engine_passes_requests_on() -> None:
     trace = trace_of([[1, number] for number in range(2, 12)], input_tokens=[20] * 10)
     engines = Engines(2, 100, 2.0, affinity_blocks=1, overload_seconds=5.0)
     stays, moves = rows_of(
-        trace, engines, routers=parse_routers("affinity,affinity+migration"), topologies=[Topology.LOCAL]
+        trace, engines, routers=[Router("affinity"), Router("affinity", migrates=True)], topologies=[Topology.LOCAL]
     )
     assert sorted(stays.routed_requests.tolist()) == [0, 10]
     assert (stays.migrations, stays.imbalance) == (0, 2.0)
@@ -230,7 +229,7 @@ def test_sessions_of_a_real_trace_stay_with_their_engines(real_trace: Callable[[
     trace = real_trace("agentic_composed")
     room = trace.unique_blocks // 2 // 4
     study = compare_pooling(
-        trace, Engines(4, room, 32_200.0), routers=parse_routers("random,affinity"), topologies=[Topology.LOCAL]
+        trace, Engines(4, room, 32_200.0), routers=[Router("random"), Router("affinity")], topologies=[Topology.LOCAL]
     )
     assert study.row(Router("affinity"), Topology.LOCAL).block_hit_rate > 0.8
     assert study.row(Router("random"), Topology.LOCAL).block_hit_rate < 0.7
@@ -238,24 +237,11 @@ def test_sessions_of_a_real_trace_stay_with_their_engines(real_trace: Callable[[
         study.worth(Router("random"))
 
 
-def test_routers_as_text() -> None:
-    assert parse_routers("all") == DEFAULT_ROUTERS
-    assert parse_routers("random, affinity+migration,random") == (Router("random"), Router("affinity", migrates=True))
-    assert parse_routers(",".join(router.label for router in DEFAULT_ROUTERS)) == DEFAULT_ROUTERS
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("round", "'round' is no router; allowed: random"),
-        ("affinity+luck", "only 'migration' is allowed"),
-        ("random+migration", "random never migrates"),
-        ("", "'' is no router"),
-    ],
-)
-def test_routers_that_are_none_are_refused(text: str, says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        parse_routers(text)
+def test_routers_that_are_none_are_refused() -> None:
+    with pytest.raises(OptionError, match="'round' is no router; allowed: random"):
+        Router("round")
+    with pytest.raises(OptionError, match="random never migrates"):
+        Router("random", migrates=True)
 
 
 @pytest.mark.parametrize(
