@@ -73,11 +73,7 @@ def _path(leaf: int) -> tuple[int, ...]:
 
 @st.composite
 def steps(
-    draw: st.DrawFn,
-    *,
-    instances: int = 3,
-    modes: Sequence[QueryMode] = tuple(QueryMode),
-    masks: bool = True,
+    draw: st.DrawFn, *, instances: int = 3, modes: Sequence[QueryMode] = tuple(QueryMode), masks: bool = True
 ) -> list[Step]:
     """Draw requests along one small tree per instance.
 

@@ -37,8 +37,6 @@ def test_counts_what_a_model_over_dictionaries_counts(
     model = ModelOfGroup(policy, capacity, mode)
     expected = [(model.serve(step, place), model.used) for place, step in enumerate(requests)]
     found = replay_group(trace_of_steps(requests), PolicySpec(policy), capacity, mode=mode, keep_requests=True)
-    assert found.request_hits is not None
-    assert found.request_resident is not None
     assert list(zip(found.request_hits.tolist(), found.request_resident.tolist(), strict=True)) == expected
     assert found.hits.prefix_blocks == sum(hits for hits, _ in expected)
     assert found.hits.object_blocks == model.objects
@@ -71,7 +69,6 @@ def test_a_real_trace(policy: str, real_trace: Callable[[str], Trace]) -> None:
 
 def hits(requests: list[Step], policy: str, capacity: int) -> list[int]:
     found = replay_group(trace_of_steps(requests), parse_policy(policy), capacity, keep_requests=True).request_hits
-    assert found is not None
     answers: list[int] = found.tolist()
     return answers
 

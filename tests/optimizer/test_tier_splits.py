@@ -51,10 +51,7 @@ def check_split(curve: SplitCurve, trace: Trace, tiers: list[Tier]) -> None:
     ends = np.minimum(done.request_hits.sum(axis=1) * trace.block_tokens, trace.input_tokens)
     each = np.maximum(0.0, ends * PER_TOKEN - done.load_seconds)
     saved = curve.saved_seconds(
-        tiers,
-        [capacities],
-        block_bytes=trace.block_tokens,
-        recompute_seconds_per_token=PER_TOKEN,
+        tiers, [capacities], block_bytes=trace.block_tokens, recompute_seconds_per_token=PER_TOKEN
     )
     assert saved.tolist() == pytest.approx([each.sum()])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcm.optimizer.pooling.comparing import Engines, compare_pooling
-from kvcm.optimizer.pooling.outcome import PoolingRow, PoolingStudy, PoolingWorth, Topology
+from kvcm.optimizer.pooling.outcome import PoolingRow, PoolingStudy, Topology
 from kvcm.optimizer.pooling.router import DEFAULT_ROUTERS, Router
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Engines",
     "PoolingRow",
     "PoolingStudy",
-    "PoolingWorth",
     "Router",
     "Topology",
     "compare_pooling",
