@@ -1,4 +1,4 @@
-"""Real traces: they lie beside the project, not in it."""
+"""Real traces: they lie beside the project, not in it. Tests of them take seconds each, so `.ci/run` runs them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,10 @@ def real_trace() -> Callable[[str], Trace]:
 def real_trace_path() -> Callable[[str], Path]:
     """Return what finds the file of a real trace."""
     return _path
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"real_trace", "real_trace_path"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ci")

@@ -1,261 +1,113 @@
-"""Groups of instances over dictionaries: what `kvcm.optimizer.groups` is compared with.
+"""A group of instances over dictionaries: what `kvcm.optimizer.groups` is compared with.
 
-Nothing is kept but when blocks were read and written, and how often; victims and answers are looked for anew each time.
+Nothing is kept but when blocks were read and written, and how often; victims and answers are searched for each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from group_traces import NAMES, Step
+from group_traces import Step
 
-from kvcm.optimizer.groups import GroupLayout, InstanceLayout, QuotaGroup, SpecKind, SpecLayout
 from kvcm.optimizer.trace import QueryMode
 
-__all__ = ["ModelOfGroups"]
+__all__ = ["POLICIES", "ModelOfGroup"]
 
-_POLICIES = ("lru", "fifo", "lfu", "leaf_lru")
+POLICIES = ("lru", "fifo", "lfu", "leaf_lru")
 
 
 @dataclass
 class _Block:
-    specs: set[str]
     written: int
     read: int
     now: float
+    parent: int | None
     reads: int = 1
-    parent: int | None = None
 
 
 @dataclass
-class _Instance:
-    layout: InstanceLayout
-    group: QuotaGroup
-    blocks: dict[int, _Block] = field(default_factory=dict)
-    external: int = 0
-    internal: int = 0
-    objects: int = 0
-    evicted: int = 0
+class ModelOfGroup:
+    """Serves requests one by one."""
 
-    def amount(self, specs: set[str]) -> int:
-        if self.group.unit == "blocks":
-            return bool(specs)
-        return sum(spec.bytes for spec in self.layout.specs if spec.name in specs)
+    policy: str
+    capacity: int
+    mode: str
+    instances: list[dict[int, _Block]] = field(default_factory=lambda: [{}, {}, {}])
+    objects: int = 0
+    clock: int = 0
 
     @property
     def used(self) -> int:
-        return sum(self.amount(block.specs) for block in self.blocks.values())
+        return sum(map(len, self.instances))
 
-    @property
-    def from_tail(self) -> bool:
-        return self.group.tail_first or self.layout.policy.name == "leaf_lru"
-
-    def candidate(self) -> int:
-        return self.candidates()[0]
-
-    def candidates(self) -> list[int]:
-        name = self.layout.policy.name
-        assert name in _POLICIES
-
-        def order(number: int) -> tuple[int, ...]:
-            block = self.blocks[number]
-            if name == "fifo":
-                return (block.written,)
-            return (block.reads, block.read) if name == "lfu" else (block.read,)
-
-        leaves = [each for each in self.blocks if not self.children(each)]
-        return sorted(leaves if name == "leaf_lru" else self.blocks, key=order)
-
-    def thin(self, amount: int) -> None:
-        kinds = {spec.name: spec.kind for spec in self.layout.specs}
-        states = {name for name, kind in kinds.items() if kind is SpecKind.STATE}
-        full = {name for name, kind in kinds.items() if kind is SpecKind.FULL}
-        wanted, seen = self.used - amount, set[int | None]()
-        for candidate in self.candidates():
-            number: int | None = candidate
-            while number in self.blocks and number not in seen and self.used > wanted:
-                assert number is not None
-                seen.add(number)
-                block = self.blocks[number]
-                rest = block.specs - states
-                if rest and full <= rest and len(self.children(number)) == 1:
-                    block.specs = rest
-                number = block.parent
-
-    def children(self, number: int) -> list[int]:
-        return [each for each, block in self.blocks.items() if block.parent == number]
-
-    def below(self, number: int, depth: int = 0) -> Iterator[tuple[int, int]]:
-        yield depth, number
-        for child in self.children(number):
-            yield from self.below(child, depth + 1)
-
-    def victim(self, candidate: int) -> int:
-        if not self.group.tail_first:
-            return candidate
-        leaves = [(depth, each) for depth, each in self.below(candidate) if not self.children(each)]
-        return min(leaves, key=lambda leaf: (self.blocks[leaf[1]].now, -leaf[0], leaf[1]))[1]
-
-
-class ModelOfGroups:
-    """Serves requests one by one.
-
-    Args:
-        layout: of the groups; only policies of which a dictionary makes a line.
-    """
-
-    def __init__(self, layout: GroupLayout) -> None:
-        self._mode = layout.mode
-        self._clock = 0
-        self.instances = {
-            each.name: _Instance(each, group) for group in layout.groups for each in group.instances
-        }  # fmt: skip
-
-    def serve(self, step: Step, now: float) -> int | None:
-        """Serve a request; return the blocks of its answer."""
-        instance = self.instances[NAMES[step.instance]]
-        names = {spec.name for spec in instance.layout.specs}
-        wanted = names if step.specs is None else names & set(step.specs)
-        positions, internal = self._answer(instance, step, wanted)
-        objects = self._objects(instance, step, wanted)
+    def serve(self, step: Step, now: float) -> int:
+        """Serve a request; return the blocks of its answer, masked ones included."""
+        blocks, reads = self.instances[step.instance], step.ids[: step.read_blocks]
+        masked = [place < len(step.mask) and step.mask[place] for place in range(len(step.ids))]
+        there = [number in blocks for number in reads]
+        positions, internal = self._answer(step, there, masked)
         if step.writes:
-            objects = self._write(instance, step, wanted, now)
+            there = self._write(step, masked, now)
         else:
-            for number in (step.ids[position] for position in positions):
-                if number in instance.blocks:  # a prefix may be known by the state of its end alone
-                    self._touch(instance, number, now)
-        if not step.read_blocks:
-            return None
-        instance.external += len(positions)
-        instance.internal += internal
-        instance.objects += objects
+            for place in positions:
+                self._touch(blocks[reads[place]], now)
+        self.objects += sum(here and not left for here, left in zip(there, masked, strict=False))
         return len(positions) + internal
 
-    def _masked(self, step: Step, place: int) -> bool:
-        return place < len(step.mask) and step.mask[place]
-
-    def _objects(self, instance: _Instance, step: Step, wanted: set[str]) -> int:
-        return sum(
-            self._is_met(instance, step.ids[place], wanted) and not self._masked(step, place)
-            for place in range(step.read_blocks)
-        )
-
-    def _is_met(self, instance: _Instance, number: int, wanted: set[str]) -> bool:
-        has = instance.blocks[number].specs if number in instance.blocks else set()
-        full = {spec.name for spec in instance.layout.specs if spec.kind is SpecKind.FULL} & wanted
-        return full <= has and bool(has & wanted)
-
-    def _answer(self, instance: _Instance, step: Step, wanted: set[str]) -> tuple[Sequence[int], int]:
-        places = range(step.read_blocks)
+    def _answer(self, step: Step, there: list[bool], masked: list[bool]) -> tuple[Sequence[int], int]:
+        met = [here and not left for here, left in zip(there, masked, strict=False)]
         if step.mode is QueryMode.BATCH:
-            met = [
-                each for each in places
-                if not self._masked(step, each) and self._is_met(instance, step.ids[each], wanted)
-            ]  # fmt: skip
-            return met, sum(self._masked(step, each) for each in places)
+            return [place for place, is_met in enumerate(met) if is_met], sum(masked[: len(there)])
         if step.mode is QueryMode.WINDOW:
-            for end in range(step.read_blocks, step.window - 1, -1):
-                window = range(end - step.window, end)
-                if not any(self._masked(step, each) for each in window) and all(
-                    self._is_met(instance, step.ids[each], wanted) for each in window
-                ):
-                    return window, 0
+            for end in range(len(met), step.window - 1, -1):
+                if step.window and all(met[end - step.window : end]):
+                    return range(end - step.window, end), 0
             return (), 0
-        end = max(each for each in range(step.read_blocks + 1) if self._may_end(instance, step, wanted, each))
-        unmasked = [each for each in range(end) if not self._masked(step, each)]
+        end = 0
+        while end < len(there) and (there[end] or masked[end]):
+            end += 1
+        unmasked = [place for place in range(end) if not masked[place]]
         return unmasked, end - len(unmasked)
 
-    def _may_end(self, instance: _Instance, step: Step, wanted: set[str], end: int) -> bool:
-        def has(place: int, spec: SpecLayout) -> bool:
-            block = instance.blocks.get(step.ids[place])
-            return (self._masked(step, place) and bool(wanted)) or (block is not None and spec.name in block.specs)
+    def _touch(self, block: _Block, now: float) -> None:
+        self.clock += 1
+        block.read, block.now, block.reads = self.clock, now, block.reads + 1
 
-        specs = [spec for spec in instance.layout.specs if spec.name in wanted]
-        for spec in specs:
-            needed = {
-                SpecKind.FULL: range(end),
-                SpecKind.STATE: range(max(0, end - 1), end),
-                SpecKind.WINDOW: range(max(0, end - spec.window_blocks), end),
-            }[spec.kind]
-            if not all(has(place, spec) for place in needed):
-                return False
-        return end == 0 or any(has(end - 1, spec) for spec in specs)
-
-    def _touch(self, instance: _Instance, number: int, now: float) -> None:
-        self._clock += 1
-        block = instance.blocks[number]
-        block.read, block.now, block.reads = self._clock, now, block.reads + 1
-
-    def _write(self, instance: _Instance, step: Step, wanted: set[str], now: float) -> int:
-        whole = self._mode == "request" or instance.from_tail
-        places = list(range(len(step.ids)))
-        objects = self._objects(instance, step, wanted) if whole else 0
-        for place in reversed(places) if instance.from_tail else places:
-            if not step.read_blocks and self._masked(step, place):
+    def _write(self, step: Step, masked: list[bool], now: float) -> list[bool]:
+        """Write the blocks; return which of those that are read were there, in whole writes before all of them."""
+        blocks, from_tail = self.instances[step.instance], self.policy == "leaf_lru"
+        is_whole = self.mode == "request" or from_tail
+        there = [number in blocks for number in step.ids]
+        places = range(len(step.ids))
+        for place in reversed(places) if from_tail else places:
+            number = step.ids[place]
+            if masked[place] and not step.read_blocks:
                 continue
-            if not whole:
-                objects += self._objects_at(instance, step, wanted, place)
-            self._write_block(instance, step, wanted, place, now, makes_room=not whole)
-        if whole and self._used(instance) > instance.group.high:
-            self._evict_to(instance, instance.group.low, now)
-        return objects
+            there[place] = there[place] if is_whole else number in blocks
+            if number in blocks:
+                self._touch(blocks[number], now)
+                continue
+            if not is_whole:
+                self._evict_to(self.capacity - 1, now)
+            self.clock += 1
+            blocks[number] = _Block(self.clock, self.clock, now, step.ids[place - 1] if place else None)
+        self._evict_to(self.capacity, now)
+        return there[: step.read_blocks]
 
-    def _objects_at(self, instance: _Instance, step: Step, wanted: set[str], place: int) -> bool:
-        is_asked = place < step.read_blocks and not self._masked(step, place)
-        return is_asked and self._is_met(instance, step.ids[place], wanted)
+    def _candidate(self, blocks: dict[int, _Block]) -> int:
+        parents = {block.parent for block in blocks.values()} if self.policy == "leaf_lru" else set()
 
-    def _write_block(
-        self, instance: _Instance, step: Step, wanted: set[str], place: int, now: float, *, makes_room: bool
-    ) -> None:
-        number, group = step.ids[place], instance.group
-        specs = {
-            spec.name for spec in instance.layout.specs
-            if spec.name in wanted
-            and ((spec.every and (place + 1) % spec.every == 0) or (spec.at_end and place + 1 == len(step.ids)))
-        }  # fmt: skip
-        has = set(instance.blocks[number].specs) if number in instance.blocks else set()
-        if has:
-            self._touch(instance, number, now)
-        if not specs - has:
-            return
-        size = instance.amount(has | specs) - instance.amount(has)
-        if makes_room and self._used(instance) + size > group.high:
-            if size > group.high:
-                return
-            self._evict_to(instance, max(0, group.low - size), now)
-            if number not in instance.blocks and self._used(instance) + instance.amount(specs) > group.high:
-                return
-        if number in instance.blocks:
-            instance.blocks[number].specs |= specs
-            return
-        self._clock += 1
-        parent = step.ids[place - 1] if place else None
-        instance.blocks[number] = _Block(specs, self._clock, self._clock, now, parent=parent)
+        def order(number: int) -> tuple[int, ...]:
+            block = blocks[number]
+            if self.policy == "fifo":
+                return (block.written,)
+            return (block.reads, block.read) if self.policy == "lfu" else (block.read,)
 
-    def _used(self, instance: _Instance) -> int:
-        return sum(each.used for each in self._peers(instance))
+        return min((number for number in blocks if number not in parents), key=order)
 
-    def _peers(self, instance: _Instance) -> list[_Instance]:
-        return [each for each in self.instances.values() if each.group is instance.group]
-
-    def _evict_to(self, instance: _Instance, target: int, now: float) -> None:
-        peers = self._peers(instance)
-        for peer in peers if instance.group.thins_states else []:
-            peer.thin(self._used(instance) - target)
-        began = {each.layout.name: each.used for each in peers}
-        weights = sum(each.layout.weight for each in peers)
-
-        def turn(peer: _Instance) -> tuple[float, ...]:
-            layout, age = peer.layout, (now - peer.blocks[peer.candidate()].now) / peer.layout.weight
-            given = began[layout.name] - peer.used
-            if instance.group.share == "proportional":
-                return given * layout.weight / max(1, began[layout.name]), -age
-            if instance.group.share == "fixed":
-                return target / weights * layout.weight + given - began[layout.name], -age
-            return (-age,)
-
-        while self._used(instance) > target:
-            peer = min((each for each in peers if each.blocks), key=turn)
-            del peer.blocks[peer.victim(peer.candidate())]
-            peer.evicted += 1
+    def _evict_to(self, target: int, now: float) -> None:
+        while self.used > target:
+            heads = [(blocks, self._candidate(blocks)) for blocks in self.instances if blocks]
+            blocks, number = min(heads, key=lambda head: head[0][head[1]].now)
+            del blocks[number]

@@ -33,7 +33,6 @@ class Step:
     mode: QueryMode = QueryMode.PREFIX
     window: int = 0
     mask: tuple[bool, ...] = ()
-    specs: tuple[str, ...] | None = None
     seconds: float | None = None
 
     @property
@@ -58,7 +57,6 @@ def trace_of_steps(requests: Sequence[Step]) -> Trace:
         modes={place: step.mode for place, step in enumerate(requests) if step.mode},
         windows={place: step.window for place, step in enumerate(requests) if step.mode is QueryMode.WINDOW},
         masks={place: np.array(step.mask, np.bool_) for place, step in enumerate(requests) if step.mask},
-        specs={place: step.specs for place, step in enumerate(requests) if step.specs is not None},
     )
 
 
@@ -75,12 +73,7 @@ def _path(leaf: int) -> tuple[int, ...]:
 
 @st.composite
 def steps(
-    draw: st.DrawFn,
-    *,
-    instances: int = 3,
-    modes: Sequence[QueryMode] = tuple(QueryMode),
-    masks: bool = True,
-    specs: Sequence[str] = (),
+    draw: st.DrawFn, *, instances: int = 3, modes: Sequence[QueryMode] = tuple(QueryMode), masks: bool = True
 ) -> list[Step]:
     """Draw requests along one small tree per instance.
 
@@ -88,7 +81,6 @@ def steps(
         instances: how many there are.
         modes: of queries.
         masks: whether lookups leave some blocks out.
-        specs: names that requests are restricted to, sometimes.
     """
     step = st.builds(
         Step,
@@ -99,6 +91,5 @@ def steps(
         mode=st.sampled_from(modes),
         window=st.integers(1, 3),
         mask=st.lists(st.booleans(), max_size=4).map(tuple) if masks else st.just(()),
-        specs=st.none() | st.lists(st.sampled_from(specs), unique=True).map(tuple) if specs else st.none(),
     )
     return draw(st.lists(step, min_size=1, max_size=40))

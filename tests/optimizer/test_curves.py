@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
-from traces import HAND, flat_traces, prefix_traces, trace_of
+from traces import HAND, HAND_HITS, flat_traces, prefix_traces, trace_of
 
-from kvcm.optimizer.capacities import DEFAULT_CAPACITIES, parse_capacities
 from kvcm.optimizer.curves import CURVES, leaf_lru_curve, lru_curve
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.policy_spec import PolicySpec
-from kvcm.optimizer.replay import Job, reference_replay, replay_all
+from kvcm.optimizer.replay import reference_replay
 from kvcm.optimizer.trace import QueryMode, Trace
-
-HAND_HITS = {"lru": (6, 9, 12, 18), "leaf_lru": (11, 12, 13, 18), "belady": (15, 16, 17, 18)}
-UNLIMITED = {
-    "mooncake_conversation": (0.3664, 0.3736),
-    "mooncake_synthetic": (0.6396, 0.6512),
-    "agentic_composed": (0.9573, 0.9570),
-}
 
 
 def assert_is_what_replays_count(trace: Trace, policy: str) -> None:
@@ -73,36 +64,6 @@ def test_curves_of_runs_longer_than_a_word(starts: list[list[int]]) -> None:
     curve = lru_curve(trace)
     for capacity in (1, 63, 64, 65, 69, 70, 71, 128, 134, 200, 500):
         assert curve.at(capacity).hits == reference_replay(trace, PolicySpec("lru"), capacity).hits, capacity
-
-
-@pytest.mark.parametrize("policy", CURVES)
-@pytest.mark.parametrize("name", UNLIMITED)
-def test_real_traces(policy: str, name: str, real_trace: Callable[[str], Trace]) -> None:
-    trace = real_trace(name)
-    curve = CURVES[policy](trace)
-    unlimited = curve.at(trace.unique_blocks)
-    assert (round(unlimited.block_hit_rate, 4), round(unlimited.token_hit_rate, 4)) == UNLIMITED[name]
-    for column in (curve.prefix_blocks, curve.prefix_tokens, curve.object_blocks, curve.full_requests):
-        assert column[0] == 0
-        assert np.all(np.diff(column) >= 0)
-
-
-@pytest.mark.parametrize("policy", CURVES)
-@pytest.mark.parametrize("name", UNLIMITED)
-def test_curves_of_real_traces_are_what_replays_count(
-    policy: str, name: str, real_trace: Callable[[str], Trace]
-) -> None:
-    trace = real_trace(name)
-    curve = CURVES[policy](trace)
-    capacities = parse_capacities(DEFAULT_CAPACITIES, trace.unique_blocks)
-    replays = replay_all(trace, [Job(PolicySpec(policy), capacity) for capacity in capacities], workers=1)
-    assert [curve.at(capacity).hits for capacity in capacities] == [each.hits for each in replays]
-
-
-@pytest.mark.parametrize(("policy", "rate"), [("lru", 0.2784), ("leaf_lru", 0.2789), ("belady", 0.3664)])
-def test_published_rates(policy: str, rate: float, real_trace: Callable[[str], Trace]) -> None:
-    trace = real_trace("mooncake_conversation")
-    assert round(CURVES[policy](trace).at(trace.unique_blocks // 10).block_hit_rate, 4) == rate
 
 
 @pytest.mark.parametrize("policy", CURVES)

@@ -1,4 +1,4 @@
-"""What is proposed to a running manager, and how far it is believed."""
+"""What is proposed to a running manager, how far it is believed, and the page that says so."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from kvcm.optimizer.live.recording import Recording, read_recording
 from kvcm.optimizer.live.rows import document_of, trial_rows
 from kvcm.optimizer.live.situation import GroupState, Situation, measured_hit_rate
 from kvcm.optimizer.live.trials import rehearsals
+from kvcm.optimizer.report.tuning import tuning_page
 
 MIB = 1 << 20
 SIZES = {"i": MIB}
@@ -171,3 +172,26 @@ def test_everything_is_written_down() -> None:
     rows = trial_rows(proposals)
     assert len(rows) == len(group["trials"]) + 1
     assert {row["policy"] for row in rows} >= {"lru", "leaf_lru", "lfu", "fifo", "sieve", "s3fifo"}
+
+
+_NAME = "<script>alert(1)</script>&\"'"
+
+
+def test_a_page_says_what_is_proposed_and_runs_nothing() -> None:
+    events: list[dict[str, Any]] = [{"type": "recent", "most_keys": 1, "until_us": 1}]
+    for turn in range(40):
+        base = {"source": _NAME, "trigger_time_us": turn * 1_000_000, "keys": [turn % 4, 10 + turn % 4]}
+        events.append({**base, "type": "GetCacheLocation", "query_type": "prefix_match"})
+        events.append({**base, "type": "StartWriteCache", "write_session_id": ""})
+    recording = read_recording(json.dumps(event).encode() for event in events)
+    strategy = CacheReclaimStrategy(trigger_strategy=TriggerStrategy(0, 0.9))
+    group = InstanceGroup(_NAME, quota=InstanceGroupQuota(4 << 20), cache_config=CacheConfig(strategy))
+    situation = Situation([GroupState(group, {_NAME: 1 << 20}, 0)], recording)
+    with rehearsals(recording, workers=1) as rehearse:
+        proposals = propose(situation, rehearse)
+    page = tuning_page(situation, [*proposals, replace(proposals[0], warnings=("<b>",))])
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "&lt;script&gt;" in page
+    assert page.count("<svg") == 4, "each chart for wide and for narrow screens"
+    assert "http://" not in page.replace("http://www.w3.org", "")

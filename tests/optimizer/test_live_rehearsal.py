@@ -156,12 +156,7 @@ async def played(core: Core, turns: list[Turn]) -> None:
     st.sampled_from(["", "proportional", "fixed"]),
 )
 def test_what_is_rehearsed_is_what_the_core_did(
-    seed: int,
-    policy: str,
-    blocks: int,
-    mark: float,
-    hysteresis: float,
-    share: str,
+    seed: int, policy: str, blocks: int, mark: float, hysteresis: float, share: str
 ) -> None:
     """Every block that lookups found, for every policy, mark and share, with two instances of different block sizes."""
     group = group_of(blocks, policy, mark, hysteresis, share)

@@ -132,7 +132,6 @@ def _has_sessions_of(found: Locality, requests: Sequence[Request], model: Model)
     if not turns:
         assert found.sessions is None
         return
-    assert found.sessions is not None
     total = max(1, model.origins.total())
     assert found.sessions.sessions == len(turns)
     assert found.sessions.own_share == pytest.approx(model.origins["own"] / total)

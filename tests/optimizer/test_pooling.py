@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,7 @@ from traces import HAND, flat_traces, prefix_traces, trace_of
 
 from kvcm.optimizer.errors import OptionError, TraceError
 from kvcm.optimizer.policy_spec import PolicySpec
-from kvcm.optimizer.pooling import (
-    DEFAULT_ROUTERS,
-    Engines,
-    PoolingRow,
-    Router,
-    Topology,
-    compare_pooling,
-    parse_routers,
-)
+from kvcm.optimizer.pooling import DEFAULT_ROUTERS, Engines, PoolingRow, Router, Topology, compare_pooling
 from kvcm.optimizer.pooling.homes import homes_of, keys_of
 from kvcm.optimizer.replay import replay
 from kvcm.optimizer.trace import QueryMode, Trace
@@ -185,7 +177,7 @@ def test_an_overloaded_engine_passes_requests_on() -> None:
     trace = trace_of([[1, number] for number in range(2, 12)], input_tokens=[20] * 10)
     engines = Engines(2, 100, 2.0, affinity_blocks=1, overload_seconds=5.0)
     stays, moves = rows_of(
-        trace, engines, routers=parse_routers("affinity,affinity+migration"), topologies=[Topology.LOCAL]
+        trace, engines, routers=[Router("affinity"), Router("affinity", migrates=True)], topologies=[Topology.LOCAL]
     )
     assert sorted(stays.routed_requests.tolist()) == [0, 10]
     assert (stays.migrations, stays.imbalance) == (0, 2.0)
@@ -196,66 +188,47 @@ def test_an_overloaded_engine_passes_requests_on() -> None:
     assert moves.most_duplicate_blocks == 1
 
 
-def test_what_a_pool_is_worth_on_a_real_trace(real_trace: Callable[[str], Trace]) -> None:
+def by_router(rows: Iterable[PoolingRow]) -> dict[tuple[str, Topology], PoolingRow]:
+    return {(row.router.label, row.topology): row for row in rows}
+
+
+def test_a_pool_finds_what_engines_alone_lose_on_a_real_trace(real_trace: Callable[[str], Trace]) -> None:
     # As much room in both: engines alone lose what chance leads past them, and affinity keeps most of it.
     trace = real_trace("mooncake_conversation")
     room = trace.unique_blocks // 10 // 8
-    study = compare_pooling(trace, Engines(8, room, 32_200.0))
+    found = by_router(compare_pooling(trace, Engines(8, room, 32_200.0)).rows)
     pooled = replay(trace, PolicySpec("lru"), room * 8)
     for router in DEFAULT_ROUTERS:
-        assert study.row(router, Topology.POOL).hits == pooled.hits
-        assert study.row(router, Topology.POOL).total_blocks == study.row(router, Topology.LOCAL).total_blocks
-        assert study.worth(router).block_hit_rate > 0
-        both = study.row(router, Topology.BOTH)
-        assert both.hits.prefix_blocks >= study.row(router, Topology.LOCAL).hits.prefix_blocks
-    chance, affinity = (study.row(Router(name), Topology.LOCAL) for name in ("random", "affinity"))
+        local, pool, both = (found[router.label, each] for each in Topology)
+        assert (pool.hits, pool.pool_blocks) == (pooled.hits, 8 * local.local_blocks)
+        assert pool.hits.prefix_blocks > local.hits.prefix_blocks <= both.hits.prefix_blocks
+    chance, affinity = found["random", Topology.LOCAL], found["affinity", Topology.LOCAL]
     assert chance.block_hit_rate < affinity.block_hit_rate / 3
     assert chance.mean_duplicate_bytes > 100 * affinity.mean_duplicate_bytes > 0
-    assert study.worth(Router("random")).recomputed_tokens_saved == (
-        chance.prefill_tokens.sum() - study.row(Router("random"), Topology.POOL).prefill_tokens.sum()
-    )
 
 
 def test_a_real_trace_is_served_as_by_plain_python(real_trace: Callable[[str], Trace]) -> None:
     # What `PoolingModel` counts, which takes seconds for each.
     trace = real_trace("mooncake_synthetic")
-    study = compare_pooling(trace, Engines(8, trace.unique_blocks // 80, 2.0**15))
-    local = [study.row(router, Topology.LOCAL).hits.prefix_blocks for router in DEFAULT_ROUTERS]
-    both = [study.row(router, Topology.BOTH).hits.prefix_blocks for router in DEFAULT_ROUTERS]
-    assert local == [4853, 5551, 28194, 27040, 28803, 27850]
-    assert both == [31774, 31743, 33586, 33428, 33147, 33263]
+    rows = compare_pooling(trace, Engines(8, trace.unique_blocks // 80, 2.0**15)).rows
+    hits = {each: [row.hits.prefix_blocks for row in rows if row.topology is each] for each in Topology}
+    assert hits[Topology.LOCAL] == [4853, 5551, 28194, 27040, 28803, 27850]
+    assert hits[Topology.BOTH] == [31774, 31743, 33586, 33428, 33147, 33263]
 
 
 def test_sessions_of_a_real_trace_stay_with_their_engines(real_trace: Callable[[str], Trace]) -> None:
     trace = real_trace("agentic_composed")
-    room = trace.unique_blocks // 2 // 4
-    study = compare_pooling(
-        trace, Engines(4, room, 32_200.0), routers=parse_routers("random,affinity"), topologies=[Topology.LOCAL]
-    )
-    assert study.row(Router("affinity"), Topology.LOCAL).block_hit_rate > 0.8
-    assert study.row(Router("random"), Topology.LOCAL).block_hit_rate < 0.7
-    with pytest.raises(OptionError, match="random over pool was not studied"):
-        study.worth(Router("random"))
+    routers = [Router("random"), Router("affinity")]
+    engines = Engines(4, trace.unique_blocks // 2 // 4, 32_200.0)
+    chance, affinity = compare_pooling(trace, engines, routers=routers, topologies=[Topology.LOCAL]).rows
+    assert chance.block_hit_rate < 0.7 < 0.8 < affinity.block_hit_rate
 
 
-def test_routers_as_text() -> None:
-    assert parse_routers("all") == DEFAULT_ROUTERS
-    assert parse_routers("random, affinity+migration,random") == (Router("random"), Router("affinity", migrates=True))
-    assert parse_routers(",".join(router.label for router in DEFAULT_ROUTERS)) == DEFAULT_ROUTERS
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("round", "'round' is no router; allowed: random"),
-        ("affinity+luck", "only 'migration' is allowed"),
-        ("random+migration", "random never migrates"),
-        ("", "'' is no router"),
-    ],
-)
-def test_routers_that_are_none_are_refused(text: str, says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        parse_routers(text)
+def test_routers_that_are_none_are_refused() -> None:
+    with pytest.raises(OptionError, match="'round' is no router; allowed: random"):
+        Router("round")
+    with pytest.raises(OptionError, match="random never migrates"):
+        Router("random", migrates=True)
 
 
 @pytest.mark.parametrize(

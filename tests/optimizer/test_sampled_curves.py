@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from thoroughness import examples
 from traces import HAND, flat_traces, prefix_traces, trace_of
 
-from kvcm.optimizer.curves import CURVES, SampledCurve, sampled_curve, sampled_curves
+from kvcm.optimizer.curves import CURVES, SampledCurve, sampled_curves
 from kvcm.optimizer.curves.sampling import sample_of, unlimited_hits
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.policy_spec import PolicySpec, parse_policy
@@ -20,6 +21,15 @@ from kvcm.optimizer.replay import reference_replay, replay
 from kvcm.optimizer.trace import QueryMode, Trace
 
 CHAINS = trace_of([[*range(chain * 300, chain * 300 + 300)] for chain in (0, 1, 0, 2, 1, 0, 3, 1, 0, 2)])
+
+
+def sampled(trace: Trace, spec: PolicySpec, *, points: int = 20, **options: Any) -> SampledCurve:
+    """Return estimates at so many points between 10 sampled blocks and all, at equal ratios, or at those named."""
+    rate = options.get("rate", 0.1)
+    sizes = np.geomspace(10, max(10, int(trace.unique_blocks * min(rate, 1))), points)
+    named = {"capacities": np.unique(np.rint(1 + (np.rint(sizes) - 0.5) / rate)).astype(int).tolist(), **options}
+    (curve,) = sampled_curves(trace, [spec], **named)
+    return curve
 
 
 def object_rates(trace: Trace, spec: PolicySpec, estimate: SampledCurve) -> list[float]:
@@ -35,7 +45,7 @@ def test_true_rates_lie_within_the_bars(
 ) -> None:
     trace = real_trace(name)
     curve = CURVES[policy](trace)
-    estimate = sampled_curve(trace, PolicySpec(policy), rate=rate)
+    estimate = sampled(trace, PolicySpec(policy), rate=rate)
     true = [curve.at(int(capacity)).block_hit_rate for capacity in estimate.capacities]
     errors = np.abs(estimate.hit_rates - true)
     assert estimate.is_prefix_rate
@@ -48,7 +58,7 @@ def test_true_rates_lie_within_the_bars(
 @pytest.mark.parametrize("policy", ["fifo", "s3fifo", "random_lru"])
 def test_policies_without_a_curve_are_replayed_in_miniature(policy: str, real_trace: Callable[[str], Trace]) -> None:
     trace, spec = real_trace("mooncake_synthetic"), PolicySpec(policy)
-    estimate = sampled_curve(trace, spec, repeats=4, points=6)
+    estimate = sampled(trace, spec, repeats=4, points=6)
     errors = np.abs(estimate.hit_rates - object_rates(trace, spec, estimate))
     assert not estimate.is_prefix_rate
     assert np.mean(errors <= estimate.errors) >= 0.75
@@ -61,7 +71,7 @@ def test_requests_that_only_read_are_replayed_in_miniature() -> None:
     requests = [[*range(chain * 300, chain * 300 + 300)] for chain in (0, 1, 0, 2, 1, 0, 3, 1, 0, 2) for _ in (0, 1)]
     trace = trace_of(requests, writes=writes)
     spec = PolicySpec("lru")
-    estimate = sampled_curve(trace, spec, repeats=3, points=8)
+    estimate = sampled(trace, spec, repeats=3, points=8)
     assert not estimate.is_prefix_rate
     assert np.allclose(estimate.hit_rates[:-1], object_rates(trace, spec, estimate)[:-1], atol=0.01)
     assert estimate.hit_rates[-1] == pytest.approx(0.6)
@@ -69,31 +79,21 @@ def test_requests_that_only_read_are_replayed_in_miniature() -> None:
 
 def test_samples_of_even_chains_are_exact_in_steps_of_chains() -> None:
     spec = PolicySpec("lru")
-    estimate = sampled_curve(CHAINS, spec, points=30)
+    estimate = sampled(CHAINS, spec, points=30)
     true = object_rates(CHAINS, spec, estimate)
     assert sum(abs(a - b) < 1e-9 for a, b in zip(estimate.hit_rates, true, strict=True)) > 20
     assert estimate.hit_rates[-1] == pytest.approx(0.6)
 
 
-def test_points_that_are_asked_for_are_the_same() -> None:
-    spec = PolicySpec("fifo")
-    points = sampled_curve(CHAINS, spec, points=9)
-    for capacities in (points.capacities.tolist(), points.capacities.tolist()[::-1]):
-        asked = sampled_curve(CHAINS, spec, capacities=capacities)
-        assert np.array_equal(asked.capacities, points.capacities)
-        assert np.array_equal(asked.hit_rates, points.hit_rates)
-        assert np.allclose(asked.errors, points.errors, atol=0.001)  # points stand for no whole number of blocks
-
-
 def test_bars_grow_with_the_distance_to_sampled_blocks_and_end_where_all_is_held() -> None:
     even = trace_of([range(1000)] * 2 + [range(100)] * 8)  # one rate from 1 to 1000 blocks of fifo, but for no steps
-    whole = sampled_curve(even, PolicySpec("belady"), capacities=[500], repeats=2)
+    whole = sampled(even, PolicySpec("belady"), capacities=[500], repeats=2)
     assert whole.capacities.tolist() == [500]
     slope = abs(np.gradient([0, whole.hit_rates[0], unlimited_hits(even) / even.totals.blocks], [0, 500, 1000])[1])
     spread = _spread(even, PolicySpec("belady"), 500)
     # A size of 50 stands for 496 blocks, give or take 5: the capacity asked for is 4 from there.
     assert whole.errors[0] == pytest.approx(spread + slope * (5 + 4))
-    held = sampled_curve(even, PolicySpec("belady"), capacities=[1000, 5000])
+    held = sampled(even, PolicySpec("belady"), capacities=[1000, 5000])
     assert held.errors.tolist() == [0, 0]
     assert held.hit_rates.tolist() == [unlimited_hits(even) / even.totals.blocks] * 2
 
@@ -111,9 +111,11 @@ def _spread(trace: Trace, spec: PolicySpec, capacity: int) -> float:
 def test_several_policies_are_estimated_from_the_same_samples() -> None:
     specs = [PolicySpec("fifo"), PolicySpec("lru")]
     told: list[tuple[int, int]] = []
-    both = sampled_curves(CHAINS, specs, repeats=3, points=5, progress=lambda done, total: told.append((done, total)))
+    both = sampled_curves(
+        CHAINS, specs, repeats=3, capacities=[200, 500], progress=lambda done, total: told.append((done, total))
+    )
     for spec, curve in zip(specs, both, strict=True):
-        alone = sampled_curve(CHAINS, spec, repeats=3, points=5)
+        alone = sampled(CHAINS, spec, repeats=3, capacities=[200, 500])
         assert curve.policy == spec.label
         assert np.array_equal(curve.hit_rates, alone.hit_rates)
         assert np.array_equal(curve.errors, alone.errors)
@@ -153,7 +155,7 @@ def test_unlimited_hits_are_those_of_a_cache_for_all_blocks(trace: Trace) -> Non
 
 
 def test_the_seed_says_all() -> None:
-    first, again, other = (sampled_curve(CHAINS, PolicySpec("lru"), rate=0.3, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (sampled(CHAINS, PolicySpec("lru"), rate=0.3, seed=seed) for seed in (1, 1, 2))
     assert np.array_equal(first.hit_rates, again.hit_rates)
     assert not np.array_equal(first.hit_rates, other.hit_rates)
 
@@ -161,26 +163,25 @@ def test_the_seed_says_all() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rate": 0.0}, "rate: 0 is out of range; allowed: 0.083 to 0.5"),
-        ({"rate": 0.51}, "rate: 0.51 is out of range"),
+        ({"rate": 0.0, "capacities": [500]}, "rate: 0 is out of range; allowed: 0.083 to 0.5"),
+        ({"rate": 0.51, "capacities": [500]}, "rate: 0.51 is out of range"),
         ({"rate": 0.08}, "allowed: 0.083 to 0.5"),
-        ({"rate": float("nan")}, "rate: nan"),
+        ({"rate": float("nan"), "capacities": [500]}, "rate: nan"),
         ({"repeats": 1}, "repeats: 1 is out of range; allowed: 2 to 31"),
         ({"repeats": 32}, "repeats: 32"),
         ({"capacities": [500, 95]}, "capacities: 95 is out of range; allowed: 96 blocks or more"),
-        ({"points": 1}, "points: 1 is out of range; allowed: 2 to 1000"),
     ],
 )
 def test_options_out_of_range(options: dict[str, float], message: str) -> None:
     with pytest.raises(OptionError, match=message.replace(".", r"\.")):
-        sampled_curve(CHAINS, PolicySpec("lru"), **options)  # type: ignore[arg-type]
+        sampled(CHAINS, PolicySpec("lru"), **options)  # type: ignore[arg-type]
 
 
 def test_small_traces_have_no_samples() -> None:
     with pytest.raises(OptionError, match="allowed: none, with 8 unique blocks"):
-        sampled_curve(HAND, PolicySpec("lru"), rate=0.5)
+        sampled(HAND, PolicySpec("lru"), rate=0.5, capacities=[8])
 
 
 def test_other_query_modes_are_refused() -> None:
     with pytest.raises(OptionError, match="query modes"):
-        sampled_curve(replace(CHAINS, modes={0: QueryMode.BATCH}), parse_policy("lru"))
+        sampled(replace(CHAINS, modes={0: QueryMode.BATCH}), parse_policy("lru"))

@@ -16,7 +16,6 @@ from traces import HAND, flat_traces, prefix_traces, trace_of
 from kvcm.optimizer.errors import OptionError, TraceError
 from kvcm.optimizer.tiers import (
     BestSplit,
-    Rules,
     SplitCurve,
     Tier,
     best_split,
@@ -39,11 +38,11 @@ def tiers_of(capacities: list[int], figures: list[tuple[float, float]]) -> list[
     ]
 
 
-def check_split(curve: SplitCurve, trace: Trace, tiers: list[Tier], *, parallel: bool) -> None:
+def check_split(curve: SplitCurve, trace: Trace, tiers: list[Tier]) -> None:
     capacities = [tier.capacity_blocks for tier in tiers]
     # Not alone in its table, so that rows are kept apart.
     hits = curve.at([[1] * len(tiers), capacities])
-    done = replay_tiers(trace, tiers, Rules(curve.policy), kv_bytes_per_token=1, parallel_loading=parallel)
+    done = replay_tiers(trace, tiers, kv_bytes_per_token=1)
     assert hits.prefix_blocks[1].tolist() == [use.prefix_blocks for use in done.tiers]
     assert hits.prefix_tokens[1].tolist() == [use.prefix_tokens for use in done.tiers]
     assert hits.loading_requests[1].tolist() == (done.request_hits > 0).sum(axis=0).tolist()
@@ -52,11 +51,7 @@ def check_split(curve: SplitCurve, trace: Trace, tiers: list[Tier], *, parallel:
     ends = np.minimum(done.request_hits.sum(axis=1) * trace.block_tokens, trace.input_tokens)
     each = np.maximum(0.0, ends * PER_TOKEN - done.load_seconds)
     saved = curve.saved_seconds(
-        tiers,
-        [capacities],
-        block_bytes=trace.block_tokens,
-        recompute_seconds_per_token=PER_TOKEN,
-        parallel_loading=parallel,
+        tiers, [capacities], block_bytes=trace.block_tokens, recompute_seconds_per_token=PER_TOKEN
     )
     assert saved.tolist() == pytest.approx([each.sum()])
 
@@ -66,43 +61,28 @@ def check_split(curve: SplitCurve, trace: Trace, tiers: list[Tier], *, parallel:
     trace=st.one_of(prefix_traces(), flat_traces()),
     capacities=CAPACITIES,
     figures=st.lists(FIGURES, min_size=1, max_size=5),
-    parallel=st.booleans(),
 )
 def test_any_split_is_what_its_replay_counts(
-    trace: Trace, capacities: list[int], figures: list[tuple[float, float]], parallel: bool
+    trace: Trace, capacities: list[int], figures: list[tuple[float, float]]
 ) -> None:
-    check_split(split_curve(trace), trace, tiers_of(capacities, figures), parallel=parallel)
-
-
-@settings(max_examples=examples(400), deadline=None)
-@given(
-    trace=prefix_traces(),
-    capacities=CAPACITIES,
-    figures=st.lists(FIGURES, min_size=1, max_size=5),
-    parallel=st.booleans(),
-)
-def test_any_split_of_leaf_lru_is_what_its_replay_counts(
-    trace: Trace, capacities: list[int], figures: list[tuple[float, float]], parallel: bool
-) -> None:
-    check_split(split_curve(trace, "leaf_lru"), trace, tiers_of(capacities, figures), parallel=parallel)
+    check_split(split_curve(trace), trace, tiers_of(capacities, figures))
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(trace=prefix_traces(), policy=st.sampled_from(["lru", "leaf_lru"]), data=st.data())
-def test_requests_may_read_less_than_they_write(trace: Trace, policy: str, data: st.DataObject) -> None:
+@given(trace=prefix_traces(), data=st.data())
+def test_requests_may_read_less_than_they_write(trace: Trace, data: st.DataObject) -> None:
     reads = [data.draw(st.integers(0, int(each))) for each in trace.read_blocks]
     trace = replace(trace, read_blocks=np.array(reads, np.int32))
-    check_split(split_curve(trace, policy), trace, tiers_of([2, 3, 4], [(8.0, 0.5)]), parallel=False)  # type: ignore[arg-type]
+    check_split(split_curve(trace), trace, tiers_of([2, 3, 4], [(8.0, 0.5)]))
 
 
-@pytest.mark.parametrize("policy", ["lru", "leaf_lru"])
 @pytest.mark.parametrize("name", ["mooncake_conversation", "mooncake_synthetic"])
-def test_real_traces_split_as_they_replay(real_trace: Callable[[str], Trace], name: str, policy: str) -> None:
+def test_real_traces_split_as_they_replay(real_trace: Callable[[str], Trace], name: str) -> None:
     trace = real_trace(name)
-    curve = split_curve(trace, policy)  # type: ignore[arg-type]
+    curve = split_curve(trace)
     for text in ("gpu:1%,host:3%,ssd:6%", "gpu:2%,host:8%,ssd:20%,pool:70%"):
         tiers = list(parse_tiers(text, trace.unique_blocks))
-        done = replay_tiers(trace, tiers, Rules(policy))  # type: ignore[arg-type]
+        done = replay_tiers(trace, tiers)
         hits = curve.at([[tier.capacity_blocks for tier in tiers]])
         assert hits.prefix_blocks[0].tolist() == [use.prefix_blocks for use in done.tiers]
         assert hits.prefix_tokens[0].tolist() == [use.prefix_tokens for use in done.tiers]
@@ -200,42 +180,10 @@ def test_a_real_budget_buys_no_less_than_any_single_tier(real_trace: Callable[[s
         assert both >= best_of(curve, [tiers[0], one], 1000.0, size).saved_seconds
 
 
-def test_tiers_that_cannot_keep_up_are_not_bought() -> None:
-    # All that host memory evicts goes to the disk, which is slow: ten bytes a block, ten blocks a second.
-    trace = trace_of([[number % 30] for number in range(300)], times_seconds=[each / 100 for each in range(300)])
-    curve = split_curve(trace)
-    price = 2**30 / 10
-    tiers = [Tier("host", 5, 1e6, price_per_gib_month=price), Tier("disk", 0, 100.0, price_per_gib_month=price)]
-    busy = curve.utilisation(tiers, [[5, 25], [5, 0]], block_bytes=10)
-    replayed = replay_tiers(trace, [replace(tiers[0], capacity_blocks=5), replace(tiers[1], capacity_blocks=25)],
-                            kv_bytes_per_token=1)  # fmt: skip
-    moved = [(use.read_bytes + use.written_bytes) / 2.99 for use in replayed.tiers]
-    assert busy[0].tolist() == pytest.approx([moved[0] / 1e6, moved[1] / 100.0])
-    assert busy[1, 1] == 0
-    free = best_split(curve, tiers, 30.0, block_bytes=10, recompute_seconds_per_token=1.0)
-    bound = best_split(curve, tiers, 30.0, block_bytes=10, recompute_seconds_per_token=1.0, most_utilisation=1.0)
-    assert busy[0, 1] > 1
-    assert sum(free.capacities) == 30
-    assert bound.capacities == (0, 0)
-    with pytest.raises(OptionError, match=r"most_utilisation is 1\.0; allowed: what some split keeps to"):
-        best_split(
-            curve,
-            [Tier("free disk", 0, 1.0)],
-            1.0,
-            block_bytes=10,
-            recompute_seconds_per_token=1.0,
-            most_utilisation=1.0,
-        )
-
-
 def test_what_cannot_be_split_is_refused() -> None:
     curve = split_curve(HAND)
-    with pytest.raises(OptionError, match="policy is 'fifo'; allowed for splits: lru, leaf_lru"):
-        split_curve(HAND, "fifo")  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="read and write plain prefixes"):
         split_curve(trace_of([[1]], writes=[False]))
-    with pytest.raises(TraceError, match="several others"):
-        split_curve(trace_of([[1, 2], [3, 2]]), "leaf_lru")
     for table in ([[1, -1]], [[1], [1, 2]], [1, 2], [], [[]], [["a"]], [[1 << 40]]):
         with pytest.raises(OptionError, match="no rows of equally many numbers"):
             curve.at(table)  # type: ignore[arg-type]
@@ -243,15 +191,6 @@ def test_what_cannot_be_split_is_refused() -> None:
         curve.saved_seconds([Tier("top", 1)], [[1, 2]], block_bytes=1, recompute_seconds_per_token=1.0)
     with pytest.raises(OptionError, match="budget_per_month is -1"):
         best_of(curve, [Tier("top", 1)], -1.0)
-    with pytest.raises(OptionError, match=r"most_utilisation is 0\.0; allowed: above 0"):
-        best_split(
-            curve,
-            [Tier("top", 1)],
-            1.0,
-            block_bytes=1,
-            recompute_seconds_per_token=1.0,
-            most_utilisation=0.0,
-        )
     with pytest.raises(OptionError, match="there are none"):
         best_of(curve, [], 1.0)
 

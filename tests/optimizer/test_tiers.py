@@ -18,24 +18,12 @@ from traces import HAND, flat_traces, prefix_traces, trace_of
 from kvcm.optimizer.errors import OptionError, TraceError
 from kvcm.optimizer.policy_spec import PolicySpec
 from kvcm.optimizer.replay import replay
-from kvcm.optimizer.tiers import Rules, Tier, block_bytes_of, parse_tiers, replay_tiers
+from kvcm.optimizer.tiers import Tier, block_bytes_of, parse_tiers, replay_tiers
 from kvcm.optimizer.trace import QueryMode, Trace
 
-POLICIES = st.sampled_from(["lru", "leaf_lru", "fifo"])
 CAPACITIES = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 FEW_BLOCKS = st.builds(trace_of, st.lists(st.lists(st.integers(0, 7), max_size=4), min_size=10, max_size=40))
 TRACES = st.one_of(prefix_traces(separate=True), flat_traces(separate=True), FEW_BLOCKS)
-EXCLUSIVE = st.builds(Rules, policy=POLICIES, promote=st.sampled_from(["hit", "second_hit", "never"]))
-INCLUSIVE = st.builds(
-    Rules,
-    policy=POLICIES,
-    inclusive=st.just(True),
-    promote=st.sampled_from(["hit", "second_hit", "never"]),
-    write=st.sampled_from(["back", "through"]),
-    back_invalidates=st.booleans(),
-    demote=st.booleans(),
-    lower_sees_hits=st.booleans(),
-)
 
 
 def tiers_of(capacities: list[int]) -> list[Tier]:
@@ -43,25 +31,11 @@ def tiers_of(capacities: list[int]) -> list[Tier]:
 
 
 @settings(max_examples=examples(800), deadline=None)
-@given(trace=TRACES, capacities=CAPACITIES, rules=EXCLUSIVE)
-def test_the_exclusive_replay_counts_what_plain_dictionaries_do(
-    trace: Trace, capacities: list[int], rules: Rules
-) -> None:
-    compare_with_dictionaries(trace, capacities, rules)
-
-
-@settings(max_examples=examples(1600), deadline=None)
-@given(trace=TRACES, capacities=CAPACITIES, rules=INCLUSIVE)
-def test_the_inclusive_replay_counts_what_plain_dictionaries_do(
-    trace: Trace, capacities: list[int], rules: Rules
-) -> None:
-    compare_with_dictionaries(trace, capacities, rules)
-
-
-def compare_with_dictionaries(trace: Trace, capacities: list[int], rules: Rules) -> None:
-    model = TierModel(capacities, rules)
+@given(trace=TRACES, capacities=CAPACITIES)
+def test_the_replay_counts_what_plain_dictionaries_do(trace: Trace, capacities: list[int]) -> None:
+    model = TierModel(capacities)
     model.replay(trace)
-    done = replay_tiers(trace, tiers_of(capacities), rules)
+    done = replay_tiers(trace, tiers_of(capacities))
     assert {name: [getattr(use, name) for use in done.tiers] for name in model.sums} == model.sums
     assert done.hits.full_requests == model.full_requests
     assert done.request_hits.sum(axis=0).tolist() == model.sums["prefix_blocks"]
@@ -72,46 +46,15 @@ def compare_with_dictionaries(trace: Trace, capacities: list[int], rules: Rules)
     trace=st.one_of(prefix_traces(separate=True), flat_traces(separate=True)),
     capacities=st.lists(st.integers(1, 8), min_size=2, max_size=5),
 )
-def test_an_exclusive_lru_hierarchy_is_one_lru_of_all_its_room(trace: Trace, capacities: list[int]) -> None:
+def test_a_hierarchy_is_one_lru_of_all_its_room(trace: Trace, capacities: list[int]) -> None:
     # Identity 5 of the semantics, for two to five levels.
     assert replay_tiers(trace, tiers_of(capacities)).hits == replay(trace, PolicySpec("lru"), sum(capacities)).hits
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(trace=prefix_traces(), capacities=CAPACITIES)
-def test_an_exclusive_leaf_lru_hierarchy_is_one_leaf_lru_of_all_its_room(trace: Trace, capacities: list[int]) -> None:
-    done = replay_tiers(trace, tiers_of(capacities), Rules(policy="leaf_lru")).hits
-    alone = replay(trace, PolicySpec("leaf_lru"), sum(capacities)).hits
-    assert (done.prefix_blocks, done.prefix_tokens) == (alone.prefix_blocks, alone.prefix_tokens)
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(trace=flat_traces(separate=True), capacity=st.integers(1, 12), policy=st.sampled_from(["lru", "fifo"]))
-def test_one_level_is_a_plain_replay(trace: Trace, capacity: int, policy: str) -> None:
-    alone = replay(trace, PolicySpec(policy), capacity).hits
-    for inclusive in (False, True):
-        assert replay_tiers(trace, tiers_of([capacity]), Rules(policy, inclusive=inclusive)).hits == alone  # type: ignore[arg-type]
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(trace=flat_traces(), capacities=CAPACITIES)
-def test_an_inclusive_lru_hierarchy_is_its_largest_level_where_lower_ones_are_larger(
-    trace: Trace, capacities: list[int]
-) -> None:
-    # Lower levels see every hit, so each level is the newest part of the one below. (A lookup that does not write
-    # touches what it finds, and that depends on all levels.)
-    capacities.sort()
-    done = replay_tiers(trace, tiers_of(capacities), Rules(inclusive=True))
-    upto = np.cumsum([use.object_blocks for use in done.tiers]).tolist()
-    assert upto == [replay(trace, PolicySpec("lru"), capacity).hits.object_blocks for capacity in capacities]
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(trace=TRACES, capacities=CAPACITIES, rules=EXCLUSIVE)
-def test_blocks_of_an_exclusive_hierarchy_are_neither_lost_nor_doubled(
-    trace: Trace, capacities: list[int], rules: Rules
-) -> None:
-    uses = replay_tiers(trace, tiers_of(capacities), rules).tiers
+@given(trace=TRACES, capacities=CAPACITIES)
+def test_blocks_are_neither_lost_nor_doubled(trace: Trace, capacities: list[int]) -> None:
+    uses = replay_tiers(trace, tiers_of(capacities)).tiers
     for upper, lower in pairwise(uses):
         assert lower.written_blocks == upper.demoted_blocks
         assert upper.dropped_blocks == 0
@@ -121,65 +64,21 @@ def test_blocks_of_an_exclusive_hierarchy_are_neither_lost_nor_doubled(
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(trace=TRACES, capacities=CAPACITIES, rules=st.one_of(EXCLUSIVE, INCLUSIVE), data=st.data())
-def test_a_level_without_room_is_not_there(
-    trace: Trace, capacities: list[int], rules: Rules, data: st.DataObject
-) -> None:
+@given(trace=TRACES, capacities=CAPACITIES, data=st.data())
+def test_a_level_without_room_is_not_there(trace: Trace, capacities: list[int], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(capacities)))
-    without = replay_tiers(trace, tiers_of(capacities), rules)
-    done = replay_tiers(trace, tiers_of([*capacities[:place], 0, *capacities[place:]]), rules)
+    without = replay_tiers(trace, tiers_of(capacities))
+    done = replay_tiers(trace, tiers_of([*capacities[:place], 0, *capacities[place:]]))
     assert done.hits == without.hits
     assert np.array_equal(np.delete(done.request_hits, place, axis=1), without.request_hits)
     assert done.tiers[place].written_blocks == done.tiers[place].read_blocks == 0
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(trace=TRACES, capacities=CAPACITIES, rules=INCLUSIVE)
-def test_write_back_and_write_through_serve_the_same(trace: Trace, capacities: list[int], rules: Rules) -> None:
-    back = replay_tiers(trace, tiers_of(capacities), replace(rules, write="back"))
-    through = replay_tiers(trace, tiers_of(capacities), replace(rules, write="through"))
-    assert np.array_equal(back.request_hits, through.request_hits)
-    assert all(one.written_blocks <= all_.written_blocks for one, all_ in zip(back.tiers, through.tiers, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("rules", "blocks"),
-    [
-        (Rules(), [4184, 14677, 21832]),
-        (Rules("leaf_lru"), [4644, 14437, 21741]),
-        (Rules("fifo", promote="second_hit"), [5176, 12592, 20723]),
-        (Rules(inclusive=True), [4184, 11697, 15787]),
-        (Rules("fifo", inclusive=True), [4366, 10943, 14746]),
-    ],
-    ids=lambda each: each.label if isinstance(each, Rules) else "",
-)
-def test_a_real_trace_is_served_as_by_plain_dictionaries(
-    real_trace: Callable[[str], Trace], rules: Rules, blocks: list[int]
-) -> None:
-    # What `TierModel` counts, which takes a second for each.
+def test_a_real_trace_is_served_as_by_plain_dictionaries(real_trace: Callable[[str], Trace]) -> None:
+    # What `TierModel` counts, which takes a second.
     trace = real_trace("mooncake_synthetic")
-    done = replay_tiers(trace, parse_tiers("gpu:1%,host:4%,ssd:10%", trace.unique_blocks), rules)
-    assert [use.prefix_blocks for use in done.tiers] == blocks
-
-
-def test_hits_count_anew_when_a_block_has_moved() -> None:
-    # Block 1 goes down, is promoted at its second hit there, goes down again: the next hit is the first one.
-    requests = [[1], [2], [1], [1], [2], [2], [1]]
-    done = replay_tiers(trace_of(requests), [Tier("top", 1), Tier("below", 3)], Rules(promote="second_hit"))
-    assert done.request_hits.tolist() == [[0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1]]
-    assert [use.promoted_blocks for use in done.tiers] == [0, 2]
-
-
-def test_what_is_above_only_is_lost_without_demotion() -> None:
-    # The lower level sees misses only, so it drops block 1, which is at the top all the time until 4 and 5 come.
-    requests = [[1], [2], [1], [3], [1], [4], [5], [1]]
-    tiers = [Tier("top", 2), Tier("below", 3)]
-    alone = Rules(inclusive=True, back_invalidates=False, lower_sees_hits=False)
-    kept = replay_tiers(trace_of(requests), tiers, alone)
-    lost = replay_tiers(trace_of(requests), tiers, replace(alone, demote=False))
-    assert kept.request_hits[-1].tolist() == [0, 1]
-    assert lost.request_hits[-1].tolist() == [0, 0]
-    assert replay_tiers(trace_of(requests), tiers, replace(alone, lower_sees_hits=True)).tiers[0].dropped_blocks == 0
+    done = replay_tiers(trace, parse_tiers("gpu:1%,host:4%,ssd:10%", trace.unique_blocks))
+    assert [use.prefix_blocks for use in done.tiers] == [4184, 14677, 21832]
 
 
 def test_the_hand_sized_example_by_hand() -> None:
@@ -198,8 +97,6 @@ def test_loads_take_the_latency_once_and_the_bandwidth_for_every_block() -> None
     one_by_one = replay_tiers(trace, tiers, kv_bytes_per_token=5)
     assert one_by_one.request_hits.tolist() == [[0, 0], [1, 0], [1, 3]]
     assert one_by_one.load_seconds.tolist() == [0.0, 1.0 + 0.05, 1.05 + 2.0 + 3 * 0.5]
-    at_once = replay_tiers(trace, tiers, kv_bytes_per_token=5, parallel_loading=True)
-    assert at_once.load_seconds.tolist() == [0.0, 1.05, 3.5]
     times = one_by_one.load_times
     assert (times.requests, times.longest) == (2, 4.55)
     assert times.mean == pytest.approx((1.05 + 4.55) / 2)
@@ -207,34 +104,37 @@ def test_loads_take_the_latency_once_and_the_bandwidth_for_every_block() -> None
 
 
 def test_windows_hold_what_moved_in_them() -> None:
-    trace = trace_of([[1, 2], [3, 4], [1, 2]], times_seconds=[100.0, 100.5, 111.0], block_tokens=10)
+    trace = trace_of([[1, 2], [3, 4], [1, 2]], times_seconds=[100.0, 100.5, 1100.0], block_tokens=10)
     tiers = [Tier("top", 2, 1.0, price_per_gib_month=2**30), Tier("below", 2, math.inf)]
-    done = replay_tiers(trace, tiers, kv_bytes_per_token=1, window_seconds=10.0)
+    done = replay_tiers(trace, tiers, kv_bytes_per_token=1)
     series = done.series
-    assert series.starts_seconds.tolist() == [0.0, 10.0]
-    assert series.hit_rate.tolist() == [[0.0, 0.0], [0.0, 1.0]]
+    assert series.window_seconds == 10.0
+    assert series.starts_seconds.tolist() == [10.0 * number for number in range(101)]
+    assert series.hit_rate[:, [0, 100]].tolist() == [[0.0, 0.0], [0.0, 1.0]]
     # Four blocks of ten bytes came to the top and two went down; then two came up and two went down.
-    assert series.written_bytes_per_second.tolist() == [[4.0, 2.0], [2.0, 2.0]]
-    assert series.read_bytes_per_second.tolist() == [[2.0, 2.0], [0.0, 2.0]]
-    assert series.utilisation.tolist() == [[6.0, 4.0], [0.0, 0.0]]
+    assert series.written_bytes_per_second[:, [0, 100]].tolist() == [[4.0, 2.0], [2.0, 2.0]]
+    assert series.read_bytes_per_second[:, [0, 100]].tolist() == [[2.0, 2.0], [0.0, 2.0]]
+    assert series.utilisation[:, [0, 100]].tolist() == [[6.0, 4.0], [0.0, 0.0]]
+    assert not series.utilisation[:, 1:100].any()
     assert [use.saturated_seconds for use in done.tiers] == [20.0, 0.0]
     assert (done.tiers[0].read_bytes, done.tiers[0].written_bytes) == (40, 60)
     assert done.price_per_month == done.tiers[0].price_per_month == 20.0
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(trace=TRACES, capacities=CAPACITIES, rules=st.one_of(EXCLUSIVE, INCLUSIVE))
-def test_windows_add_up_to_what_the_levels_moved(trace: Trace, capacities: list[int], rules: Rules) -> None:
-    done = replay_tiers(trace, tiers_of(capacities), rules, kv_bytes_per_token=3, window_seconds=2.5)
+@given(trace=TRACES, capacities=CAPACITIES)
+def test_windows_add_up_to_what_the_levels_moved(trace: Trace, capacities: list[int]) -> None:
+    done = replay_tiers(trace, tiers_of(capacities), kv_bytes_per_token=3)
+    width = done.series.window_seconds
     for level, use in enumerate(done.tiers):
-        assert done.series.read_bytes_per_second[level].sum() * 2.5 == pytest.approx(use.read_bytes)
-        assert done.series.written_bytes_per_second[level].sum() * 2.5 == pytest.approx(use.written_bytes)
+        assert done.series.read_bytes_per_second[level].sum() * width == pytest.approx(use.read_bytes)
+        assert done.series.written_bytes_per_second[level].sum() * width == pytest.approx(use.written_bytes)
 
 
 def test_requests_out_of_order_count_in_their_own_windows() -> None:
-    trace = trace_of([[1], [1], [1]], times_seconds=[50.0, 75.0, 45.0])
-    series = replay_tiers(trace, [Tier("top", 1)], window_seconds=10.0).series
-    assert series.starts_seconds.tolist() == [0.0, 10.0, 20.0, 30.0]
+    trace = trace_of([[1], [1], [1]], times_seconds=[45.5, 48.0, 45.0])
+    series = replay_tiers(trace, [Tier("top", 1)]).series
+    assert series.starts_seconds.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert series.hit_rate.tolist() == [[0.5, 0.0, 0.0, 1.0]]
 
 
@@ -273,18 +173,8 @@ def test_tiers_that_are_none_are_refused(text: str, says: str) -> None:
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
-    with pytest.raises(OptionError, match="policy is 'lfu'; allowed: lru"):
-        Rules(policy="lfu")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="exclusive hierarchy; allowed: back"):
-        Rules(write="through")
-    with pytest.raises(OptionError, match="without demotion"):
-        Rules(demote=False)
     with pytest.raises(OptionError, match="there are 0; allowed: 1 to 31"):
         replay_tiers(HAND, [])
-    with pytest.raises(OptionError, match="window_seconds is 0"):
-        replay_tiers(HAND, [Tier("top", 1)], window_seconds=0.0)
-    with pytest.raises(OptionError, match=r"window_seconds is 1e-05; allowed: above 0\.00012"):
-        replay_tiers(HAND, [Tier("top", 1)], window_seconds=1e-5)
     with pytest.raises(OptionError, match="kv_bytes_per_token is 0"):
         replay_tiers(HAND, [Tier("top", 1)], kv_bytes_per_token=0)
     with pytest.raises(TraceError, match="plain prefixes"):

@@ -52,7 +52,6 @@ def is_from_cache(path: Path) -> bool:
 def test_everything_is_kept(trace: Trace, bad: list[BadLine]) -> None:
     trace = replace(trace, bad_lines=tuple(bad), bad_line_count=len(bad))
     kept = unpacked(bytearray(b"".join(packed(trace, ORIGIN))), ORIGIN, "kept")
-    assert kept is not None
     assert kept.name == "kept"
     assert_same(kept, trace)
     for column in (kept.blocks, kept.times_us, kept.writes):

@@ -66,11 +66,7 @@ def trace_of(
 
 
 HAND_IDS = ([1, 2, 3, 4], [1, 2, 5], [6, 7], [1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 8], [6, 7], [1, 2, 3, 4])
-HAND = trace_of(
-    HAND_IDS,
-    times_seconds=[0, 1, 2, 3, 5, 9, 10, 12],
-    input_tokens=[35, 28, 20, 35, 28, 40, 20, 35],
-)
+HAND = trace_of(HAND_IDS, times_seconds=[0, 1, 2, 3, 5, 9, 10, 12], input_tokens=[35, 28, 20, 35, 28, 40, 20, 35])
 """The hand-sized example, whose hits were worked out by hand."""
 
 HAND_HITS = {

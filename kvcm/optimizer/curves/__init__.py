@@ -6,9 +6,9 @@ from kvcm.optimizer.curves.belady import belady_curve
 from kvcm.optimizer.curves.exact import CURVES
 from kvcm.optimizer.curves.leaf_lru import leaf_lru_curve
 from kvcm.optimizer.curves.lru import lru_curve
-from kvcm.optimizer.curves.sampled import MOST_RATE, MOST_REPEATS, SampledCurve, sampled_curve, sampled_curves
+from kvcm.optimizer.curves.sampled import MOST_RATE, MOST_REPEATS, SampledCurve, sampled_curves
 
 __all__ = [
     "CURVES", "MOST_RATE", "MOST_REPEATS", "SampledCurve", "belady_curve", "leaf_lru_curve", "lru_curve",
-    "sampled_curve", "sampled_curves",
+    "sampled_curves",
 ]  # fmt: skip

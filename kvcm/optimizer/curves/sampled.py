@@ -32,7 +32,7 @@ from kvcm.optimizer.policy_spec import PolicySpec
 from kvcm.optimizer.replay import Job, replay_all
 from kvcm.optimizer.trace import Int64Column, Trace
 
-__all__ = ["MOST_RATE", "MOST_REPEATS", "SampledCurve", "sampled_curve", "sampled_curves"]
+__all__ = ["MOST_RATE", "MOST_REPEATS", "SampledCurve", "sampled_curves"]
 
 FloatColumn = npt.NDArray[np.float64]
 
@@ -76,32 +76,14 @@ class SampledCurve:
     seconds: float
 
 
-def sampled_curve(
-    trace: Trace,
-    spec: PolicySpec,
-    *,
-    rate: float = 0.1,
-    repeats: int = 8,
-    seed: int = 1,
-    points: int = 20,
-    capacities: Sequence[int] | None = None,
-) -> SampledCurve:
-    """Return estimates for one policy, as `sampled_curves` does for several."""
-    (curve,) = sampled_curves(
-        trace, [spec], rate=rate, repeats=repeats, seed=seed, points=points, capacities=capacities
-    )
-    return curve
-
-
 def sampled_curves(
     trace: Trace,
     specs: Sequence[PolicySpec],
     *,
+    capacities: Sequence[int],
     rate: float = 0.1,
     repeats: int = 8,
     seed: int = 1,
-    points: int = 20,
-    capacities: Sequence[int] | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SampledCurve]:
@@ -110,20 +92,19 @@ def sampled_curves(
     Args:
         trace: a plain one.
         specs: any policies.
+        capacities: in blocks; 10 sampled blocks at least.
         rate: share of the blocks in each sample, 0.5 at most: beyond, the exact curve or replay takes no longer. Each
             sample has 100 blocks at least: below, there is nothing to tell capacities apart by.
         repeats: samples, 2 to 31.
         seed: of the first sample; the others have the numbers behind it.
-        points: capacities, between 10 sampled blocks and all, at equal ratios.
-        capacities: in blocks, instead of points; 10 sampled blocks at least.
         workers: threads that replay; as many as there are processors by default.
         progress: called with the samples replayed, counted once for each policy, and all of them.
 
     Raises:
         OptionError: an option is out of its range, or the trace cannot be replayed.
     """
-    _refuse(trace, rate, repeats, points)
-    asked = _points(trace, rate, points) if capacities is None else _asked(trace, rate, capacities)
+    _refuse(trace, rate, repeats)
+    asked = _asked(trace, rate, capacities)
     lost = np.zeros((len(specs), repeats, len(asked.sizes)))
     seconds, accesses = [0.0] * len(specs), 0
     for number in range(repeats):
@@ -171,7 +152,7 @@ class _Points:
     distances: FloatColumn
 
 
-def _refuse(trace: Trace, rate: float, repeats: int, points: int) -> None:
+def _refuse(trace: Trace, rate: float, repeats: int) -> None:
     least = _LEAST_BLOCKS / max(1, trace.unique_blocks)
     if not 0 < rate <= MOST_RATE or rate < least:
         allowed = f"{least:.2g} to {MOST_RATE:g}" if least <= MOST_RATE else ""
@@ -179,15 +160,6 @@ def _refuse(trace: Trace, rate: float, repeats: int, points: int) -> None:
         raise OptionError(f"rate: {rate:g} is out of range; allowed: {allowed}")
     if not 2 <= repeats <= MOST_REPEATS:
         raise OptionError(f"repeats: {repeats} is out of range; allowed: 2 to {MOST_REPEATS}")
-    if not 2 <= points <= 1000:
-        raise OptionError(f"points: {points} is out of range; allowed: 2 to 1000")
-
-
-def _points(trace: Trace, rate: float, points: int) -> _Points:
-    """Return sizes at equal ratios, and the capacities for which they stand."""
-    sizes = np.unique(np.rint(np.geomspace(_LEAST_SIZE, int(trace.unique_blocks * rate), points)).astype(np.int64))
-    capacities = np.rint(_stands_for(sizes, rate)).astype(np.int64)
-    return _Points(capacities, sizes, np.full(len(sizes), 0.5 / rate))
 
 
 def _asked(trace: Trace, rate: float, capacities: Sequence[int]) -> _Points:

@@ -1,222 +1,333 @@
-"""Replays a trace through groups of instances that share quotas.
+"""Replays a trace through one group: instances that share a capacity, with requests of every query mode and with masks.
 
-Reads, before a request writes anything (`kvcm.optimizer.groups.queries`):
+Reads, before a request writes anything:
 
+* A masked block is one that the engine has itself: it is not asked for, ends no prefix, and is never part of a window
+  (wire.md 5.1 and 5.3, design.md decision 13).
 * A request that does not write, a lookup, touches the blocks of its answer and inserts nothing.
 * A request that writes accesses all of its blocks in their order: one that is there is touched, another is inserted.
   One that reads nothing, the end of a write session, does no less; what it masks was not written.
 
-A block is evicted as a whole, with all of its specs; where states are thinned, they go before. Mode, watermarks and
-shares are those of the layout; with one instance, one spec and a mark of 1 this counts what `kvcm.optimizer.replay`
-counts.
+A block is stored and read whole, whichever location specs a request names. The order of eviction is kept by the classes
+of the live reclaimer, and so is the choice among instances (`group_lru`). Requests of `leaf_lru` are written as a whole
+and from the tail: every block is then newer than those that follow it, as in a live cache (docs/eviction.md). With one
+instance this counts what `kvcm.optimizer.replay` counts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.groups.layout import GroupLayout, QuotaGroup
 from kvcm.optimizer.groups.numbering import Numbering
-from kvcm.optimizer.groups.pool import Pool, Write
-from kvcm.optimizer.groups.queries import Answer, Needs, answer, padded
-from kvcm.optimizer.groups.results import GroupReplay, InstanceReplay
-from kvcm.optimizer.groups.store import Store
-from kvcm.optimizer.results import Hits
-from kvcm.optimizer.trace import Int32Column, QueryMode, Totals, Trace
+from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.replay import Mode
+from kvcm.optimizer.replay.policies import policy_of
+from kvcm.optimizer.results import Hits, Replay
+from kvcm.optimizer.trace import Int32Column, QueryMode, Trace
+from kvcm.reclaim.policies.sharing import Sharing
 
-__all__ = ["replay_groups"]
+__all__ = ["replay_group"]
+
+_NOT_REPLAYED = "belady"  # it looks ahead in one cache; instances of a group compete
 
 
-def replay_groups(trace: Trace, layout: GroupLayout, *, looks: int = 1000, keep_requests: bool = False) -> GroupReplay:
-    """Replay a trace through groups.
+def replay_group(
+    trace: Trace, spec: PolicySpec, capacity_blocks: int, *, mode: Mode = "block", keep_requests: bool = False
+) -> Replay:
+    """Replay a trace through one group of all its instances.
+
+    Prefix hits are the blocks of the answers, whatever the query mode, and the masked blocks before their end; their
+    tokens are what the engine need not compute, without those of masked blocks, and never more than the prompt has.
 
     Args:
         trace: any one, also with query modes, masks and specs.
-        layout: the groups. Requests of instances that it does not have are left out.
-        looks: at the usage of all instances, at most, evenly over the requests.
+        spec: the policy of every instance.
+        capacity_blocks: that the instances share.
+        mode: `block`: room is made before each block that is written; `request`: after all blocks of a request.
         keep_requests: whether the outcome of each request is kept.
 
     Raises:
-        OptionError: the layout makes no sense, or no instance of the trace is in it.
+        OptionError: the policy is not replayed in groups.
     """
-    layout.check()
+    if spec.name == _NOT_REPLAYED:
+        raise OptionError(f"policy: {_NOT_REPLAYED} is not replayed in groups; allowed: any other policy")
     began = time.perf_counter()
-    run = _Run(trace, layout)
-    hits = np.full(len(trace), -1, np.int32) if keep_requests else None
-    run.replay(max(1, -(-len(trace) // looks)), hits)
-    return run.result(hits, time.perf_counter() - began)
+    run = _Run(trace, spec, capacity_blocks, mode)
+    outcomes = run.replay()
+    return Replay(
+        spec.label,
+        capacity_blocks,
+        Hits(run.prefix_blocks, run.prefix_tokens, run.object_blocks, run.full_requests),
+        trace.totals,
+        time.perf_counter() - began,
+        run.accesses,
+        *(outcomes if keep_requests else ()),
+    )
 
 
-class _Member:
-    """An instance at work, and what it counted."""
+class _Answer(NamedTuple):
+    """What a read found.
 
-    def __init__(self, store: Store, pool: Pool, group: QuotaGroup, block_tokens: int) -> None:
-        self.store = store
-        self.pool = pool
-        self.group = group
-        self.block_tokens = block_tokens
-        self.needs = Needs.of(store.instance.specs)
-        self.external = self.internal = self.tokens = self.objects = self.full = 0
-        self.requests = self.blocks = self.input_tokens = 0
+    Attributes:
+        positions: of the answered blocks.
+        internal: masked blocks before the end.
+        reach: blocks of the prompt that need not be computed.
+    """
 
-    def count(self, request: _Request, found: Answer, there: bytes) -> None:
-        """Count a read."""
-        reads = request.reads
-        self.requests += 1
-        self.blocks += reads
-        self.input_tokens += request.input_tokens
-        self.external += found.external
-        self.internal += found.internal
-        reached = min(found.reach * self.block_tokens, request.input_tokens)
-        self.tokens += max(0, reached - found.internal * self.block_tokens)
-        self.full += found.external + found.internal == reads
-        self.objects += request.needs.count(there[:reads], request.masked)
-
-    def result(self) -> InstanceReplay:
-        """Return what was counted."""
-        store = self.store
-        return InstanceReplay(
-            store.instance.name,
-            self.group.name,
-            Hits(self.external, self.tokens, self.objects, self.full),
-            self.internal,
-            Totals(self.requests, self.blocks, self.input_tokens),
-            store.written,
-            store.refused,
-            store.evicted,
-            len(store),
-            store.used,
-        )
+    positions: Sequence[int]
+    internal: int
+    reach: int
 
 
-class _Request(NamedTuple):
-    blocks: list[int]
-    reads: int
-    is_write: bool
-    now: int
-    input_tokens: int
-    mode: QueryMode
-    window: int
-    masked: Sequence[bool] | None
-    names: tuple[str, ...] | None
-    needs: Needs
+def _answer(mode: QueryMode, present: bytes, is_masked: Sequence[bool], window: int) -> _Answer:
+    """Return what a read of blocks finds that are resident or not; windows of no blocks find nothing."""
+    if mode is QueryMode.BATCH:
+        found = [place for place, here in enumerate(present) if here and not is_masked[place]]
+        internal = sum(is_masked)
+        return _Answer(found, internal, len(found) + internal)
+    if mode is QueryMode.WINDOW:
+        run = 0
+        for place in range(len(present) - 1, -1, -1):
+            run = run + 1 if present[place] and not is_masked[place] else 0
+            if run == window > 0:
+                return _Answer(range(place, place + window), 0, place + window)
+        return _Answer((), 0, 0)
+    ends = (place for place, here in enumerate(present) if not (here or is_masked[place]))
+    end = next(ends, len(present))
+    found = [place for place in range(end) if not is_masked[place]]
+    return _Answer(found, end - len(found), end)
+
+
+def _padded(masked: Sequence[bool], length: int) -> list[bool]:
+    """Return whether each of so many positions is masked; those behind the end are not."""
+    return [*masked[:length], *[False] * (length - len(masked))]
 
 
 class _Run:
-    def __init__(self, trace: Trace, layout: GroupLayout) -> None:
+    """One replay, and what it counts."""
+
+    def __init__(self, trace: Trace, spec: PolicySpec, capacity_blocks: int, mode: Mode) -> None:
         self._trace = trace
         self._numbering = Numbering.of(trace)
-        self._members: list[_Member] = []
-        for group in layout.groups:
-            self._open(group, layout)
-        by_name = {member.store.instance.name: member for member in self._members}
-        self._by_instance = [by_name.get(name) for name in trace.instance_names]
-        if len(trace) and not any(self._by_instance):
-            has = ", ".join(trace.instance_names)
-            raise OptionError(f"instances: none of {', '.join(sorted(by_name))} is in the trace; allowed: {has}")
-        self._looks: list[tuple[int, list[int], list[int]]] = []
-        self._accesses = 0
+        self._group = _Group(spec, capacity_blocks, mode, self._numbering.parents, is_tree=trace.has_one_parent)
+        self.prefix_blocks = self.prefix_tokens = self.object_blocks = self.full_requests = self.accesses = 0
 
-    def _open(self, group: QuotaGroup, layout: GroupLayout) -> None:
-        trace = self._trace
-        places = {name: place for place, name in enumerate(trace.instance_names)}
-        nothing = np.zeros(0, np.int32)
-        stores = []
-        for instance in group.instances:
-            place = places.get(instance.name)
-            parents = nothing if place is None else self._numbering.parents[place]
-            stores.append(Store(instance, group, parents, is_tree=trace.has_one_parent))
-        pool = Pool(group, stores, layout.mode)
-        for store in stores:
-            place = places.get(store.instance.name)
-            block_tokens = trace.block_tokens if place is None else self._block_tokens(place)
-            self._members.append(_Member(store, pool, group, block_tokens))
+    def replay(self) -> tuple[Int32Column, Int32Column]:
+        """Serve all requests; return [R] the blocks of each answer, masked ones included, and those resident then."""
+        hits, resident = np.zeros(len(self._trace), np.int32), np.zeros(len(self._trace), np.int32)
+        for request, instance in enumerate(self._trace.instances.tolist()):
+            hits[request] = self._serve(request, instance)
+            resident[request] = self._group.used
+        return hits, resident
 
-    def _block_tokens(self, place: int) -> int:
-        return self._trace.instance_block_tokens[place] or self._trace.block_tokens
-
-    def replay(self, step: int, hits: Int32Column | None) -> None:
-        """Serve all requests, and look at the usage after every `step` of them and at the end."""
-        instances = self._trace.instances.tolist()
-        for place, instance in enumerate(instances):
-            member = self._by_instance[instance]
-            if member is not None:
-                request = self._request(place, member)
-                self._accesses += len(request.blocks) if request.is_write else request.reads
-                found = self._serve(member, request)
-                if hits is not None and found is not None:
-                    hits[place] = found.external + found.internal
-            if not (place + 1) % step or place + 1 == len(instances):
-                self._look(place)
-
-    def _request(self, place: int, member: _Member) -> _Request:
-        trace = self._trace
-        start, end = int(trace.offsets[place]), int(trace.offsets[place + 1])
-        masked = trace.masks.get(place)
-        names = trace.specs.get(place)
-        return _Request(
-            self._numbering.blocks[start:end].tolist(),
-            int(trace.read_blocks[place]),
-            bool(trace.writes[place]),
-            int(trace.times_us[place]),
-            int(trace.input_tokens[place]),
-            trace.modes.get(place, QueryMode.PREFIX),
-            trace.windows.get(place, 0),
-            None if masked is None else masked.tolist(),
-            names,
-            member.needs if names is None else Needs.of(member.store.instance.specs, names),
-        )
-
-    def _serve(self, member: _Member, request: _Request) -> Answer | None:
-        member.pool.drop_aged(request.now)
-        store, reads = member.store, request.reads
-        read = request.blocks[:reads]
-        present = bytes([store.here[block] for block in read])
-        found = answer(request.mode, present, request.needs, masked=request.masked, window=request.window)
-        if request.is_write:
-            there = member.pool.write(self._write(store, request))
+    def _serve(self, request: int, instance: int) -> int:
+        trace, store = self._trace, self._group.stores[instance]
+        start, end = int(trace.offsets[request]), int(trace.offsets[request + 1])
+        blocks: list[int] = self._numbering.blocks[start:end].tolist()
+        reads, now = int(trace.read_blocks[request]), int(trace.times_us[request])
+        masked = trace.masks.get(request)
+        is_masked = _padded([] if masked is None else masked.tolist(), len(blocks))
+        self._group.drop_aged(now)
+        present = bytes([store.here[block] for block in blocks[:reads]])
+        mode, window = trace.modes.get(request, QueryMode.PREFIX), trace.windows.get(request, 0)
+        found = _answer(mode, present, is_masked[:reads], window)
+        if trace.writes[request]:
+            written = blocks if reads else [block for block, left in zip(blocks, is_masked, strict=True) if not left]
+            present = self._group.write(store, written, now)
+            self.accesses += len(blocks)
         else:
-            there = present
-            # A prefix may be known by the state of its end alone, without all of its blocks.
-            store.touch([read[place] for place in found.positions if there[place]], request.now)
-        if reads:
-            member.count(request, found, there)
-        return found if reads else None
+            store.touch([blocks[place] for place in found.positions], now)
+            self.accesses += reads
+        return self._count(request, found, present[:reads], is_masked) if reads else 0
 
-    @staticmethod
-    def _write(store: Store, request: _Request) -> Write:
-        masks: Sequence[int] = store.masks_of(len(request.blocks))
-        if request.names is not None:
-            named = request.needs.any
-            masks = [mask & named for mask in masks]
-        if request.reads or request.masked is None:
-            return Write(store, request.blocks, masks, request.now)
-        left_out = padded(request.masked, len(masks))
-        written = [place for place, is_left_out in enumerate(left_out) if not is_left_out]
-        blocks = [request.blocks[place] for place in written]
-        return Write(store, blocks, [masks[place] for place in written], request.now)
+    def _count(self, request: int, found: _Answer, present: bytes, is_masked: Sequence[bool]) -> int:
+        trace, instance = self._trace, int(self._trace.instances[request])
+        block_tokens = trace.instance_block_tokens[instance] or trace.block_tokens
+        reached = min(found.reach * block_tokens, int(trace.input_tokens[request]))
+        hits = len(found.positions) + found.internal
+        self.prefix_blocks += hits
+        self.prefix_tokens += max(0, reached - found.internal * block_tokens)
+        self.full_requests += hits == len(present)
+        self.object_blocks += sum(here and not is_masked[place] for place, here in enumerate(present))
+        return hits
 
-    def _look(self, place: int) -> None:
-        stores = [member.store for member in self._members]
-        used, evicted = [store.used for store in stores], [store.evicted for store in stores]
-        self._looks.append((int(self._trace.times_us[place]), used, evicted))
 
-    def result(self, hits: Int32Column | None, seconds: float) -> GroupReplay:
-        """Return what was counted."""
-        trace, shape = self._trace, (-1, len(self._members))
-        unknown = (name for name, member in zip(trace.instance_names, self._by_instance, strict=True) if member is None)
-        return GroupReplay(
-            tuple(member.result() for member in self._members),
-            tuple(unknown),
-            np.array([look[0] for look in self._looks], np.int64),
-            np.array([look[1] for look in self._looks], np.int64).reshape(shape),
-            np.array([look[2] for look in self._looks], np.int64).reshape(shape),
-            seconds,
-            self._accesses,
-            hits,
-        )
+class _Store:
+    """The blocks of one instance, by their numbers in it.
+
+    Args:
+        spec: the order of eviction.
+        capacity: of the instance alone; None where it shares one.
+        parents: the block before each block.
+        is_tree: whether blocks follow no other than those.
+
+    Attributes:
+        here: whether each block is resident.
+        used: blocks that are.
+    """
+
+    __slots__ = ("_followed", "_has_ages", "_parents", "_policy", "_read_at", "_since", "here", "used")
+
+    def __init__(self, spec: PolicySpec, capacity: int | None, parents: Int32Column, *, is_tree: bool) -> None:
+        count, expires = len(parents), spec.name == "ttl"
+        self.here = bytearray(count)
+        self.used = 0
+        self._parents: list[int] = parents.tolist()
+        self._followed = array("i", [0]) * (count + 1 if spec.name == "leaf_lru" and is_tree else 0)
+        self._has_ages = expires or capacity is None
+        self._read_at = array("q", [0]) * (count if self._has_ages else 0)
+        self._since = array("q", [0]) * count if expires and not spec.ttl_sliding else self._read_at
+        # Where blocks are no tree there are no leaves: then it is an LRU that is touched from the tail.
+        ordered = spec if spec.name != "leaf_lru" or is_tree else PolicySpec("lru")
+        self._policy = policy_of(ordered, capacity, lambda slot: not self._followed[slot])
+
+    def read_at(self, block: int) -> int:
+        """Return when a resident block was last read or written, in microseconds."""
+        return self._read_at[block]
+
+    def touch(self, blocks: Sequence[int], now: int) -> None:
+        """Read resident blocks, one after the other."""
+        if not blocks:
+            return
+        if len(set(blocks)) == len(blocks):
+            self._policy.touch_all(blocks, [1] * len(blocks))
+        else:
+            for block in blocks:
+                self._policy.touch(block)
+        if self._has_ages:
+            for block in blocks:
+                self._read_at[block] = now
+
+    def insert(self, blocks: Sequence[int], now: int) -> None:
+        """Write distinct blocks that are not there, one after the other."""
+        self._policy.insert_all(blocks, blocks)
+        self.used += len(blocks)
+        for block in blocks:
+            self.here[block] = 1
+            if self._followed:
+                self._followed[self._parents[block]] += 1
+            if self._has_ages:
+                self._read_at[block] = self._since[block] = now
+
+    def evict(self, block: int, *, for_room: bool = True) -> None:
+        """Take a block out, for room or for its age."""
+        self._policy.remove(block, evicted=for_room)
+        self.here[block] = 0
+        self.used -= 1
+        if self._followed:
+            self._followed[self._parents[block]] -= 1
+
+    def victims(self) -> Iterator[int]:
+        """Yield the block that is to go next; it is evicted before the next one is asked for."""
+        while self._policy:
+            yield next(self._policy.victims())
+
+    def drop_aged(self, oldest: int) -> None:
+        """Take out what is older than the policy allows."""
+        while self._policy and self._since[block := next(self._policy.victims())] < oldest:
+            self.evict(block, for_room=False)
+
+
+class _Group:
+    """Instances and what they use together.
+
+    Args:
+        spec: the policy of each.
+        capacity: that they share.
+        mode: when room is made.
+        parents: of each instance, the block before each of its blocks.
+        is_tree: whether blocks follow no other than those.
+    """
+
+    def __init__(
+        self, spec: PolicySpec, capacity: int, mode: Mode, parents: Sequence[Int32Column], *, is_tree: bool
+    ) -> None:
+        alone = capacity if len(parents) == 1 else None
+        self.stores = [_Store(spec, alone, each, is_tree=is_tree) for each in parents]
+        self._capacity = capacity
+        self._age_us = round(spec.ttl_seconds * 1e6) if spec.name == "ttl" else None
+        self._from_tail = spec.name == "leaf_lru"
+        self._is_whole = self._from_tail or mode == "request"
+
+    @property
+    def used(self) -> int:
+        """Return the blocks that are resident."""
+        return sum(store.used for store in self.stores)
+
+    def drop_aged(self, now: int) -> None:
+        """Take out what is older than the policy allows."""
+        if self._age_us is not None:
+            for store in self.stores:
+                store.drop_aged(now - self._age_us)
+
+    def write(self, store: _Store, blocks: Sequence[int], now: int) -> bytes:
+        """Write blocks; return what was there of each when its turn came."""
+        if not self._is_whole:
+            return self._write_each(store, blocks, now)
+        there = self._write_whole(store, blocks, now)
+        self._shrink(self._capacity, now)
+        return there
+
+    def _write_whole(self, store: _Store, blocks: Sequence[int], now: int) -> bytes:
+        """Write all blocks, whatever they take. Blocks that are there, or are not, go together."""
+        there = bytearray([store.here[block] for block in blocks])
+        order: Sequence[int] = range(len(blocks))[::-1] if self._from_tail else range(len(blocks))
+        if len(set(blocks)) < len(blocks):  # some are named twice: one by one
+            for place in order:
+                if not self._from_tail:
+                    there[place] = store.here[blocks[place]]
+                (store.touch if store.here[blocks[place]] else store.insert)([blocks[place]], now)
+            return bytes(there)
+        for is_there, run in groupby(order, key=there.__getitem__):
+            (store.touch if is_there else store.insert)([blocks[place] for place in run], now)
+        return bytes(there)
+
+    def _write_each(self, store: _Store, blocks: Sequence[int], now: int) -> bytes:
+        """Make room before each block, as a cache does that is never larger than its capacity."""
+        there = bytearray(len(blocks))
+        run: list[int] = []
+        for place, block in enumerate(blocks):
+            there[place] = store.here[block]
+            if there[place]:
+                run.append(block)
+                continue
+            store.touch(run, now)
+            run.clear()
+            self._shrink(self._capacity - 1, now)
+            store.insert([block], now)
+        store.touch(run, now)
+        return bytes(there)
+
+    def _shrink(self, target: int, now: int) -> None:
+        """Evict until no more than `target` blocks are used."""
+        excess = self.used - target
+        if excess <= 0:
+            return
+        if len(self.stores) > 1:
+            self._shrink_in_turns(excess, now)
+            return
+        victims = self.stores[0].victims()
+        for _ in range(excess):
+            self.stores[0].evict(next(victims))
+
+    def _shrink_in_turns(self, excess: int, now: int) -> None:
+        used = {uid: store.used for uid, store in enumerate(self.stores)}
+        sharing = Sharing("group_lru", used, dict.fromkeys(used, 1.0), excess)
+        walks = [store.victims() for store in self.stores]
+        heads = {uid: head for uid, walk in enumerate(walks) if (head := next(walk, None)) is not None}
+
+        def turn(uid: int) -> tuple[tuple[float, float], int]:
+            return sharing.turn(uid, (now - self.stores[uid].read_at(heads[uid])) / 1e6), uid
+
+        for _ in range(excess):
+            uid = min(heads, key=turn)
+            self.stores[uid].evict(heads.pop(uid))
+            if (head := next(walks[uid], None)) is not None:
+                heads[uid] = head

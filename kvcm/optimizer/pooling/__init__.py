@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from kvcm.optimizer.pooling.comparing import Engines, compare_pooling
-from kvcm.optimizer.pooling.outcome import PoolingRow, PoolingStudy, PoolingWorth, Topology
-from kvcm.optimizer.pooling.router import DEFAULT_ROUTERS, Router, parse_routers
+from kvcm.optimizer.pooling.outcome import PoolingRow, PoolingStudy, Topology
+from kvcm.optimizer.pooling.router import DEFAULT_ROUTERS, Router
 
 __all__ = [
     "DEFAULT_ROUTERS",
     "Engines",
     "PoolingRow",
     "PoolingStudy",
-    "PoolingWorth",
     "Router",
     "Topology",
     "compare_pooling",
-    "parse_routers",
 ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.pooling.router import Router
 from kvcm.optimizer.results import Hits
 from kvcm.optimizer.trace import Int64Column, Totals
 
-__all__ = ["PoolingRow", "PoolingStudy", "PoolingWorth", "Topology"]
+__all__ = ["PoolingRow", "PoolingStudy", "Topology"]
 
 
 class Topology(StrEnum):
@@ -71,11 +70,6 @@ class PoolingRow:
     accesses: int
 
     @property
-    def total_blocks(self) -> int:
-        """Return the capacity of all caches together."""
-        return self.local_blocks * len(self.routed_tokens) + self.pool_blocks
-
-    @property
     def block_hit_rate(self) -> float:
         """Return prefix hits per block read."""
         return self.hits.block_rate(self.totals)
@@ -97,22 +91,6 @@ class PoolingRow:
         return self.mean_duplicate_blocks * self.block_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PoolingWorth:
-    """What a pool changes, with the same router.
-
-    Attributes:
-        block_hit_rate, token_hit_rate: difference to the local caches.
-        recomputed_tokens_saved: tokens of prompts that are not computed any more.
-        imbalance: difference.
-    """
-
-    block_hit_rate: float
-    token_hit_rate: float
-    recomputed_tokens_saved: int
-    imbalance: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingStudy:
     """Every router over every topology.
@@ -124,28 +102,3 @@ class PoolingStudy:
 
     engines: int
     rows: tuple[PoolingRow, ...]
-
-    def row(self, router: Router, topology: Topology) -> PoolingRow:
-        """Return one of the rows.
-
-        Raises:
-            OptionError: it was not asked for.
-        """
-        for row in self.rows:
-            if row.router == router and row.topology == topology:
-                return row
-        raise OptionError(f"pooling: {router.label} over {topology} was not studied")
-
-    def worth(self, router: Router, topology: Topology = Topology.POOL) -> PoolingWorth:
-        """Return what a pool, alone or behind local caches, is worth against local caches alone.
-
-        Raises:
-            OptionError: one of the two was not asked for.
-        """
-        local, pooled = self.row(router, Topology.LOCAL), self.row(router, topology)
-        return PoolingWorth(
-            pooled.block_hit_rate - local.block_hit_rate,
-            pooled.token_hit_rate - local.token_hit_rate,
-            pooled.hits.prefix_tokens - local.hits.prefix_tokens,
-            pooled.imbalance - local.imbalance,
-        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcm.optimizer.errors import OptionError
 
-__all__ = ["DEFAULT_ROUTERS", "ROUTER_NAMES", "Router", "parse_routers"]
+__all__ = ["DEFAULT_ROUTERS", "ROUTER_NAMES", "Router"]
 
 ROUTER_NAMES = ("random", "least_loaded", "affinity", "longest_prefix")
 _WITH_MIGRATION = ("affinity", "longest_prefix")
@@ -37,7 +37,7 @@ class Router:
 
     @property
     def label(self) -> str:
-        """Return the text that parses to this."""
+        """Return what people call it."""
         return self.name + ("+migration" if self.migrates else "")
 
 
@@ -49,21 +49,3 @@ DEFAULT_ROUTERS = (
     Router("longest_prefix"),
     Router("longest_prefix", migrates=True),
 )
-
-
-def parse_routers(text: str) -> tuple[Router, ...]:
-    """Return the routers of a list with commas, each once; `all` is every one there is.
-
-    Raises:
-        OptionError: one of them is none.
-    """
-    if text.strip() == "all":
-        return DEFAULT_ROUTERS
-    return tuple(dict.fromkeys(_router(part.strip()) for part in text.split(",")))
-
-
-def _router(text: str) -> Router:
-    name, plus, migration = text.partition("+")
-    if plus and migration != "migration":
-        raise OptionError(f"routers: {text!r} is no router; behind the plus only 'migration' is allowed")
-    return Router(name, migrates=bool(plus))

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -43,13 +42,7 @@ __all__ = ["reference_replay"]
 
 
 def reference_replay(
-    trace: Trace,
-    spec: PolicySpec,
-    capacity_blocks: int,
-    *,
-    mode: Mode = "block",
-    keep_requests: bool = False,
-    tail_first: bool = False,
+    trace: Trace, spec: PolicySpec, capacity_blocks: int, *, mode: Mode = "block", keep_requests: bool = False
 ) -> Replay:
     """Replay one policy at one capacity.
 
@@ -59,8 +52,6 @@ def reference_replay(
         capacity_blocks: 1 or more.
         mode: `block` or `request`.
         keep_requests: whether the outcome of each request is kept.
-        tail_first: whether a victim with resident children is replaced by its coldest descendant leaf, as in a live
-            cache (design.md, decision 18): the one accessed longest ago, of equals the deepest, then the smallest.
 
     Raises:
         OptionError: this cannot be replayed.
@@ -68,19 +59,18 @@ def reference_replay(
     job = Job(spec, capacity_blocks, mode, keep_requests)
     check(trace, job)
     began = time.perf_counter()
-    cache = _Cache(trace, job, tail_first=tail_first)
+    cache = _Cache(trace, job)
     cache.replay()
     return counted(trace, job, cache.outcome, time.perf_counter() - began)
 
 
 class _Cache:
-    def __init__(self, trace: Trace, job: Job, *, tail_first: bool) -> None:
+    def __init__(self, trace: Trace, job: Job) -> None:
         self._trace = trace
         self._capacity = job.capacity_blocks
         self._from_tail = job.spec.name == "leaf_lru" and not trace.has_one_parent
         self._by_request = job.mode == "request" or self._from_tail
         self._spec = job.spec
-        self._tail_first = tail_first
         self._future = Future(trace) if job.spec.name == "belady" else None
         spec = PolicySpec("lru") if self._from_tail else job.spec
         self._policy = policy_of(spec, self._capacity, self._is_leaf, self._future)
@@ -155,7 +145,7 @@ class _Cache:
         """Evict one block and return whether there was one: leaf LRU spares the path of the request that needs room."""
         for slot in self._policy.victims():
             if self._by_request or slot not in self._path:
-                self._remove(self._coldest_leaf(slot) if self._tail_first else slot)
+                self._remove(slot)
                 return True
         return False
 
@@ -172,14 +162,3 @@ class _Cache:
 
     def _is_leaf(self, slot: int) -> bool:
         return not self._children[slot]
-
-    def _coldest_leaf(self, block: int) -> int:
-        leaves = (each for each in self._descendants(block, 0) if self._is_leaf(each[1]))
-        return min(leaves, key=lambda leaf: (self._times[leaf[1]], -leaf[0], leaf[1]))[1]
-
-    def _descendants(self, block: int, depth: int) -> Iterator[tuple[int, int]]:
-        yield depth, block
-        if self._children[block]:
-            for child in np.flatnonzero(self._trace.parents == block).tolist():
-                if child in self._policy:
-                    yield from self._descendants(child, depth + 1)

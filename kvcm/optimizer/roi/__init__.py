@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvcm.optimizer.roi.deployment import RANGES, Deployment
 from kvcm.optimizer.roi.first_token import Spread, Work, spread_of, work_of
-from kvcm.optimizer.roi.fleet import FirstTokens, Target, first_tokens, smallest_fleet
+from kvcm.optimizer.roi.fleet import FirstTokens, first_tokens
 from kvcm.optimizer.roi.length_profile import LengthProfile, fit_profile, read_profile
 from kvcm.optimizer.roi.presets import INPUTS, PRESETS, parse_deployment
-from kvcm.optimizer.roi.queueing import DISPATCHES, Dispatch, Queueing, simulate
+from kvcm.optimizer.roi.queueing import Queueing, simulate
 from kvcm.optimizer.roi.returns import Returns, block_bytes, offered_tokens_per_second, returns
 from kvcm.optimizer.roi.reuse import Reuse, hit_tokens, loaded_tokens, reuse_of
 from kvcm.optimizer.roi.sensitivity import Grid, Swing, grid, sensitivity
@@ -15,12 +15,10 @@ from kvcm.optimizer.roi.services import Rank, Service, rank_services
 from kvcm.optimizer.roi.splitting import Share, Split, split_budget
 
 __all__ = [
-    "DISPATCHES",
     "INPUTS",
     "PRESETS",
     "RANGES",
     "Deployment",
-    "Dispatch",
     "FirstTokens",
     "Grid",
     "LengthProfile",
@@ -33,7 +31,6 @@ __all__ = [
     "Split",
     "Spread",
     "Swing",
-    "Target",
     "Work",
     "block_bytes",
     "first_tokens",
@@ -49,7 +46,6 @@ __all__ = [
     "reuse_of",
     "sensitivity",
     "simulate",
-    "smallest_fleet",
     "split_budget",
     "spread_of",
     "work_of",

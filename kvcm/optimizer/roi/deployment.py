@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.roi.formulas import load_threshold_tokens, saturation_share
@@ -127,12 +127,6 @@ class Deployment:
             bandwidth=self.bandwidth_bytes_per_second,
             usable=self.usable_share,
         )
-
-    def as_json(self) -> dict[str, object]:
-        """Return the inputs by name."""
-        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "profile"}
-        profile = self.profile and {"linear": self.profile.linear, "quadratic": self.profile.quadratic}
-        return numbers | {"profile": profile}
 
 
 def _check(name: str, value: float, allowed: Range) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,10 +32,6 @@ class Spread:
     p95: float
     p99: float
     most: float
-
-    def as_json(self) -> dict[str, float]:
-        """Return the figures by name."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,6 @@ __all__ = [
     "load_seconds",
     "load_threshold_tokens",
     "loaded_part",
-    "nodes_needed",
     "prefill_seconds",
     "saturation_share",
     "storage_price_per_hour",
@@ -81,22 +80,6 @@ def load_threshold_tokens(linear: float, quadratic: float, *, link_seconds: floa
 def saturation_share(prefill_tokens_per_second: float, *, kv_bytes: float, bandwidth: float, usable: float) -> float:
     """Return h* = BW·u/(BW·u + P·b), the share of loaded tokens at which a node's link is as busy as its GPUs."""
     return bandwidth * usable / (bandwidth * usable + prefill_tokens_per_second * kv_bytes)
-
-
-def nodes_needed(
-    share: Floats,
-    *,
-    offered: float,
-    prefill_tokens_per_second: float,
-    utilisation: float,
-    kv_bytes: float,
-    bandwidth: float,
-    usable: float,
-) -> Floats:
-    """Return N(h) = max(λ(1−h)/(P·η), λ·h·b/(BW·u)), in fractions of nodes, for shares h that are all loaded."""
-    compute = offered * (1 - share) / (prefill_tokens_per_second * utilisation)
-    link = offered * share * kv_bytes / (bandwidth * usable)
-    return np.maximum(compute, link)
 
 
 def loaded_part(without: float, relieved: Floats, links: Floats) -> Floats:

@@ -1,12 +1,8 @@
 """Requests that wait for each other: an event simulation of nodes, each with one link and one prefill at a time.
 
-Two ways to send requests to N nodes:
-
-* "fcfs": all wait in one queue; a node that is free takes the oldest, loads its hits, prefills the rest, and is taken
-  for all of that time. Links are never shared, and idle while the node prefills.
-* "least_loaded": each goes on arrival to the node with the fewest seconds of loads and prefills before it. Its load
-  starts at once and shares the link of the node equally with the other loads there; what is loaded waits for the
-  prefill in the order in which loads end. Loads are hidden behind prefills of others, which is what N(h) assumes.
+Each request goes on arrival to the node with the fewest seconds of loads and prefills before it. Its load starts at
+once and shares the link of the node equally with the other loads there; what is loaded waits for the prefill in the
+order in which loads end. Loads are hidden behind prefills of others, which is what N(h) assumes.
 
 Hits are those of a replay, which knows no queues: they do not change with the time that requests wait.
 """
@@ -14,11 +10,9 @@ Hits are those of a replay, which knows no queues: they do not change with the t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 
@@ -26,9 +20,7 @@ from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.roi.first_token import Spread, Work, spread_of
 from kvcm.optimizer.roi.formulas import Floats
 
-__all__ = ["DISPATCHES", "Dispatch", "Queueing", "simulate"]
-
-Dispatch = Literal["fcfs", "least_loaded"]
+__all__ = ["Queueing", "simulate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +28,6 @@ class Queueing:
     """What n requests met.
 
     Attributes:
-        dispatch: how they were sent to nodes.
         nodes: N.
         seconds: [n] from the arrival of each to its first token.
         waited_seconds: mean time that a request spent on neither its load, as fast as a link is, nor its prefill.
@@ -44,7 +35,6 @@ class Queueing:
         link_busy: the same of their links, without latencies.
     """
 
-    dispatch: Dispatch
     nodes: int
     seconds: Floats
     waited_seconds: float
@@ -56,56 +46,30 @@ class Queueing:
         """Return how the times to the first token are spread."""
         return spread_of(self.seconds)
 
-    def as_json(self) -> dict[str, object]:
-        """Return the figures by name, without those of single requests."""
-        return {
-            "dispatch": self.dispatch,
-            "nodes": self.nodes,
-            "first_token_seconds": self.spread.as_json(),
-            "waited_seconds": self.waited_seconds,
-            "prefill_busy": self.prefill_busy,
-            "link_busy": self.link_busy,
-        }
 
-
-def simulate(work: Work, *, nodes: int, dispatch: Dispatch = "least_loaded") -> Queueing:
+def simulate(work: Work, *, nodes: int) -> Queueing:
     """Return what requests meet on so many nodes.
 
     Args:
         work: of the requests, see `work_of`.
         nodes: from 1 on.
-        dispatch: one of `DISPATCHES`.
 
     Raises:
-        OptionError: no nodes, or no such dispatch.
+        OptionError: no nodes.
     """
     if nodes < 1:
         raise OptionError(f"nodes: {nodes}; allowed: from 1")
-    if dispatch not in DISPATCHES:
-        raise OptionError(f"dispatch: {dispatch!r}; allowed: {', '.join(DISPATCHES)}")
-    seconds = np.array(DISPATCHES[dispatch](work, nodes), np.float64) - work.arrivals
+    seconds = np.array(_Fleet(work, nodes).run(), np.float64) - work.arrivals
     span = float((work.arrivals + seconds).max(initial=0.0))
     node_seconds = nodes * span if span > 0 else 1.0
     waited = np.maximum(0.0, seconds - work.unqueued_seconds)
     return Queueing(
-        dispatch=dispatch,
         nodes=nodes,
         seconds=seconds,
         waited_seconds=float(waited.mean()) if len(waited) else 0.0,
         prefill_busy=float(work.prefill_seconds.sum()) / node_seconds,
         link_busy=float(work.link_seconds.sum()) / node_seconds,
     )
-
-
-def _one_queue(work: Work, nodes: int) -> list[float]:
-    """Return when each request has its first token."""
-    free = [0.0] * nodes
-    ends = []
-    for arrival, service in zip(work.arrivals.tolist(), work.unqueued_seconds.tolist(), strict=True):
-        end = max(arrival, heappop(free)) + service
-        heappush(free, end)
-        ends.append(end)
-    return ends
 
 
 class _Link:
@@ -142,7 +106,7 @@ class _Link:
 
 
 class _Fleet:
-    """Nodes of "least_loaded", driven by events in order of time.
+    """Nodes driven by events in order of time.
 
     1. A request is in exactly one place: its latency, a link, a queue, a prefill, or done.
     2. A link has one event in the heap that counts, that of its present `_turns`; loads that are added make older ones
@@ -227,13 +191,3 @@ class _Fleet:
         self._ahead[node] = self._ahead[node] - self._asked[request] if self._present[node] else 0.0
         if self._queues[node]:
             self._start_prefill(now, node)
-
-
-def _least_loaded(work: Work, nodes: int) -> list[float]:
-    return _Fleet(work, nodes).run()
-
-
-DISPATCHES: Mapping[Dispatch, Callable[[Work, int], list[float]]] = MappingProxyType(
-    {"least_loaded": _least_loaded, "fcfs": _one_queue}
-)
-"""By name: when each request has its first token on so many nodes."""

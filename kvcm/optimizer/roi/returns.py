@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from kvcm.optimizer.roi.formulas import (
     whole_nodes,
 )
 from kvcm.optimizer.roi.reuse import Reuse, reuse_of
-from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
+from kvcm.optimizer.trace import Int64Column, Trace
 
 __all__ = ["NEARLY", "Returns", "block_bytes", "offered_tokens_per_second", "returns"]
 
@@ -90,11 +89,6 @@ class Returns:
         return self.saved_per_hour - self.storage_per_hour
 
     @property
-    def whole_net_per_hour(self) -> Floats:
-        """Return [M] the same when nodes are bought whole."""
-        return self.whole_gpus_saved * self.deployment.price_per_gpu_hour - self.storage_per_hour
-
-    @property
     def best(self) -> int:
         """Return the index of the largest net value, of the smallest capacity among equals."""
         return int(np.argmax(self.net_per_hour))
@@ -106,39 +100,14 @@ class Returns:
         return int(np.argmax(net >= net.max() * (1 - NEARLY)))
 
     @property
-    def whole_best(self) -> int:
-        """Return the index of the best capacity when nodes are bought whole."""
-        return int(np.argmax(self.whole_net_per_hour))
-
-    @property
     def break_even_gib_month(self) -> float:
         """Return the price of a GiB and month at which the best capacity returns nothing; 0 where none is best."""
         return float(self._saved_per_gib_month[self.best])
 
     @property
-    def break_even_gpu_hour(self) -> float:
-        """Return the price of a GPU and hour at which the best capacity returns nothing; infinite where none is."""
-        return float(self._storage_per_gpu_hour[self.best])
-
-    @property
-    def last_gib_month(self) -> float:
-        """Return the price of a GiB and month above which not even a few blocks pay; 0 if none save."""
-        return float(self._saved_per_gib_month.max())
-
-    @property
-    def last_gpu_hour(self) -> float:
-        """Return the price of a GPU and hour below which not even a few blocks pay; infinite if none save."""
-        return float(self._storage_per_gpu_hour.min())
-
-    @property
     def _saved_per_gib_month(self) -> Floats:
         gib = self.capacity_blocks * (self.block_bytes / GIB)
         return np.where(gib > 0, self.saved_per_hour * HOURS_PER_MONTH / np.where(gib > 0, gib, 1.0), 0.0)
-
-    @property
-    def _storage_per_gpu_hour(self) -> Floats:
-        gpus = self.gpus_saved
-        return np.where(gpus > 0, self.storage_per_hour / np.where(gpus > 0, gpus, 1.0), np.inf)
 
     def row(self, place: int) -> dict[str, float]:
         """Return the figures of one capacity, by index."""
@@ -154,33 +123,6 @@ class Returns:
             "saved_per_hour": float(self.saved_per_hour[place]),
             "storage_per_hour": float(self.storage_per_hour[place]),
             "net_per_hour": float(self.net_per_hour[place]),
-        }
-
-    def place_of(self, capacity_blocks: int) -> int:
-        """Return the index of the largest capacity up to this one."""
-        return max(0, int(np.searchsorted(self.capacity_blocks, capacity_blocks, side="right")) - 1)
-
-    def as_json(self, most_rows: int = 200) -> dict[str, object]:
-        """Return the figures, of no more than about so many capacities, and of those that are named."""
-        named = {self.best, self.nearly_best, self.whole_best, self.saturated or 0}
-        places = sorted(named | set(_spread(len(self.capacity_blocks), most_rows)))
-        return {
-            "policy": self.policy,
-            "deployment": self.deployment.as_json(),
-            "offered_tokens_per_second": self.offered_tokens_per_second,
-            "nodes_without": self.nodes_without,
-            "threshold_tokens": _finite(self.deployment.threshold_tokens),
-            "saturation_share": self.deployment.saturation_share,
-            "turning_share": self.turning_share,
-            "best": self.row(self.best),
-            "nearly_best": self.row(self.nearly_best),
-            "whole_best": self.row(self.whole_best),
-            "saturated": None if self.saturated is None else self.row(self.saturated),
-            "break_even_gib_month": self.break_even_gib_month,
-            "break_even_gpu_hour": _finite(self.break_even_gpu_hour),
-            "last_gib_month": self.last_gib_month,
-            "last_gpu_hour": _finite(self.last_gpu_hour),
-            "capacities": [self.row(place) for place in places],
         }
 
 
@@ -199,9 +141,7 @@ def block_bytes(trace: Trace, deployment: Deployment) -> float:
     return tokens * deployment.kv_bytes_per_token
 
 
-def returns(
-    hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment, *, depths: Int32Column | None = None
-) -> Returns:
+def returns(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment) -> Returns:
     """Return what a cache of each capacity returns.
 
     A trace whose requests all come at once offers no tokens per second: nothing is saved unless λ is said.
@@ -210,12 +150,11 @@ def returns(
         hits: a curve, or replays of one policy that kept their requests.
         trace: that they are hits of.
         deployment: what they are worth in.
-        depths: see `reuse_of`.
 
     Raises:
         OptionError: whether hits are worth loading does not follow from what is given.
     """
-    reuse = reuse_of(hits, trace, deployment, depths=depths)
+    reuse = reuse_of(hits, trace, deployment)
     tokens = max(1, trace.totals.tokens)
     offered = offered_tokens_per_second(trace, deployment)
     # Seconds of nodes for the whole trace; what is offered decides only how often a second that is.
@@ -249,13 +188,3 @@ def _turning_share(reuse: Reuse, tokens: int, deployment: Deployment) -> float:
         bandwidth=deployment.bandwidth_bytes_per_second,
         usable=deployment.usable_share,
     )
-
-
-def _spread(length: int, most: int) -> list[int]:
-    """Return places from 0 to the last, closer to each other at the beginning."""
-    steps = np.geomspace(1, length, min(length, most))
-    return [int(step) - 1 for step in np.unique(np.round(steps))]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -3,7 +3,7 @@
 Whether a hit is worth it depends on its length, so on the hits of single requests. Three sources know them:
 
 1. a curve, when even the shortest hit that the trace can have is worth loading and tokens cost the same everywhere;
-2. a curve with the depths of its accesses, always; those of lru and leaf_lru are found when they are needed;
+2. a curve of lru or leaf_lru, always: the depths of its accesses are found when they are needed;
 3. replays that kept their requests, always, at their capacities.
 """
 
@@ -58,16 +58,13 @@ def loaded_tokens(tokens: Floats, deployment: Deployment) -> Floats:
     return np.where(tokens > deployment.threshold_tokens, tokens, 0.0)
 
 
-def reuse_of(
-    hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment, *, depths: Int32Column | None = None
-) -> Reuse:
+def reuse_of(hits: Curve | Sequence[Replay], trace: Trace, deployment: Deployment) -> Reuse:
     """Return what a curve, or replays that kept their requests, are worth loading.
 
     Args:
         hits: of `trace`; replays are of one policy.
         trace: that they are hits of.
         deployment: what loads and prefills cost.
-        depths: [N] for a curve: the smallest capacity at which each access is a hit, 0 if there is none.
 
     Raises:
         OptionError: whether hits are worth loading does not follow from what is given.
@@ -75,8 +72,8 @@ def reuse_of(
     if not isinstance(hits, Curve):
         return _of_replays(hits, trace, deployment)
     threshold = deployment.threshold_tokens
-    if depths is not None or deployment.profile is not None or _shortest_hit(trace) <= threshold < math.inf:
-        return _of_depths(hits, trace, deployment, _depths(hits, trace) if depths is None else depths)
+    if deployment.profile is not None or _shortest_hit(trace) <= threshold < math.inf:
+        return _of_depths(hits, trace, deployment, _depths(hits, trace))
     tokens = hits.prefix_tokens.astype(np.float64)
     loaded = tokens if threshold < math.inf else np.zeros_like(tokens)
     spared = deployment.prefill.saved_seconds(loaded)
@@ -90,7 +87,7 @@ def _depths(curve: Curve, trace: Trace) -> Int32Column:
         return leaf_lru_depths(trace.blocks, trace.offsets, trace.unique_blocks)
     raise OptionError(
         f"curve: that of {curve.policy} does not tell how long hits are, on which it depends whether they are worth"
-        " loading; allowed: lru, leaf_lru, a curve with depths, or replays that kept their requests"
+        " loading; allowed: lru, leaf_lru, or replays that kept their requests"
     )
 
 

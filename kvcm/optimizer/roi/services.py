@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,12 +34,11 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a service would do with more capacity than it holds.
+    """What a service would do with capacity.
 
     Attributes:
         name: of the service.
-        held_bytes: that it holds.
-        per_gib_hour: money that it saves per hour and GiB that it gets more, when it gets `next_bytes`; storage is not
+        per_gib_hour: money that it saves per hour and GiB that it gets, when it gets `next_bytes`; storage is not
             paid of it. 0 where no capacity saves more.
         next_bytes: of the step that saves most per GiB.
         best_bytes: of the capacity that is best for it alone.
@@ -47,58 +46,43 @@ class Rank:
     """
 
     name: str
-    held_bytes: float
     per_gib_hour: float
     next_bytes: float
     best_bytes: float
     best_net_per_hour: float
 
-    def as_json(self) -> dict[str, object]:
-        """Return the figures by name."""
-        return asdict(self)
 
-
-def rank_services(services: Sequence[Service], *, held_bytes: Mapping[str, float] | None = None) -> tuple[Rank, ...]:
+def rank_services(services: Sequence[Service]) -> tuple[Rank, ...]:
     """Return the services by what their next GiB saves, the most first.
 
-    Args:
-        services: of which each is ranked.
-        held_bytes: by name, what each has already; 0 for those left out.
-
     Raises:
-        OptionError: two services have one name, or `held_bytes` names none of them.
+        OptionError: two services have one name.
     """
-    held = check_names(services, "held_bytes", held_bytes)
-    ranks = [_rank(service, held.get(service.name, 0.0)) for service in services]
+    check_names(services)
+    ranks = [_rank(service) for service in services]
     return tuple(sorted(ranks, key=lambda each: -each.per_gib_hour))
 
 
-def check_names(services: Sequence[Service], field: str, values: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Return the values by name, none for None.
+def check_names(services: Sequence[Service]) -> None:
+    """Check that services have names of their own.
 
     Raises:
-        OptionError: two services have one name, or a value is below 0 or of no service.
+        OptionError: two have one name.
     """
     names = [service.name for service in services]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise OptionError(f"services: {min(twice)!r} comes twice; allowed: names of their own")
-    for name, value in (values or {}).items():
-        if name not in names or not 0 <= value < 1e24:
-            raise OptionError(f"{field}: {name!r} is {value}; allowed: from 0, for {', '.join(names) or 'none'}")
-    return values or {}
 
 
-def _rank(service: Service, held_bytes: float) -> Rank:
+def _rank(service: Service) -> Rank:
     found, stored = service.returns, service.stored_bytes
-    here = max(0, int(np.searchsorted(stored, held_bytes, side="right")) - 1)
-    more, gained = stored[here + 1 :] - held_bytes, found.saved_per_hour[here + 1 :] - found.saved_per_hour[here]
+    more, gained = stored[1:], found.saved_per_hour[1:] - found.saved_per_hour[0]
     per_byte = np.where(more > 0, gained / np.where(more > 0, more, 1.0), 0.0)
     step = int(per_byte.argmax()) if len(per_byte) else 0
     saves = len(per_byte) > 0 and per_byte[step] > 0
     return Rank(
         name=service.name,
-        held_bytes=held_bytes,
         per_gib_hour=float(per_byte[step]) * GIB if saves else 0.0,
         next_bytes=float(more[step]) if saves else 0.0,
         best_bytes=float(stored[found.best]),

@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -64,23 +64,17 @@ class Split:
     method: Literal["hull", "grid"]
     is_exact: bool
 
-    def as_json(self) -> dict[str, object]:
-        """Return the figures by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Choice:
-    """The capacities that are worth choosing from: more bytes, more money. The first one is the floor."""
+    """The capacities that are worth choosing from: more bytes, more money. The first one is none."""
 
     places: np.ndarray[tuple[int], np.dtype[np.intp]]
-    extra: Floats  # bytes over the floor
-    gain: Floats  # money over the floor
+    extra: Floats
+    gain: Floats
 
 
-def split_budget(
-    services: Sequence[Service], budget_bytes: float, *, floors: Mapping[str, float] | None = None
-) -> Split:
+def split_budget(services: Sequence[Service], budget_bytes: float) -> Split:
     """Return the split of a budget that returns most, net of what deployments say that storage costs.
 
     A budget that is paid already costs nothing: `price_per_gib_month` is 0 then. What no service gains from is left.
@@ -88,21 +82,17 @@ def split_budget(
     Args:
         services: that share it.
         budget_bytes: from 0 on.
-        floors: by name, bytes that a service gets at least, as far as it has that many.
 
     Raises:
-        OptionError: the budget is below 0 or below the floors, or names are not those of the services.
+        OptionError: the budget is below 0, or two services have one name.
     """
-    least = check_names(services, "floors", floors)
-    bottoms = [_place_from(service, least.get(service.name, 0.0)) for service in services]
-    kept = sum(float(service.stored_bytes[place]) for service, place in zip(services, bottoms, strict=True))
-    rest = budget_bytes - kept
-    if not rest >= 0:
-        raise OptionError(f"budget_bytes: {budget_bytes:.15g}; allowed: from {kept:.15g}, which the floors take")
-    unit = _common_unit(services)
+    check_names(services)
+    if not budget_bytes >= 0:
+        raise OptionError(f"budget_bytes: {budget_bytes:.15g}; allowed: from 0")
+    rest, unit = budget_bytes, _common_unit(services)
     if unit:
         rest = math.floor(rest / unit + _ROUNDING) * unit
-    choices = [_choice(service, place) for service, place in zip(services, bottoms, strict=True)]
+    choices = [_choice(service) for service in services]
     return _best_of(services, choices, rest, unit)
 
 
@@ -136,23 +126,18 @@ def _share(service: Service, place: int) -> Share:
     )
 
 
-def _place_from(service: Service, floor_bytes: float) -> int:
-    stored = service.stored_bytes
-    return min(int(np.searchsorted(stored, floor_bytes * (1 - _ROUNDING))), len(stored) - 1)
-
-
 def _common_unit(services: Sequence[Service]) -> float:
     """Return the largest number of bytes that divides every block, 0 where none does."""
     sizes = [service.returns.block_bytes for service in services]
     return float(math.gcd(*map(int, sizes))) if all(size == int(size) for size in sizes) else 0.0
 
 
-def _choice(service: Service, bottom: int) -> _Choice:
-    gain = service.returns.net_per_hour[bottom:] - service.returns.net_per_hour[bottom]
-    extra = service.stored_bytes[bottom:] - service.stored_bytes[bottom]
+def _choice(service: Service) -> _Choice:
+    gain = service.returns.net_per_hour - service.returns.net_per_hour[0]
+    extra = service.stored_bytes - service.stored_bytes[0]
     before = np.maximum.accumulate(np.concatenate([[-np.inf], gain[:-1]]))
     worth = np.flatnonzero(gain > before)
-    return _Choice(worth + bottom, extra[worth], gain[worth])
+    return _Choice(worth, extra[worth], gain[worth])
 
 
 def _gain(choices: Sequence[_Choice], taken: Sequence[int]) -> float:

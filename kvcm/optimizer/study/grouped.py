@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 
-from kvcm.optimizer.groups import GroupReplay, one_group, replay_groups
-from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.groups import replay_group
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.study.options import DEFAULT_POLICIES, Progress, StudyOptions
 from kvcm.optimizer.study.recommendation import BOUND
@@ -33,13 +31,6 @@ def grouped_rows(
     found = []
     for done, (spec, capacity) in enumerate(jobs):
         progress("replays", done, len(jobs))
-        counted = replay_groups(trace, one_group(trace, spec, capacity, mode=options.mode), looks=1)
-        found.append(_as_replay(counted, trace, spec, capacity))
+        found.append(replay_group(trace, spec, capacity, mode=options.mode))
     progress("replays", len(jobs), len(jobs))
     return tuple(found)
-
-
-def _as_replay(counted: GroupReplay, trace: Trace, spec: PolicySpec, capacity: int) -> Replay:
-    internal = sum(instance.internal_blocks for instance in counted.instances)
-    hits = replace(counted.hits, prefix_blocks=counted.hits.prefix_blocks + internal)
-    return Replay(spec.label, capacity, hits, trace.totals, counted.seconds, counted.accesses)

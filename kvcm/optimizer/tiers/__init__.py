@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvcm.optimizer.tiers.budgets import BestSplit, best_split
 from kvcm.optimizer.tiers.outcome import LoadTimes, TierReplay, TierSeries, TierUse
 from kvcm.optimizer.tiers.replaying import KV_BYTES_PER_TOKEN, block_bytes_of, replay_tiers
-from kvcm.optimizer.tiers.rules import Rules
 from kvcm.optimizer.tiers.splits import SplitCurve, SplitHits, split_curve
 from kvcm.optimizer.tiers.tier import ASSUMED_TIERS, Tier, parse_tiers
 
@@ -14,7 +13,6 @@ __all__ = [
     "KV_BYTES_PER_TOKEN",
     "BestSplit",
     "LoadTimes",
-    "Rules",
     "SplitCurve",
     "SplitHits",
     "Tier",

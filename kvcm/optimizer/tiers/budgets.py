@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import comb, inf, isfinite, prod
+from math import comb, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -59,8 +59,6 @@ def best_split(
     *,
     block_bytes: int,
     recompute_seconds_per_token: float,
-    parallel_loading: bool = False,
-    most_utilisation: float = inf,
     most_splits: int = _MOST_SPLITS,
 ) -> BestSplit:
     """Return how to spend a monthly budget on tiers so that most seconds are saved (`SplitCurve.saved_seconds`).
@@ -76,24 +74,16 @@ def best_split(
         budget_per_month: in the currency of the tiers' prices.
         block_bytes: of a block.
         recompute_seconds_per_token: 1/P.
-        parallel_loading: whether all levels load at once.
-        most_utilisation: of any tier's bandwidth, over the whole time of the trace (`SplitCurve.utilisation`); a slow
-            tier that stands behind a busy one has to write down all that the latter evicts.
         most_splits: that are tried before the best of them is refined, which tries some twice as many; each takes time
             that grows with the runs of the curve.
 
     Raises:
-        OptionError: there are no tiers, a number is out of its range, or no split keeps to the utilisation.
+        OptionError: there are no tiers, or a number is out of its range.
     """
-    _check(tiers, budget_per_month, block_bytes, recompute_seconds_per_token, most_utilisation)
-    search = _Search(
-        curve, tiers, budget_per_month, block_bytes, recompute_seconds_per_token, parallel_loading, most_utilisation,
-        most_splits,
-    )  # fmt: skip
+    _check(tiers, budget_per_month, block_bytes, recompute_seconds_per_token)
+    search = _Search(curve, tiers, budget_per_month, block_bytes, recompute_seconds_per_token, most_splits)
     every = search.every()
     capacities, worth = search.best(every) if len(every) else search.refined()
-    if not isfinite(worth.saved_seconds):
-        raise OptionError(f"most_utilisation is {most_utilisation}; allowed: what some split keeps to, and none does")
     hits = curve.at(capacities[None])
     return BestSplit(
         tuple(capacities.tolist()),
@@ -110,7 +100,6 @@ def _check(
     budget_per_month: float,
     block_bytes: int,
     recompute_seconds_per_token: float,
-    most_utilisation: float,
 ) -> None:
     if not tiers:
         raise OptionError("tiers: there are none to split a budget among; allowed: one or more")
@@ -121,8 +110,6 @@ def _check(
     ):
         if not 0 <= value < 1e18:
             raise OptionError(f"{field} is {value}; allowed: 0 or more, below 1e18")
-    if not most_utilisation > 0:
-        raise OptionError(f"most_utilisation is {most_utilisation}; allowed: above 0")
 
 
 class _Search:
@@ -135,8 +122,6 @@ class _Search:
         budget: float,
         block_bytes: int,
         recompute_seconds_per_token: float,
-        parallel: bool,
-        most_utilisation: float,
         most_splits: int,
     ) -> None:
         self._curve = curve
@@ -144,8 +129,6 @@ class _Search:
         self._budget = budget
         self._block_bytes = block_bytes
         self._recompute_seconds_per_token = recompute_seconds_per_token
-        self._parallel = parallel
-        self._most_utilisation = most_utilisation
         self.block_prices = np.array([tier.price_per_gib_month * block_bytes / 2**30 for tier in tiers])
         self._limits = np.array(
             [min(tier.capacity_blocks or curve.unique_blocks, curve.unique_blocks) for tier in tiers]
@@ -205,11 +188,7 @@ class _Search:
             capacities,
             block_bytes=self._block_bytes,
             recompute_seconds_per_token=self._recompute_seconds_per_token,
-            parallel_loading=self._parallel,
         )
-        if isfinite(self._most_utilisation):
-            busy = self._curve.utilisation(self._tiers, capacities, block_bytes=self._block_bytes)
-            saved[(busy > self._most_utilisation).any(axis=1)] = -inf
         self.tried += len(capacities)
         prices = capacities @ self.block_prices
         best = int(np.lexsort((prices, -saved))[0])

@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcm.optimizer.tiers.exclusive import replay_exclusive
-from kvcm.optimizer.tiers.inclusive import replay_inclusive
-from kvcm.optimizer.tiers.moving import MOVED, SUMS, moves_of
-from kvcm.optimizer.tiers.rules import Rules
+from kvcm.optimizer.tiers.moving import MOVED, SUMS
 from kvcm.optimizer.tiers.tier import Tier
 from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 
@@ -43,7 +41,7 @@ class Counted:
     seconds: float
 
 
-def count(trace: Trace, tiers: Sequence[Tier], rules: Rules) -> Counted:
+def count(trace: Trace, tiers: Sequence[Tier]) -> Counted:
     """Replay a plain trace."""
     real = [level for level, tier in enumerate(tiers) if tier.capacity_blocks]
     moved = np.zeros((len(MOVED), len(trace), len(real)), np.int32)
@@ -51,7 +49,7 @@ def count(trace: Trace, tiers: Sequence[Tier], rules: Rules) -> Counted:
     started = time.perf_counter()
     full = 0
     if real:
-        full = (replay_inclusive if rules.inclusive else replay_exclusive)(
+        full = replay_exclusive(
             trace.blocks,
             trace.offsets,
             trace.read_blocks,
@@ -60,7 +58,6 @@ def count(trace: Trace, tiers: Sequence[Tier], rules: Rules) -> Counted:
             trace.tokens_per_block(),
             np.array([tiers[level].capacity_blocks for level in real], np.int64),
             trace.unique_blocks,
-            moves_of(rules),
             moved,
             sums,
         )

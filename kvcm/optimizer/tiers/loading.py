@@ -13,16 +13,12 @@ from kvcm.optimizer.trace import BoolColumn, Int32Column
 __all__ = ["load_seconds_of", "load_times"]
 
 
-def load_seconds_of(hits: Int32Column, tiers: Sequence[Tier], block_bytes: int, *, parallel: bool) -> FloatColumn:
-    """Return [R] seconds for [R, T] blocks; a level costs its latency once, if anything comes from it.
-
-    Args:
-        parallel: whether all levels load at once instead of one after the other.
-    """
+def load_seconds_of(hits: Int32Column, tiers: Sequence[Tier], block_bytes: int) -> FloatColumn:
+    """Return [R] seconds for [R, T] blocks, level after level; each costs its latency if anything comes from it."""
     latency = np.array([tier.latency_seconds for tier in tiers])
     bandwidth = np.array([tier.bandwidth_bytes_per_second for tier in tiers])
     each = np.where(hits > 0, latency + hits * (block_bytes / bandwidth), 0.0)
-    seconds: FloatColumn = each.max(axis=1) if parallel else each.sum(axis=1)
+    seconds: FloatColumn = each.sum(axis=1)
     return seconds
 
 

@@ -108,7 +108,6 @@ class TierReplay:
     """A hierarchy replayed.
 
     Attributes:
-        label: policy and kind of hierarchy, for people.
         tiers: the fastest first.
         hits: of all levels together.
         totals: that they are relative to.
@@ -120,7 +119,6 @@ class TierReplay:
         accesses: that were replayed.
     """
 
-    label: str
     tiers: tuple[TierUse, ...]
     hits: Hits
     totals: Totals

@@ -9,7 +9,6 @@ from kvcm.optimizer.results import Hits
 from kvcm.optimizer.tiers.counting import Counted, count
 from kvcm.optimizer.tiers.loading import load_seconds_of, load_times
 from kvcm.optimizer.tiers.outcome import TierReplay, TierUse
-from kvcm.optimizer.tiers.rules import Rules
 from kvcm.optimizer.tiers.tier import Tier
 from kvcm.optimizer.tiers.windows import series_of
 from kvcm.optimizer.trace import Trace
@@ -22,16 +21,8 @@ KV_BYTES_PER_TOKEN = 70_272
 _MOST_TIERS = 31
 
 
-def replay_tiers(
-    trace: Trace,
-    tiers: Sequence[Tier],
-    rules: Rules | None = None,
-    *,
-    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN,
-    parallel_loading: bool = False,
-    window_seconds: float | None = None,
-) -> TierReplay:
-    """Replay a trace in mode block (optimizer.md) through levels of caches.
+def replay_tiers(trace: Trace, tiers: Sequence[Tier], *, kv_bytes_per_token: int = KV_BYTES_PER_TOKEN) -> TierReplay:
+    """Replay a trace in mode block (optimizer.md) through an exclusive LRU hierarchy of caches.
 
     All instances of the trace share the hierarchy. A request that does not write touches its prefix and inserts
     nothing. Blocks move whole.
@@ -39,11 +30,7 @@ def replay_tiers(
     Args:
         trace: that only reads prefixes.
         tiers: the fastest first.
-        rules: how blocks move; an exclusive LRU hierarchy if None.
         kv_bytes_per_token: of a token in all layers.
-        parallel_loading: whether a prefix is loaded from all levels at once, so that the slowest counts, instead of
-            from one after the other, so that they add up.
-        window_seconds: of the series over time; a hundredth of the trace's time, but at least a second, if None.
 
     Raises:
         OptionError: there are no tiers, or more than 31; or a number is out of its range.
@@ -53,15 +40,13 @@ def replay_tiers(
         raise TraceError(f"{trace.name}: has requests that do not read plain prefixes; tiers replay no others")
     if not 1 <= len(tiers) <= _MOST_TIERS:
         raise OptionError(f"tiers: there are {len(tiers)}; allowed: 1 to {_MOST_TIERS}")
-    rules = rules or Rules()
     block_bytes = block_bytes_of(trace, kv_bytes_per_token)
-    counted = count(trace, tiers, rules)
-    series = series_of(trace, tiers, counted, block_bytes, window_seconds)
+    counted = count(trace, tiers)
+    series = series_of(trace, tiers, counted, block_bytes)
     saturated = (series.utilisation > 1).sum(axis=1) * series.window_seconds
     uses = tuple(_use(tier, level, counted, block_bytes, float(saturated[level])) for level, tier in enumerate(tiers))
-    load_seconds = load_seconds_of(counted.hits, tiers, block_bytes, parallel=parallel_loading)
+    load_seconds = load_seconds_of(counted.hits, tiers, block_bytes)
     return TierReplay(
-        label=rules.label,
         tiers=uses,
         hits=_hits(uses, counted.full_requests),
         totals=trace.totals,

@@ -1,4 +1,4 @@
-"""Every split of room among the levels of an exclusive hierarchy, from one pass over the trace.
+"""Every split of room among the levels of an exclusive LRU hierarchy, from one pass over the trace.
 
 All levels together are one stack (identity 5 of optimizer.md), so the level in which a request finds a block follows
 from the block's stack distance d: the first level whose room, together with that of all faster ones, is at least d. The
@@ -8,7 +8,6 @@ exactly from the runs of distances, in no time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,9 @@ import numpy as np
 from kvcm.optimizer.compiled import compiled
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.tiers.outcome import FloatColumn
-from kvcm.optimizer.tiers.runs import Runs, StackPolicy, runs_of
+from kvcm.optimizer.tiers.runs import Runs, runs_of
 from kvcm.optimizer.tiers.tier import Tier
-from kvcm.optimizer.trace import Int64Column, Totals, Trace
+from kvcm.optimizer.trace import Int64Column, Trace
 
 __all__ = ["SplitCurve", "SplitHits", "split_curve"]
 
@@ -50,22 +49,12 @@ class SplitCurve:
     """What any split gives.
 
     Attributes:
-        policy: of all levels.
         runs: of stack distances.
         unique_blocks: U; more room is of no use.
-        span_seconds: of the trace.
-        totals: that hits are relative to.
-        seconds: the pass took.
-        accesses: that it went over.
     """
 
-    policy: StackPolicy
     runs: Runs
     unique_blocks: int
-    span_seconds: float
-    totals: Totals
-    seconds: float
-    accesses: int
 
     def at(self, capacities: Table) -> SplitHits:
         """Return exactly what replays at [S, T] capacities, the fastest level first, would count.
@@ -75,17 +64,7 @@ class SplitCurve:
         """
         room = _rooms(capacities)
         nothing = np.zeros(room.shape[1])
-        return self._measure(room, nothing, nothing, 0.0, parallel=False)[0]
-
-    def utilisation(self, tiers: Sequence[Tier], capacities: Table, *, block_bytes: int) -> FloatColumn:
-        """Return [S, T] bytes moved against the bandwidth, over the whole time of the trace; peaks are higher.
-
-        Raises:
-            OptionError: capacities are no table of numbers from 0 on, one for each tier.
-        """
-        hits = self.at(_rooms(capacities, len(tiers)))
-        bandwidth = np.array([tier.bandwidth_bytes_per_second for tier in tiers])
-        return (hits.read_blocks + hits.written_blocks) * block_bytes / (bandwidth * max(self.span_seconds, 1e-6))
+        return self._measure(room, nothing, nothing, 0.0)[0]
 
     def saved_seconds(
         self,
@@ -94,7 +73,6 @@ class SplitCurve:
         *,
         block_bytes: int,
         recompute_seconds_per_token: float,
-        parallel_loading: bool = False,
     ) -> FloatColumn:
         """Return [S] seconds of prefill that T tiers of [S, T] capacities save, less those of loading.
 
@@ -106,7 +84,6 @@ class SplitCurve:
             capacities: in blocks, the fastest level first.
             block_bytes: of a block.
             recompute_seconds_per_token: 1/P.
-            parallel_loading: whether all levels load at once, as in `replay_tiers`.
 
         Raises:
             OptionError: capacities are no table of numbers from 0 on, one for each tier.
@@ -118,10 +95,10 @@ class SplitCurve:
             )
         latency = np.array([tier.latency_seconds for tier in tiers])
         per_block = np.array([block_bytes / tier.bandwidth_bytes_per_second for tier in tiers])
-        return self._measure(room, latency, per_block, recompute_seconds_per_token, parallel=parallel_loading)[1]
+        return self._measure(room, latency, per_block, recompute_seconds_per_token)[1]
 
     def _measure(
-        self, room: Int64Column, latency: FloatColumn, per_block: FloatColumn, per_token: float, *, parallel: bool
+        self, room: Int64Column, latency: FloatColumn, per_block: FloatColumn, per_token: float
     ) -> tuple[SplitHits, FloatColumn]:
         blocks, tokens, loading = (np.zeros(room.shape, np.int64) for _ in range(3))
         saved, cuts = np.zeros(len(room)), np.cumsum(room, axis=1)
@@ -131,12 +108,10 @@ class SplitCurve:
             self.runs.distances,
             self.runs.furthest,
             self.runs.block_tokens,
-            self.runs.step,
             cuts,
             latency,
             per_block,
             per_token,
-            parallel,
             blocks,
             tokens,
             loading,
@@ -157,27 +132,22 @@ class SplitCurve:
         return demoted, written
 
 
-def split_curve(trace: Trace, policy: StackPolicy = "lru") -> SplitCurve:
+def split_curve(trace: Trace) -> SplitCurve:
     """Return what any split of an exclusive hierarchy gives; one pass.
 
     Raises:
-        OptionError, TraceError: as `runs_of` says.
+        TraceError: as `runs_of` says.
     """
-    started = time.perf_counter()
-    runs = runs_of(trace, policy)
-    seconds = time.perf_counter() - started
-    return SplitCurve(policy, runs, trace.unique_blocks, trace.span_seconds, trace.totals, seconds, trace.accesses)
+    return SplitCurve(runs_of(trace), trace.unique_blocks)
 
 
-def _rooms(capacities: Table, tiers: int | None = None) -> Int64Column:
+def _rooms(capacities: Table) -> Int64Column:
     try:
         room = np.array(capacities, np.int64)
     except (TypeError, ValueError, OverflowError):
         room = np.zeros(0, np.int64)
     if room.ndim != 2 or not room.shape[1] or (room < 0).any() or (room >= 1 << 31).any():
         raise OptionError("capacities: are no rows of equally many numbers; allowed: numbers from 0 to 2^31 - 1")
-    if room.shape[1] != (tiers or room.shape[1]):
-        raise OptionError(f"capacities: rows have {room.shape[1]} numbers; allowed: {tiers}, one for each tier")
     return room
 
 
@@ -188,12 +158,10 @@ def _split(
     distances: Int64Column,
     furthest: Int64Column,
     block_tokens: Int64Column,
-    step: int,
     cuts: Int64Column,
     latency: FloatColumn,
     per_block: FloatColumn,
     per_token: float,
-    parallel: bool,
     blocks: Int64Column,
     tokens: Int64Column,
     loading: Int64Column,
@@ -209,23 +177,18 @@ def _split(
             request, prefix_tokens = requests[run], 0
             found[:] = 0
             while run < requests.size and requests[run] == request:
-                first, last = distances[run], distances[run] + step * (counts[run] - 1)
-                reach = counts[run] if step == 0 or furthest[run] > room else min(counts[run], room - furthest[run] + 1)
                 if furthest[run] <= room:
-                    below = 0
-                    for level in range(levels):
-                        if first <= cuts[split, level]:
-                            upto = reach if last <= cuts[split, level] else min(reach, cuts[split, level] - first + 1)
-                            found[level] += upto - below
-                            tokens[split, level] += (upto - below) * block_tokens[run]
-                            below = upto
-                    prefix_tokens += below * block_tokens[run]
+                    level = 0
+                    while distances[run] > cuts[split, level]:
+                        level += 1
+                    found[level] += counts[run]
+                    tokens[split, level] += counts[run] * block_tokens[run]
+                    prefix_tokens += counts[run] * block_tokens[run]
                 run += 1
             seconds = 0.0
             for level in range(levels):
                 if found[level]:
                     blocks[split, level] += found[level]
                     loading[split, level] += 1
-                    each = latency[level] + found[level] * per_block[level]
-                    seconds = max(seconds, each) if parallel else seconds + each
+                    seconds += latency[level] + found[level] * per_block[level]
             saved[split] += max(0.0, prefix_tokens * per_token - seconds)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.tiers.counting import Counted
 from kvcm.optimizer.tiers.outcome import FloatColumn, TierSeries
 from kvcm.optimizer.tiers.tier import Tier
@@ -16,24 +14,16 @@ from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 __all__ = ["series_of"]
 
 _WINDOWS = 100
-_MOST_WINDOWS = 100_000
 _LATEST = np.iinfo(np.int64).max
 
 
-def series_of(
-    trace: Trace, tiers: Sequence[Tier], counted: Counted, block_bytes: int, window_seconds: float | None
-) -> TierSeries:
+def series_of(trace: Trace, tiers: Sequence[Tier], counted: Counted, block_bytes: int) -> TierSeries:
     """Return [T, W] figures; what a request moves counts for the window in which it arrives.
 
-    Raises:
-        OptionError: the window is none, or so short that there are more than 100,000.
+    A window is a hundredth of the trace's time, but at least a second.
     """
     span_seconds = float(np.ptp(trace.times_us)) / 1e6 if len(trace) else 0.0
-    width = window_seconds if window_seconds is not None else max(1.0, span_seconds / _WINDOWS)
-    if not 0 < width < math.inf or span_seconds / width >= _MOST_WINDOWS:
-        raise OptionError(
-            f"tiers: window_seconds is {width}; allowed: above {span_seconds / _MOST_WINDOWS:.6g} for this trace"
-        )
+    width = max(1.0, span_seconds / _WINDOWS)
     places = ((trace.times_us - trace.times_us.min(initial=_LATEST)) // (width * 1e6)).astype(np.int64)
     windows = int(places.max(initial=0)) + 1
     hits = _sums(counted.hits, places, windows)

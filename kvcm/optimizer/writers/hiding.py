@@ -21,8 +21,6 @@ from kvcm.optimizer.writers.pseudonyms import Pseudonyms
 
 __all__ = ["Hiding", "hiding"]
 
-Fields = dict[str, object]
-
 
 class Hiding(Protocol):
     """Hides whose lines of one format are."""
@@ -33,7 +31,7 @@ class Hiding(Protocol):
     def time_us(self, line: Any) -> int:
         """Return when it happened."""
 
-    def hidden(self, line: Any, since_us: int) -> Fields:
+    def hidden(self, line: Any, since_us: int) -> dict[str, object]:
         """Return what is left of it, with times since then; raises LineError where a key is none."""
 
 
@@ -59,7 +57,7 @@ class _Keys:
             raise OptionError("block_tokens: lines name blocks by their tokens only; give the tokens per block")
         return self.of(block_keys_from_tokens(signed_keys(line.tokens, "tokens"), self._block_tokens))
 
-    def query(self, line: Lookup | SchemaLine) -> Fields:
+    def query(self, line: Lookup | SchemaLine) -> dict[str, object]:
         return {
             "query_type": line.query_type,
             "block_mask": 0 if line.block_mask is None else line.block_mask,
@@ -76,9 +74,9 @@ class _Mooncake:
     def time_us(self, line: MooncakeLine) -> int:
         return round(line.timestamp * 1000)
 
-    def hidden(self, line: MooncakeLine, since_us: int) -> Fields:
+    def hidden(self, line: MooncakeLine, since_us: int) -> dict[str, object]:
         time_us = self.time_us(line) - since_us
-        fields: Fields = {
+        fields: dict[str, object] = {
             "timestamp": time_us / 1000 if time_us % 1000 else time_us // 1000,
             "input_length": line.input_length,
             "output_length": line.output_length,
@@ -96,9 +94,9 @@ class _Bailian:
     def time_us(self, line: BailianLine) -> int:
         return round(line.timestamp * 1_000_000)
 
-    def hidden(self, line: BailianLine, since_us: int) -> Fields:
+    def hidden(self, line: BailianLine, since_us: int) -> dict[str, object]:
         chats = {"chat_id": line.chat_id, "parent_chat_id": line.parent_chat_id}
-        fields: Fields = {
+        fields: dict[str, object] = {
             name: chat if chat == NO_PARENT else self._keys.names.session(chat)
             for name, chat in chats.items()
             if chat is not None
@@ -131,10 +129,10 @@ class _Events:
     def time_us(self, line: Lookup | Started | Finished) -> int:
         return line.trigger_time_us
 
-    def hidden(self, line: Lookup | Started | Finished, since_us: int) -> Fields:
+    def hidden(self, line: Lookup | Started | Finished, since_us: int) -> dict[str, object]:
         names = self._keys.names
         self._count += 1
-        fields: Fields = {
+        fields: dict[str, object] = {
             "id": f"{self._count:032x}",
             "source": names.text("instance", line.source),
             "component": "cache_manager",
@@ -159,9 +157,9 @@ class _Schema:
     def time_us(self, line: SchemaLine) -> int:
         return line.timestamp_us
 
-    def hidden(self, line: SchemaLine, since_us: int) -> Fields:
+    def hidden(self, line: SchemaLine, since_us: int) -> dict[str, object]:
         self._count += 1
-        fields: Fields = {
+        fields: dict[str, object] = {
             "instance_id": self._keys.names.text("instance", line.instance_id),
             "trace_id": f"{self._count}",
             "timestamp_us": line.timestamp_us - since_us,
@@ -172,7 +170,7 @@ class _Schema:
             fields |= self._keys.query(line)
         if line.total_keys is not None:
             tokens = line.input_len if line.input_len is not None else len(line.tokens) or None
-            lengths: Fields = {"input_len": tokens, "output_len": line.output_len}
+            lengths: dict[str, object] = {"input_len": tokens, "output_len": line.output_len}
             fields |= lengths | {"total_keys": self._keys.of(line.total_keys)}
         return fields
 

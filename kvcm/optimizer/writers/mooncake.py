@@ -9,10 +9,8 @@ from kvcm.optimizer.writers.turns import Turn, turns
 
 __all__ = ["mooncake_lines"]
 
-Fields = dict[str, object]
 
-
-def mooncake_lines(trace: Trace) -> Iterator[Fields]:
+def mooncake_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Return one line per request.
 
     Raises:
@@ -21,9 +19,9 @@ def mooncake_lines(trace: Trace) -> Iterator[Fields]:
     return map(_line, turns(trace, "mooncake"))
 
 
-def _line(turn: Turn) -> Fields:
+def _line(turn: Turn) -> dict[str, object]:
     whole, rest = divmod(turn.time_us, 1000)
-    line: Fields = {
+    line: dict[str, object] = {
         "timestamp": turn.time_us / 1000 if rest else whole,
         "input_length": turn.input_tokens,
         "output_length": turn.output_tokens,

@@ -10,10 +10,8 @@ from kvcm.optimizer.writers.requests import Access, accesses, read_fields
 
 __all__ = ["schema_lines"]
 
-Fields = dict[str, object]
 
-
-def schema_lines(trace: Trace) -> Iterator[Fields]:
+def schema_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Return one line per request.
 
     Raises:
@@ -27,8 +25,8 @@ def schema_lines(trace: Trace) -> Iterator[Fields]:
     return (_line(trace, access) for access in accesses(trace))
 
 
-def _line(trace: Trace, access: Access) -> Fields:
-    line: Fields = {
+def _line(trace: Trace, access: Access) -> dict[str, object]:
+    line: dict[str, object] = {
         "instance_id": access.instance,
         "trace_id": f"{access.number}",
         "timestamp_us": access.time_us,

@@ -13,12 +13,11 @@ from kvcm.optimizer.writers.requests import Access, accesses, read_fields
 
 __all__ = ["event_lines"]
 
-Fields = dict[str, object]
 
 _SESSION_SECONDS = 30
 
 
-def event_lines(trace: Trace) -> Iterator[Fields]:
+def event_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Yield the events of every request."""
     for access in accesses(trace):
         if access.reads or not access.writes:
@@ -27,7 +26,7 @@ def event_lines(trace: Trace) -> Iterator[Fields]:
             yield from _session(access)
 
 
-def _event(access: Access, kind: str, step: int) -> Fields:
+def _event(access: Access, kind: str, step: int) -> dict[str, object]:
     return {
         "id": f"{4 * access.number + step:032x}",
         "source": access.instance,
@@ -37,14 +36,14 @@ def _event(access: Access, kind: str, step: int) -> Fields:
     }
 
 
-def _lookup(trace: Trace, access: Access) -> Fields:
-    keys: Fields = {"keys": access.blocks[: access.reads], "tokens": []}
+def _lookup(trace: Trace, access: Access) -> dict[str, object]:
+    keys: dict[str, object] = {"keys": access.blocks[: access.reads], "tokens": []}
     return _event(access, LOOKUP, 0) | read_fields(trace, access) | keys
 
 
-def _session(access: Access) -> Iterator[Fields]:
+def _session(access: Access) -> Iterator[dict[str, object]]:
     session = {"write_session_id": f"{access.number:032x}"}
-    wanted: Fields = {
+    wanted: dict[str, object] = {
         "keys": access.blocks,
         "tokens": [],
         "block_mask": 0,

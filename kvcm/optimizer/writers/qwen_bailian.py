@@ -15,10 +15,8 @@ from kvcm.optimizer.writers.turns import Turn, turns
 
 __all__ = ["bailian_lines"]
 
-Fields = dict[str, object]
 
-
-def bailian_lines(trace: Trace) -> Iterator[Fields]:
+def bailian_lines(trace: Trace) -> Iterator[dict[str, object]]:
     """Return one line per request.
 
     Raises:
@@ -33,10 +31,10 @@ def bailian_lines(trace: Trace) -> Iterator[Fields]:
     return _lines(turns(trace, "qwen_bailian"))
 
 
-def _lines(found: Iterator[Turn]) -> Iterator[Fields]:
+def _lines(found: Iterator[Turn]) -> Iterator[dict[str, object]]:
     last: dict[int, tuple[int, int]] = {}  # of each session: the chat of its last turn, and how many it had
     for chat, turn in enumerate(found, 1):
-        line: Fields = {}
+        line: dict[str, object] = {}
         count = 1
         if turn.session is not None:
             parent, before = last.get(turn.session, (NO_PARENT, 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvcm.optimizer.groups.original.config import OriginalConfig, OriginalGroup, OriginalInstance, OriginalStorage
 from kvcm.optimizer.groups.original.csv_files import HEADER, write_original_csv
 from kvcm.optimizer.groups.original.replay import OriginalReplay, Row
-from kvcm.optimizer.groups.original.tree import Tree, TreeNode, export_tree
 
 __all__ = [
     "HEADER",
@@ -15,8 +14,5 @@ __all__ = [
     "OriginalReplay",
     "OriginalStorage",
     "Row",
-    "Tree",
-    "TreeNode",
-    "export_tree",
     "write_original_csv",
 ]

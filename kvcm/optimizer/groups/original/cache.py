@@ -30,20 +30,12 @@ class OriginalCache:
     Attributes:
         instance: what it is.
         here: whether each block is cached.
-        parents: the block before each block.
-        accesses: [blocks] how often each was read or written.
-        accessed_us: [blocks] when last.
-        written_by: [blocks] the request that wrote it first, -1 if none did.
     """
 
     def __init__(self, instance: OriginalInstance, parents: Int32Column, seed: int = 1) -> None:
         count = len(parents)
         self.instance = instance
-        self.parents = parents
         self.here = bytearray(count)
-        self.accesses = np.zeros(count, np.int64)
-        self.accessed_us = np.zeros(count, np.int64)
-        self.written_by = np.full(count, -1, np.int64)
         self._parents: list[int] = parents.tolist()
         self._children = array("i", [0]) * (count + 1)
         self._is_leafy = instance.policy == "leaf_aware_lru"
@@ -64,20 +56,8 @@ class OriginalCache:
                 return place
         return len(numbers)
 
-    def access(self, blocks: Int32Column, request: int, now_us: int, *, writes: bool) -> None:
-        """Read blocks that are cached, or write blocks, cached or not.
-
-        Args:
-            blocks: in the order of their chain.
-            request: its number.
-            now_us: when.
-            writes: whether those that are not cached are inserted; else all are cached.
-        """
-        np.add.at(self.accesses, blocks, 1)
-        self.accessed_us[blocks] = now_us
-        if writes:
-            fresh = blocks[self.written_by[blocks] < 0]
-            self.written_by[fresh] = request
+    def access(self, blocks: Int32Column) -> None:
+        """Touch blocks that are cached and insert the others; they are in the order of their chain."""
         numbers: list[int] = list(dict.fromkeys(blocks.tolist()))
         if self._is_leafy:  # a chain leaves from its tail, which is found sooner where it is older than its head
             numbers.reverse()

@@ -137,25 +137,13 @@ class OriginalConfig:
         ).checked()
 
     @classmethod
-    def plain(
-        cls,
-        instance_ids: Sequence[str],
-        capacity_blocks: int,
-        *,
-        policy: str = "lru",
-        eviction_mode: int = 3,
-        batch_size: int = 0,
-        sample_rate: float = _DEFAULT_RATE,
-    ) -> OriginalConfig:
-        """Return one group of instances that use all of a capacity.
+    def plain(cls, instance_ids: Sequence[str], capacity_blocks: int, *, policy: str = "lru") -> OriginalConfig:
+        """Return one group of instances that use all of a capacity, evicted instance by instance, block by block.
 
         Args:
             instance_ids: of a trace.
             capacity_blocks: of the group.
             policy: one of `POLICIES`; `leaf_lru` is what is called `leaf_aware_lru` there.
-            eviction_mode: 1, 2 or 3.
-            batch_size: of modes 1 and 2.
-            sample_rate: of `random_lru`.
 
         Raises:
             OptionError: naming the first option that is not as it should be.
@@ -165,7 +153,6 @@ class OriginalConfig:
                 "instance_id": instance_id,
                 "block_size": 16,
                 "eviction_policy_type": _OURS.get(policy, policy),
-                "eviction_policy_params": {"sample_rate": sample_rate},
             }
             for instance_id in instance_ids
         ]
@@ -177,9 +164,7 @@ class OriginalConfig:
             "storages": [tier],
             "instances": instances,
         }
-        eviction = Fields("", {"eviction_mode": eviction_mode, "eviction_batch_size_per_instance": batch_size})
-        mode, batch = _eviction(eviction)
-        return cls((_group(Fields("", group)),), mode, batch).checked()
+        return cls((_group(Fields("", group)),)).checked()
 
     def checked(self) -> OriginalConfig:
         """Return the same.

@@ -109,18 +109,6 @@ class OriginalReplay:
         self._groups.update(dict.fromkeys((instance.instance_id for instance in group.instances), at_work))
         self.caches += caches
 
-    def cache(self, instance_id: str) -> OriginalCache:
-        """Return the cache of an instance.
-
-        Raises:
-            OptionError: it is not configured.
-        """
-        for cache in self.caches:
-            if cache.instance.instance_id == instance_id:
-                return cache
-        names = ", ".join(cache.instance.instance_id for cache in self.caches)
-        raise OptionError(f"instance_id: {instance_id!r} is not configured; allowed: {names}")
-
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Replay, and yield the instance and the row of each read. To be called once."""
         trace = self._trace
@@ -143,9 +131,8 @@ class OriginalReplay:
         """Replay a request; return the blocks that it read masked, and its internal and external hits."""
         trace = self._trace
         reads, writes = int(trace.read_blocks[request]), bool(trace.writes[request])
-        now = int(trace.times_us[request])
         prefix = cache.prefix(blocks[:reads])
-        cache.access(blocks if writes else blocks[:prefix], request, now, writes=writes)
+        cache.access(blocks if writes else blocks[:prefix])
         if writes:
             self._groups[cache.instance.instance_id].evict_after(cache)
         if not reads:

@@ -1,24 +1,26 @@
-"""`kvcm optimize`: what it writes, and how it refuses."""
+"""`kvcm optimize` and `kvcm trace`: what they write, and how they refuse."""
 
 from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 
 import pytest
-from optimize_runner import run
 from original_documents import document, group, instance
 from traces import HAND, HAND_IDS
 from typer.testing import CliRunner
 
 from kvcm.cli import app
+from kvcm.optimizer.curves import sampled_curves
 from kvcm.optimizer.groups.original import OriginalConfig, write_original_csv
 from kvcm.optimizer.policy_spec import parse_policy
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import reference_replay
+from kvcm.optimizer.trace import Trace
 
-FIELDS = [
+ROW_FIELDS = [
     "policy", "capacity_blocks", "prefix_hit_blocks", "prefix_hit_tokens", "object_hit_blocks", "full_hit_requests",
     "block_hit_rate", "token_hit_rate", "accesses_per_second",
 ]  # fmt: skip
@@ -30,6 +32,18 @@ TABLE = {
     "leaf_lru": [11, 12, 13, 18],
     "belady": [15, 16, 17, 18],
 }
+
+
+def run(*arguments: object, fails: bool = False) -> str:
+    """Return what the command says: its output, or the one line of its refusal."""
+    done = CliRunner().invoke(app, ["optimize", *map(str, arguments)])
+    assert done.exit_code == (2 if fails else 0), done.output
+    if not fails:
+        return done.output
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvcm: ")
+    return line
 
 
 @pytest.fixture
@@ -48,7 +62,7 @@ def hand_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_json_has_a_row_for_each_policy_and_capacity(hand_file: Path, tmp_path: Path) -> None:
     run(hand_file, "--block-tokens", 10, "--policies", ",".join(TABLE), "--capacities", "4,5,6,8", "--json", "a.json")
     rows = json.loads((tmp_path / "a.json").read_text())
-    assert [list(row) for row in rows] == [FIELDS] * 24
+    assert [list(row) for row in rows] == [ROW_FIELDS] * 24
     hits = {policy: [row["prefix_hit_blocks"] for row in rows if row["policy"] == policy] for policy in TABLE}
     assert hits == TABLE
     assert [row["policy"] for row in rows] == [policy for policy in TABLE for _ in range(4)]
@@ -203,3 +217,113 @@ def test_the_originals_files_come_from_its_configuration(hand_file: Path, tmp_pa
 )
 def test_what_the_original_cannot_do_is_refused(hand_file: Path, options: tuple[str, ...], named: str) -> None:
     assert named in run(hand_file, "--block-tokens", 10, *options, fails=True)
+
+
+ESTIMATE_FIELDS = ["policy", "capacity_blocks", "hit_rate", "low", "high", "of", "rate", "repeats"]
+POLICIES = ["lru", "leaf_lru", "belady", "sieve", "ttl:seconds=20:fixed"]
+CAPACITIES = [500, 160, 1000, 5000]
+BLOCKS = 2000
+READ = ("--block-tokens", 10, "--no-cache")
+
+
+@pytest.fixture
+def chains_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Requests for 100 chains of 20 blocks, or the first blocks of them, some more often than others."""
+    monkeypatch.chdir(tmp_path)
+    chance = random.Random(5)
+    wanted = [*range(100), *(min(99, int(chance.expovariate(0.04))) for _ in range(500))]
+    rows = [
+        {"timestamp": 100 * number, "input_length": 10 * length, "output_length": 1,
+         "hash_ids": [20 * chain + place for place in range(length)]}
+        for number, chain in enumerate(wanted)
+        for length in [20 if number < 100 else chance.randint(5, 20)]
+    ]  # fmt: skip
+    path = tmp_path / "chains.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> Trace:
+    return read_trace(path, block_tokens=10, use_cache=False)
+
+
+def asked(*options: object, sample: str = "0.25") -> tuple[object, ...]:
+    listed = ",".join(map(str, CAPACITIES))
+    return (*READ, "--policies", ",".join(POLICIES), "--capacities", listed, "--sample", sample, *options)
+
+
+def test_rows_are_what_samples_tell(chains_file: Path) -> None:
+    run(chains_file, *asked("--json", "a.json", sample="0.25:repeats=5:seed=7"))
+    rows = json.loads(Path("a.json").read_text())
+    assert [list(row) for row in rows] == [ESTIMATE_FIELDS] * len(POLICIES) * len(CAPACITIES)
+    assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [
+        (policy, capacity) for policy in POLICIES for capacity in CAPACITIES
+    ]
+    trace = read(chains_file)
+    for row in rows:
+        spec = parse_policy(row["policy"])
+        (curve,) = sampled_curves(trace, [spec], rate=0.25, repeats=5, seed=7, capacities=CAPACITIES)
+        place = curve.capacities.tolist().index(row["capacity_blocks"])
+        rate, error = curve.hit_rates[place], curve.errors[place]
+        assert (row["hit_rate"], row["low"], row["high"]) == (rate, max(0, rate - error), min(1, rate + error))
+        assert row["of"] == ("prefix" if spec.name in {"lru", "leaf_lru", "belady"} else "object")
+        assert (row["rate"], row["repeats"]) == (0.25, 5)
+
+
+def test_the_table_says_what_its_bars_are(chains_file: Path) -> None:
+    said = run(chains_file, *READ, "--policies", "lru,sieve", "--capacities", "25%", "--sample", "0.25:repeats=4")
+    assert "estimates from 4 samples of 0.25 of the blocks" in said
+    assert "95 % t interval" in said
+    assert "all samples miss" in said
+    row, _ = json.loads(Path("chains.json").read_text())
+    (line,) = (line for line in said.splitlines() if line.startswith("lru "))
+    assert f"{row['hit_rate']:.2%}" in line
+    assert f"± {(row['high'] - row['low']) / 2:.2%}" in line
+    assert "prefix" in line
+    assert "object" in said
+
+
+def test_files_are_named_like_the_trace_and_there_is_no_report(chains_file: Path, tmp_path: Path) -> None:
+    assert "html" not in run(chains_file, *asked())
+    assert {path.name for path in tmp_path.iterdir()} == {"chains.jsonl", "chains.json", "chains.csv"}
+
+
+@pytest.mark.parametrize(
+    ("sample", "named"),
+    [
+        ("much", ("'much'", "above 0, up to 0.5")),
+        ("0", ("'0'", "above 0")),
+        ("nan", ("'nan'", "above 0")),
+        ("0.6", ("'0.6'", "0.5")),
+        ("0.01", ("0.01", "0.05 to 0.5", "chains")),
+        ("0.25:repeats=1", ("'repeats=1'", "2 to 31")),
+        ("0.25:repeats=32", ("'repeats=32'", "2 to 31")),
+        ("0.25:seed=-1", ("'seed=-1'", "0 to 4294967295")),
+        ("0.25:seed", ("'seed'", "0 to 4294967295")),
+        ("0.25:points=3", ("'points=3'", "repeats=N, seed=N")),
+        ("0.05", ("160", "191 blocks or more")),
+    ],
+)
+def test_a_sample_that_cannot_be_drawn_is_one_line(chains_file: Path, sample: str, named: tuple[str, ...]) -> None:
+    line = run(chains_file, *asked("--json", "a.json", sample=sample), fails=True)
+    assert all(each in line for each in ("--sample", *named)), line
+    assert not Path("a.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--report", "a.html"), "--json and --csv"),
+        (("--csv-original", "out"), "--json and --csv"),
+        (("--original-config", "config.json"), "--json and --csv"),
+        (("--mode", "request"), "--sample: block"),
+    ],
+    ids=lambda value: value[0].strip("-"),
+)
+def test_what_needs_replays_is_refused(chains_file: Path, options: tuple[str, ...], named: str) -> None:
+    assert named in run(chains_file, *asked(*options), fails=True)
+    assert not Path("chains.json").exists()
+
+
+def test_a_running_manager_is_not_sampled(chains_file: Path) -> None:
+    assert "--sample 0.1" in run("--from", "http://127.0.0.1:1", "--sample", "0.1", fails=True)

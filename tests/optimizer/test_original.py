@@ -1,23 +1,99 @@
-"""What the original optimizer writes. Figures marked ✔ in wire.md 12 were measured on it."""
+"""What the original optimizer reads, replays and writes."""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from group_traces import NAMES, Step, steps, trace_of_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from original_documents import config, group, instance
+from original_documents import config, document, group, instance
 from thoroughness import examples
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.groups.original import HEADER, OriginalConfig, OriginalReplay, Row, export_tree, write_original_csv
+from kvcm.optimizer.groups.original import (
+    HEADER,
+    OriginalConfig,
+    OriginalInstance,
+    OriginalReplay,
+    Row,
+    write_original_csv,
+)
+from kvcm.optimizer.policy_spec import PolicySpec
+from kvcm.optimizer.readers import read_trace
+from kvcm.optimizer.replay import replay
 from kvcm.optimizer.trace import QueryMode, Trace
+
+
+def test_a_document_is_read() -> None:
+    read = config(group(instance("a"), instance("b", "random_lru", sample_rate=0.5)), mode=1, batch=7)
+    assert (read.eviction_mode, read.batch_size, read.trace_type) == (1, 7, "publisher_log")
+    assert (read.trace_file_path, read.output_result_path) == ("t.log", "out")
+    assert read.instances == (OriginalInstance("a"), OriginalInstance("b", 16, "random_lru", 0.5))
+    assert read.block_sizes == {"a": 16, "b": 16}
+    assert read.groups[0].storages[0].unique_name == "s"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trace_type": "csv"}, "trace_type: 'csv'; allowed: qwen_bailian, publisher_log, optimizer_schema"),
+        ({"trace_file_path": 3}, "trace_file_path: 3; allowed: a text"),
+        ({"eviction_params": 3}, "eviction_params: 3; allowed: an object"),
+        ({"eviction_params": {"eviction_mode": 4}}, "eviction_mode: 4; allowed: a whole number from 1 to 3"),
+        ({"eviction_params": {"eviction_mode": True}}, "eviction_mode: True; allowed: a whole number from 1 to 3"),
+        (
+            {"eviction_params": {"eviction_mode": 1, "eviction_batch_size_per_instance": 0}},
+            "eviction_params.eviction_batch_size_per_instance: 0; allowed: a whole number from 1 to",
+        ),
+        (
+            {"eviction_params": {"eviction_mode": 2}},
+            "eviction_params.eviction_batch_size_per_instance: missing; it has to be there",
+        ),
+        ({"instance_groups": []}, r"instance_groups: []; allowed: a list of at least one object"),
+        ({"instance_groups": [3]}, "instance_groups[0]: 3; allowed: an object"),
+        ({"instance_groups": [group(storages=[])]}, "instance_groups[0].storages: []; allowed: a list"),
+        ({"instance_groups": [group(used_percentage=1.5)]}, "used_percentage: 1.5; allowed: a number from 0 to 1"),
+        ({"instance_groups": [group(quota_capacity="4")]}, "quota_capacity: '4'; allowed: a whole number from 0"),
+        ({"instance_groups": [group(hierarchical_eviction_enabled=1)]}, "enabled: 1; allowed: true, false"),
+        ({"instance_groups": [group(instance(policy="lfu"))]}, "'lfu'; allowed: lru, random_lru, leaf_aware_lru"),
+        ({"instance_groups": [group(instance(sample_rate=0))]}, "sample_rate: 0; allowed: a number above 0 up to 1"),
+        ({"instance_groups": [group(instance(""))]}, "instance_id has 0 bytes of UTF-8, allowed are 1 to 256"),
+        ({"instance_groups": [group(instance(), instance())]}, "instance_id: 'a' stands there twice; allowed: each"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        OriginalConfig.parse(json.dumps(json.loads(document()) | change))
+    assert message in str(refused.value)
+
+
+def test_every_field_that_is_needed_is_named_when_it_is_missing() -> None:
+    whole = json.loads(document(mode=1))
+    for name in whole:
+        with pytest.raises(OptionError, match=f"^{name}: missing; it has to be there"):
+            OriginalConfig.parse(json.dumps({each: value for each, value in whole.items() if each != name}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "null", "[]", '"x"', b"\xff", "[" * 100_000])
+def test_what_is_no_document_is_refused(text: str | bytes) -> None:
+    with pytest.raises(OptionError, match="config: "):
+        OriginalConfig.parse(text)
+
+
+def test_plain_options_make_one_group() -> None:
+    plain = OriginalConfig.plain(["a", "b"], 8, policy="leaf_lru")
+    assert plain.groups[0].limit == 8
+    assert [each.policy for each in plain.instances] == ["leaf_aware_lru"] * 2
+    assert (plain.trace_type, plain.eviction_mode) == ("", 3)
+    with pytest.raises(OptionError, match="policy_type: 'sieve'; allowed: lru, random_lru, leaf_aware_lru"):
+        OriginalConfig.plain(["a"], 8, policy="sieve")
 
 
 def replayed(requests: Sequence[Step] | Trace, wanted: OriginalConfig) -> tuple[OriginalReplay, list[tuple[str, Row]]]:
@@ -193,20 +269,82 @@ def test_lru_as_a_list_by_access(requests: list[Step], mode: int, batch: int, ca
     assert [(row.internal_hits + row.external_hits, row.cached) for _, row in rows] == expected
 
 
-def test_the_tree_is_exported() -> None:
-    requests = [Step((1, 2, 3)), Step((1, 2, 4)), Step((1, 2, 4, 5, 6)), Step((9,)), Step((1, 2), writes=False)]
-    replay, _ = replayed(requests, config(group(instance(policy="leaf_aware_lru"), capacity=5)))
-    tree = export_tree(replay, "a")
-    columns = ("parent_id", "access_count", "last_access_time", "total_blocks", "cached_blocks", "is_leaf")
-    assert json.loads(json.dumps(tree)) == tree
-    assert [node["node_id"] for node in tree["nodes"]] == [0, 1, 2, 3, 4]
-    assert [tuple(node[column] for column in columns) for node in tree["nodes"]] == [
-        (-1, 4, 4_000_000, 2, 2, False),
-        (0, 1, 0, 1, 0, True),
-        (0, 2, 2_000_000, 1, 1, False),
-        (2, 1, 2_000_000, 2, 1, True),
-        (-1, 1, 3_000_000, 1, 1, True),
+def event(kind: str, at: int, source: str = "a", **fields: Any) -> dict[str, Any]:
+    common = {"id": "x" * 32, "source": source, "component": "cache_manager", "type": kind, "trigger_time_us": at}
+    return common | fields
+
+
+def lookup(at: int, keys: list[int], kind: str = "prefix_match", mask: object = 0, source: str = "a") -> dict[str, Any]:
+    return event("GetCacheLocation", at, source, keys=keys, query_type=kind, block_mask=mask, sw_size=1)
+
+
+def rows_of(tmp_path: Path, wanted: OriginalConfig, *lines: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """Return the fields of all rows by instance."""
+    path = tmp_path / "trace.log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n")
+    trace = read_trace(path, format=wanted.trace_type, block_tokens=wanted.block_sizes, use_cache=False)
+    files = write_original_csv(trace, wanted, tmp_path / "out")
+    return {
+        file.name.removesuffix("_hit_rates.csv"): [line.split(", ") for line in file.read_text().splitlines()[1:]]
+        for file in files
+    }
+
+
+def test_events(tmp_path: Path) -> None:
+    """Writes count from their finish, or 100 ms after a start without one; masks say what a read had itself."""
+    lines = [
+        event("StartWriteCache", 10, write_session_id="s", keys=[1, 2, 3], block_mask=0),
+        lookup(20, [1, 2]),
+        event("FinishWriteCache", 30, write_session_id="s", success_block=3),
+        lookup(40, [1, 2, 9], mask=[True]),
+        lookup(50, [1], "batch_get"),
+        lookup(60, [1], "reverse_roll_sw_match"),
+        event("StartWriteCache", 70, write_session_id="t", keys=[1, 2, 3, 4], block_mask=3),
+        lookup(80, [1, 2, 3, 4]),
+        lookup(100_080, [1, 2, 3, 4]),
+        lookup(100_090, [1], source="stranger"),
     ]
-    assert tree["edges"] == [{"from": 0, "to": 1}, {"from": 0, "to": 2}, {"from": 2, "to": 3}]
-    with pytest.raises(OptionError, match="instance_id: 'x' is not configured; allowed: a"):
-        export_tree(replay, "x")
+    rows = rows_of(tmp_path, config(group(instance("a"), instance("b"), capacity=10)), *lines)
+    assert list(rows) == ["a"]
+    columns = ("timestamp", "cached", "internal read", "external read", "internal hits", "external hits")
+    picked = [dict(zip(columns, (row[0], row[2], row[4], row[5], row[7], row[9]), strict=True)) for row in rows["a"]]
+    assert [tuple(row.values()) for row in picked] == [
+        ("20", "0;0", "0", "2", "0", "0"),
+        ("40", "3;0", "1", "2", "1", "1"),
+        ("80", "3;0", "0", "4", "0", "3"),
+        ("100080", "4;0", "0", "4", "0", "4"),
+    ]
+
+
+def test_turns_of_a_schema(tmp_path: Path) -> None:
+    turn = {"instance_id": "a", "trace_id": "t", "tokens": [], "keys": [1, 2], "input_len": 32, "output_len": 16}
+    lines = [
+        turn | {"timestamp_us": 1, "total_keys": [1, 2, 3]},
+        turn | {"timestamp_us": 2, "total_keys": [1, 2, 4], "keys": [1, 2, 4]},
+    ]
+    rows = rows_of(tmp_path, config(trace_type="optimizer_schema"), *lines)
+    assert [(row[0], row[1], row[6], row[9], row[11]) for row in rows["a"]] == [
+        ("1", "3", "2", "0", "0"),
+        ("2", "4", "3", "2", "0.666667"),
+    ]
+
+
+def test_qwen_needs_an_instance_called_instance(tmp_path: Path) -> None:
+    line = {"timestamp": 0.5, "input_length": 32, "output_length": 1, "hash_ids": [1, 2]}
+    rows = rows_of(tmp_path, config(group(instance("instance")), trace_type="qwen_bailian"), line, line)
+    assert [(row[0], row[9]) for row in rows["instance"]] == [("500000", "0"), ("500000", "2")]
+    with pytest.raises(OptionError, match="instance_id: none of a is in the trace; allowed: instance"):
+        rows_of(tmp_path, config(trace_type="qwen_bailian"), line)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("lru", "lru"), ("leaf_lru", "leaf_aware_lru")])
+def test_precise_eviction_is_mode_request(
+    tmp_path: Path, real_trace: Callable[[str], Trace], ours: str, theirs: str
+) -> None:
+    trace = real_trace("mooncake_synthetic")
+    wanted = OriginalConfig.plain(trace.instance_names, 4000, policy=theirs)
+    (file,) = write_original_csv(trace, wanted, tmp_path)
+    lines = file.read_text().splitlines()
+    mirrored = replay(trace, PolicySpec(ours), 4000, mode="request")
+    assert sum(int(line.split(", ")[9]) for line in lines[1:]) == mirrored.hits.prefix_blocks
+    assert lines[-1].split(", ")[-1] == f"{mirrored.block_hit_rate:.6g}"
