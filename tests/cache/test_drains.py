@@ -18,7 +18,7 @@ from drain_world import BLOCK_BYTES, CLUSTER, DrainWorld, file_of, files_below, 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from thoroughness import examples
+from thoroughness import is_thorough
 
 from kvcm.cache.archive import ArchiveReader, ArchiveWriter, Document, Head
 from kvcm.cache.drains import TAKE_BACK_SECONDS, DrainProgress, StorageDrains
@@ -797,10 +797,8 @@ class Drains(RuleBasedStateMachine):
 
 class TestDrains(Drains.TestCase):
     settings = settings(
-        max_examples=examples(120),
+        max_examples=120 if is_thorough() else 15,
         stateful_step_count=20,
-        deadline=None,
-        derandomize=True,
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow],
     )

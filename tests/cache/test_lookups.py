@@ -13,6 +13,7 @@ from cache_rig import Rig, TableView, group, instance, location, opened
 from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.cache.access import AccessRecorder
 from kvcm.cache.instance_cache import InstanceCache
@@ -40,7 +41,7 @@ BATCH, PREFIX, WINDOW, MAMBA = (
     MatchMode.PREFIX_MATCH_WITH_MAMBA,
 )
 SPECS = ("kv", "state")
-FIXED = settings(max_examples=300, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(300))
 
 
 class AllUp:
@@ -90,97 +91,11 @@ def both(*keys: int) -> list[str]:
     return [f"{key}:kv+state" for key in keys]
 
 
-# Prefix.
-
-
-@pytest.mark.parametrize(
-    ("keys", "mask", "hits"),
-    [
-        ([1, 2, 3], NO_MASK, [1, 2, 3]),
-        ([1, 2, 9, 3], NO_MASK, [1, 2]),
-        ([9, 1], NO_MASK, []),
-        ([], NO_MASK, []),
-        # Masked positions have no entry; keys behind a masked hole go on.
-        ([9, 1, 2], BlockMask(offset=1), [1, 2]),
-        ([1, 9, 2, 3], BlockMask(flags=(False, True)), [1, 2, 3]),
-        ([1, 9, 2, 8], BlockMask(flags=(True, True, False, False)), [2]),
-        ([1, 2], BlockMask(offset=2), []),
-        ([1, 2], BlockMask(offset=-1), []),
-        ([1, 1, 2], NO_MASK, [1, 1, 2]),
-    ],
-)
-async def test_prefix_by_example(keys: list[int], mask: BlockMask, hits: list[int]) -> None:
-    cache = await cache_with(full=[1, 2, 3], hidden=[9])
-    assert await ask(cache, PREFIX, keys, mask=mask) == (both(*hits), hits)
-
-
-# Batch.
-
-
-@pytest.mark.parametrize(
-    ("keys", "mask", "entries", "hits"),
-    [
-        ([1, 9, 2], NO_MASK, ["1:kv+state", "-", "2:kv+state"], [1, 2]),
-        ([9, 8], NO_MASK, ["-", "-"], []),
-        ([1, 2, 3], BlockMask(offset=2), ["-", "-", "3:kv+state"], [3]),
-        ([1, 2, 1], BlockMask(flags=(True,)), ["-", "2:kv+state", "1:kv+state"], [2, 1]),
-        ([], NO_MASK, [], []),
-    ],
-)
-async def test_batch_has_one_entry_per_key(
-    keys: list[int], mask: BlockMask, entries: list[str], hits: list[int]
-) -> None:
-    cache = await cache_with(full=[1, 2, 3], hidden=[9])
-    assert await ask(cache, BATCH, keys, mask=mask) == (entries, hits)
-
-
-# Window.
-
-
-@pytest.mark.parametrize(
-    ("keys", "window", "mask", "filled"),
-    [
-        ([1, 2, 3, 4], 2, NO_MASK, [2, 3]),
-        ([1, 2, 9, 4], 2, NO_MASK, [0, 1]),
-        ([1, 9, 2, 9, 3], 2, NO_MASK, []),
-        ([1, 9, 2, 9, 3], 1, NO_MASK, [4]),
-        ([1, 2, 3], 3, NO_MASK, [0, 1, 2]),
-        ([9, 2, 3], 3, NO_MASK, []),
-        # A masked position is never part of a window.
-        ([1, 2, 3, 4], 2, BlockMask(flags=(False, False, False, True)), [1, 2]),
-        ([1, 2, 3, 4], 2, BlockMask(offset=3), []),
-    ],
-)
-async def test_window_by_example(keys: list[int], window: int, mask: BlockMask, filled: list[int]) -> None:
-    cache = await cache_with(full=[1, 2, 3, 4], hidden=[9])
-    entries = [f"{key}:kv+state" if i in filled else "-" for i, key in enumerate(keys)]
-    assert await ask(cache, WINDOW, keys, window=window, mask=mask) == (entries, [keys[i] for i in filled])
-
-
 @pytest.mark.parametrize(("count", "window"), [(3, 0), (3, -1), (3, 4), (0, 0), (0, 1)])
 async def test_a_window_that_does_not_fit_is_refused(count: int, window: int) -> None:
     cache = await cache_with(full=[0, 1, 2])
     with pytest.raises(InvalidArgumentError, match=f"sw_size is {window}, must be from 1 to .* {count}"):
         await ask(cache, WINDOW, range(count), window=window)
-
-
-# Prefix with linear-attention state.
-
-
-@pytest.mark.parametrize(
-    ("keys", "hits"),
-    [
-        ([1, 2, 3], [1, 2, 3]),
-        ([1, 11, 2, 12], [1, 11, 2]),
-        ([11, 12], []),
-        ([11, 1, 12, 9, 2], [11, 1]),
-        ([], []),
-    ],
-)
-async def test_the_mamba_prefix_ends_at_a_block_with_state(keys: list[int], hits: list[int]) -> None:
-    cache = await cache_with(full=[1, 2, 3], light=[11, 12], hidden=[9])
-    entries = [f"{key}:kv" if key > 10 else f"{key}:kv+state" for key in hits]
-    assert await ask(cache, MAMBA, keys) == (entries, hits)
 
 
 async def test_a_block_without_all_full_attention_ends_the_mamba_prefix() -> None:
@@ -223,19 +138,23 @@ def oracle(
 @given(
     mode=st.sampled_from(MatchMode),
     keys=st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    flags=st.lists(st.booleans(), max_size=12),
+    mask=st.builds(BlockMask, st.integers(-1, 13))
+    | st.builds(BlockMask, st.none(), st.lists(st.booleans()).map(tuple)),
     window=st.integers(1, 4),
     full=st.sets(st.integers(0, 9)),
     light=st.sets(st.integers(0, 9)),
 )
 async def test_any_query_against_the_rules(
-    mode: MatchMode, keys: list[int], flags: list[bool], window: int, full: set[int], light: set[int]
+    mode: MatchMode, keys: list[int], mask: BlockMask, window: int, full: set[int], light: set[int]
 ) -> None:
+    """Masked positions have no entry, or a placeholder; keys behind a masked hole go on."""
     light -= full
     window = min(window, len(keys))
     cache = await cache_with(sorted(full), sorted(light), hidden=sorted(set(range(10)) - full - light))
-    masked = [i < len(flags) and flags[i] for i in range(len(keys))]
-    answer = await ask(cache, mode, keys, mask=BlockMask(flags=tuple(flags)), window=window)
+    unmasked = range(len(keys)) if mask.offset is None else range(mask.offset, len(keys)) if mask.offset >= 0 else ()
+    flags = mask.flags or ()
+    masked = [i not in unmasked or (i < len(flags) and flags[i]) for i in range(len(keys))]
+    answer = await ask(cache, mode, keys, mask=mask, window=window)
     assert answer == oracle(mode, keys, masked, window, full, light)
 
 
@@ -285,7 +204,7 @@ async def found(cache: InstanceCache, query: MatchQuery) -> tuple[list[bool], li
     return [key in result.keys for key in query.keys], entries
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.sets(st.sampled_from(TWO_SPECS)).map(frozenset), min_size=1, max_size=8),
     st.sets(st.sampled_from(TWO_SPECS), min_size=1).map(frozenset),
@@ -339,7 +258,7 @@ def new_cache(uid: int) -> tuple[InstanceCache, CountingBackend]:
     return InstanceCache(instance(), Placement(uid, 16), MetaIndex(backend, TableView())), backend
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100))
 @given(
     reads=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 9), max_size=6), st.booleans()), max_size=20)
 )

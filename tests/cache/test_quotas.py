@@ -12,6 +12,7 @@ from at_once import now
 from cache_rig import Rig, TableView, group, instance, location, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.cache.limits import LimitBook, Limits, SharedQuota, StorageLimit
 from kvcm.cache.manager import CacheManager
@@ -98,14 +99,6 @@ def test_the_room_is_exact_to_the_byte(size: int, refused_by: str | None) -> Non
         assert "'group' is full" in str(limit)
 
 
-def test_a_type_that_is_not_listed_has_the_groups_limit_only() -> None:
-    offered = room(UsageLedger(), group(capacity=50, quotas={NFS.storage_type: 0}))
-    assert offered.limit(POOL, 50) is None
-    assert offered.limit(POOL, 51) is not None
-    assert offered.limit(NFS, 1) is not None
-    assert offered.limit(NFS, 0) is None
-
-
 def test_what_a_plan_takes_is_gone_for_the_rest_of_it() -> None:
     ledger = UsageLedger()
     offered = room(ledger, group(capacity=50, quotas={NFS.storage_type: 30}))
@@ -116,19 +109,6 @@ def test_what_a_plan_takes_is_gone_for_the_rest_of_it() -> None:
     assert offered.limit(FS, 5) is None
     assert offered.limit(FS, 6) is not None
     assert room(ledger, group(capacity=50)).limit(NFS, 50) is None, "planning takes nothing from the ledger"
-
-
-def test_reservations_count_until_they_end() -> None:
-    ledger, configured = UsageLedger(), group(capacity=50)
-    reservations = [reserve(ledger, configured, wanted) for wanted in ({NFS: 20}, {NFS: 10, FS: 15})]
-    assert room(ledger, configured).limit(NFS, 5) is None
-    assert room(ledger, configured).limit(NFS, 6) is not None
-    assert dict(ledger.used("group")) == {}
-    ledger.settle(reservations[0], INDEX)
-    assert room(ledger, configured).limit(NFS, 25) is None
-    assert room(ledger, configured).limit(NFS, 26) is not None
-    ledger.settle(reservations[1], INDEX)
-    assert room(ledger, configured).limit(NFS, 50) is None
 
 
 async def test_reserved_keys_count_until_they_end() -> None:
@@ -254,7 +234,7 @@ ROOM_STEPS: st.SearchStrategy[Sequence[tuple[str, Place, int, int]]] = st.lists(
 SIZES = st.integers(0, 80)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(steps=ROOM_STEPS, quotas=st.tuples(SIZES, SIZES, SIZES), on_type=SIZES, capacity=SIZES, kept=SIZES, shared=SIZES)
 def test_what_fits_is_within_every_limit(
     steps: Sequence[tuple[str, Place, int, int]],
@@ -445,7 +425,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(120))
 @given(
     steps=STEPS,
     quota=st.integers(0, 12),

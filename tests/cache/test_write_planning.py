@@ -19,6 +19,7 @@ from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_servers import Standalone
+from thoroughness import examples
 
 from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
 from kvcm.cache.manager import CacheManager
@@ -148,32 +149,6 @@ def blocks_of(planned: WritePlan) -> list[Block]:
     ]
 
 
-def test_new_blocks_are_written_in_order_with_parents_and_depths() -> None:
-    blocks = blocks_of(plan([7, 8, 9]))
-    assert [(b.position, b.key, b.parent, b.depth) for b in blocks] == [(0, 7, None, 0), (1, 8, 7, 1), (2, 9, 8, 2)]
-    assert [(b.place.storage, b.size_bytes, b.specs) for b in blocks] == [("a", 20, INFOS)] * 3
-
-
-def test_a_chain_goes_on_behind_its_parent() -> None:
-    blocks = blocks_of(plan([7, 8], head=(5, 3)))
-    assert [(b.parent, b.depth) for b in blocks] == [(5, 3), (7, 4)]
-
-
-def test_depth_follows_what_is_known() -> None:
-    """A masked block keeps its recorded depth, and what follows counts on from there."""
-    blocks = blocks_of(plan([7, 8, 9], {8: BlockRecord(7, 11, (location("a"),))}))
-    assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (9, 8, 12)]
-
-
-def test_a_key_repeated_in_one_request_is_masked_at_its_later_positions() -> None:
-    assert [b.position for b in blocks_of(plan([7, 7, 8, 7, 8]))] == [0, 2]
-
-
-def test_what_follows_a_repeated_key_hangs_on_its_first_position() -> None:
-    blocks = blocks_of(plan([7, 8, 7, 9]))
-    assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (8, 7, 1), (9, 7, 1)]
-
-
 def test_a_repeated_key_is_masked_with_another_spec_group_too() -> None:
     first = plan([7, 7], wanted=[INFOS[:1], INFOS])
     assert [(b.position, b.specs) for b in blocks_of(first)] == [(0, INFOS[:1])]
@@ -236,7 +211,7 @@ def test_nothing_to_write_is_never_refused() -> None:
     assert plan([], capacity=0) == WritePlan([], 0, "")
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(
     keys=st.lists(st.integers(0, 6), max_size=10),
     known=st.sets(st.integers(0, 6)),
@@ -269,7 +244,7 @@ SPEC_SETS = [INFOS, INFOS[:1], (LocationSpecInfo("empty", 0),), ()]
 LIMITS = st.integers(0, 150)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400))
 @given(
     blocks=st.lists(st.tuples(st.sampled_from(SPEC_SETS), st.sampled_from([0, 0, 0, 1, 2])), max_size=12),
     capacity=LIMITS,
@@ -325,7 +300,7 @@ def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(fresh=st.lists(st.booleans(), max_size=12), most=st.integers(1, 5))
 def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
     keys = list(range(1, len(fresh) + 1))
@@ -338,7 +313,7 @@ def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
     assert whole.keys == tuple(keys)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(
     keys=st.lists(st.integers(0, 6), max_size=12), known=st.dictionaries(st.integers(0, 6), st.integers(0, 20)),
     head=st.sampled_from([(None, 0), (99, 4)]),

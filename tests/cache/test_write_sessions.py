@@ -17,6 +17,7 @@ from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_servers import Standalone, standalone
+from thoroughness import examples
 
 from kvcm.cache import ended_sessions
 from kvcm.cache.checksums import NO_CHECKSUMS, Checksums, ToldLocation, checksums_of
@@ -762,7 +763,7 @@ def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
         WriteSession.decoded("s", damaged)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(
     rows=st.lists(
         st.tuples(st.booleans(), st.dictionaries(st.sampled_from("abc"), st.integers(0, MOST)), st.integers(0, MOST)),
@@ -912,7 +913,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400))
 @given(steps=STEPS)
 def test_the_table_is_what_a_dict_would_be(steps: list[tuple[str, str, int]]) -> None:
     """Entries are put, renewed to earlier and later deadlines, taken, and fall due as time goes on."""
@@ -944,21 +945,3 @@ def test_entries_fall_due_in_order_of_their_deadlines() -> None:
         table.put(entry)
     assert [entry.id for entry in table.pop_due(3.0)] == ["a", "b", "c"]
     assert table.pop_due(100.0) == []
-
-
-def test_a_deadline_is_exact() -> None:
-    table: DeadlineTable[Entry] = DeadlineTable()
-    table.put(Entry("a", 10.0))
-    assert table.pop_due(9.999999) == []
-    assert table.pop_due(10.0) == [Entry("a", 10.0)]
-
-
-def test_a_renewed_entry_ignores_its_old_deadline() -> None:
-    table: DeadlineTable[Entry] = DeadlineTable()
-    table.put(Entry("later", 1.0))
-    table.put(Entry("later", 50.0))
-    table.put(Entry("sooner", 50.0))
-    table.put(Entry("sooner", 1.0))
-    assert [entry.id for entry in table.pop_due(2.0)] == ["sooner"]
-    assert table.pop_due(49.0) == []
-    assert [entry.id for entry in table.pop_due(50.0)] == ["later"]

@@ -15,13 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from fault_mount import FaultMount, may_mount, why_no_mounts
 
-_OF_STORAGES = {
-    "test_file_storage_bytes",
-    "test_made_objects",
-    "test_storage_contract",
-    "test_storage_listing",
-    "test_storage_probes",
-}
+_OF_STORAGES = {"test_storage_contract"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -10,6 +10,7 @@ import pytest
 from cache_world import CountingIds, FakeClock, dummy, group_of, instance
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.cache import instance_cache, settling
 from kvcm.cache.checksums import ToldLocation
@@ -186,9 +187,7 @@ STEPS = st.one_of(
 
 
 @pytest.mark.parametrize("page_keys", [1024, 3])
-@settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=12), st.sampled_from(PLANS), st.sampled_from([1, 4]))
 def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int

@@ -1,23 +1,183 @@
-"""Requests that are cut off while the store is at work: a client hangs up, the store fails, the store takes too long.
+"""CacheManager over a store that suspends, fails or is cut off, with many clients at once (design.md 5)."""
 
-Whatever happens to one request, a session ends exactly once and each of its blocks is serving or gone afterwards
-(invariant 3), quotas hold, and what was marked for deletion is deleted. Every test cuts at many moments in turn.
-"""
+from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
-from test_manager_over_slow_store import SlowWorld
+from cache_world import World, decoded, dummy, group_of, instance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from suspending_backend import SuspendingBackend, spy_on_locks
+from thoroughness import examples
 
-from kvcm.cache.sessions import FinishedWrite, WriteRequest
-from kvcm.index.backends.backend import Change, Written
+from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest
+from kvcm.index.backends.backend import Change, IndexBackend, Written
+from kvcm.index.backends.memory import MemoryBackend
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, StorageIOError
-from kvcm.model.groups import InstanceGroupQuota
+from kvcm.model.groups import InstanceGroupQuota, MetaIndexerConfig
+from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.masks import NO_MASK, BlockMask
+
+# ── Manager over slow store ──
+
+
+CAPACITY, SHARDS = 150, 4
+INDEXER = MetaIndexerConfig(mutex_shard_num=SHARDS, batch_key_size=2)
+CHAINS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+class Client(NamedTuple):
+    """What one client does, and with which keys."""
+
+    verb: str
+    keys: list[int]
+    flag: bool
+
+
+VERBS = st.sampled_from(["write", "write", "write", "abandon", "read", "read", "remove", "expire", "delete"])
+ROUNDS = st.lists(st.lists(st.builds(Client, VERBS, CHAINS, st.booleans()), min_size=1, max_size=9), max_size=4)
+
+
+class SlowWorld(World):
+    """A manager whose one instance has its records in a slow store."""
+
+    def __init__(self, seed: int, capacity: int = CAPACITY, indexer: MetaIndexerConfig = INDEXER) -> None:
+        self.backend = SuspendingBackend(Random(seed), on_write=self.on_write)
+        group = group_of(["one", "two"], capacity=capacity, indexer=indexer)
+        instances = [instance("i", {"tp0": 10, "tp1": 10}, {"half": ("tp0",), "all": ("tp0", "tp1")})]
+        super().__init__(group, instances, [dummy("one"), dummy("two")], lambda: self.backend)
+        self.capacity = capacity
+        self.index = self.manager.cache("i").index
+        self.locks = spy_on_locks(self.index, SHARDS)
+        self.stored_bytes = 0
+
+    def on_write(self, change: Change) -> None:
+        """Invariant 2, and that a quota holds at every moment."""
+        self.stored_bytes += size_of(change.new) - size_of(change.old)
+        assert self.stored_bytes <= self.capacity
+        for record in [change.new] if change.new is not None else []:
+            writing = Counter(
+                name
+                for place in record.locations
+                if place.status is LocationStatus.WRITING
+                for name in place.spec_names
+            )
+            assert all(count == 1 for count in writing.values())
+
+    async def perform(self, client: Client) -> None:
+        await getattr(self, client.verb)(client.keys, client.flag)
+
+    async def write(self, keys: list[int], flag: bool) -> None:
+        """Start, and finish three times at the same time, once with another mask: one decision is carried out
+        (invariant 3), and whoever asked for it hears of it, the same each time."""
+        groups = ("half",) * len(keys) if flag else ()
+        try:
+            started = await self.manager.start_write("i", WriteRequest(keys, groups, timeout_seconds=20))
+        except CapacityError:
+            return
+        count = len(started.chunks)
+        success = BlockMask(offset=count // 2) if flag else BlockMask(flags=(True,) * count)
+        masks = [success, success, BlockMask(offset=0)]
+        calls = [self.manager.finish_write("i", started.session.id, mask) for mask in masks]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(outcome, FinishedWrite | InvalidArgumentError) for outcome in outcomes), outcomes
+        finished = [outcome for outcome in outcomes if isinstance(outcome, FinishedWrite)]
+        successes = count // 2 if flag else count
+        assert len(set(finished)) == 1, outcomes
+        assert finished[0].dropped in {count - successes, count}
+        assert all(each.served + each.dropped + each.vanished == count for each in finished)
+        is_same = finished[0].dropped == count - successes
+        decided = [mask for mask in masks if (mask is success or successes == 0) == is_same]
+        assert len(finished) == len(decided), outcomes
+
+    async def abandon(self, keys: list[int], flag: bool) -> None:
+        try:
+            await self.manager.start_write("i", WriteRequest(keys, timeout_seconds=5 if flag else 20))
+        except CapacityError:
+            return
+
+    async def read(self, keys: list[int], flag: bool) -> None:
+        """Invariant 1: what is returned was serving at some moment of the call."""
+        begin = self.backend.steps.next()
+        mode = MatchMode.PREFIX_MATCH if flag else MatchMode.BATCH_GET
+        found = await self.manager.match("i", MatchQuery(mode, keys))
+        end = self.backend.steps.next()
+        chunks = decoded(found.chunks)
+        for key, (_, _, specs) in zip(keys, chunks, strict=False):
+            versions = self.backend.versions_between(key, begin, end)
+            assert dict(specs) in [serving_uris(record) for record in versions], key
+        if flag and len(chunks) < len(keys):
+            missing = self.backend.versions_between(keys[len(chunks)], begin, end)
+            assert {"tp0": "", "tp1": ""} in [serving_uris(record) for record in missing]
+
+    async def remove(self, keys: list[int], flag: bool) -> None:
+        assert await self.manager.remove("i", keys, NO_MASK) >= 0
+
+    async def expire(self, keys: list[int], flag: bool) -> None:
+        await self.manager.expire()
+
+    async def delete(self, keys: list[int], flag: bool) -> None:
+        await self.executor.run_due()
+
+    async def records(self) -> list[BlockRecord]:
+        records = self.backend.inner
+        keys = [key async for page in records.scan(100) for key in page]
+        return [record for record in await records.get_many(keys) if record is not None]
+
+    async def come_to_rest(self) -> Sequence[BlockRecord]:
+        """Let every session and every delay pass."""
+        self.clock.advance(4000)
+        await self.manager.expire()
+        await self.executor.run_due()
+        self.clock.advance(4000)
+        await self.executor.run_due()
+        assert await self.executor.run_due() == 0
+        return await self.records()
+
+
+def size_of(record: BlockRecord | None) -> int:
+    return sum(place.size_bytes for place in record.locations) if record is not None else 0
+
+
+def serving_uris(record: BlockRecord | None) -> dict[str, str]:
+    """All storages have one speed here: the oldest serving location of each spec; empty uris for a miss."""
+    uris: dict[str, str] = {}
+    for place in record.locations if record is not None else ():
+        ((_, _, specs),) = decoded([place.chunk])
+        for name, uri in specs if place.status is LocationStatus.SERVING else ():
+            uris.setdefault(name, uri)
+    return uris or {"tp0": "", "tp1": ""}
+
+
+@settings(max_examples=examples(250))
+@given(seed=st.integers(0, 1 << 32), rounds=ROUNDS)
+async def test_invariants_1_2_3_4_8_with_many_clients_at_once(seed: int, rounds: list[list[Client]]) -> None:
+    world = SlowWorld(seed)
+    try:
+        for clients in rounds:
+            await asyncio.gather(*map(world.perform, clients))
+            assert world.locks.held == []
+            assert sum(world.index.usage_bytes.values()) == sum(map(size_of, await world.records()))
+            assert sum(world.manager.group_usage_bytes("group").values()) == world.stored_bytes
+            world.clock.advance(6)
+        records = await world.come_to_rest()
+        assert {place.status for record in records for place in record.locations} <= {LocationStatus.SERVING}
+        assert world.manager.endings.open_count == 0
+        assert sum(world.index.usage_bytes.values()) == sum(map(size_of, records))
+    finally:
+        world.close()
+
+
+# ── Interrupted sessions ──
+
 
 KEYS = (1, 2, 3, 4, 5, 6)
 TURNS = range(1, 20)
@@ -266,3 +426,109 @@ async def test_invariant_4_an_instance_removed_during_a_start_leaves_no_usage(ha
             await asyncio.gather(task, removal, return_exceptions=True)
             assert await statuses_at_rest(world) == set(), turns
             assert not any(world.manager.group_usage_bytes("group").values()), turns
+
+
+# ── Key limit races ──
+
+
+LIMIT = 5
+
+
+async def race(seed: int) -> list[StartedWrite]:
+    """Four writers of three blocks each; what those got who were not refused altogether."""
+    world = SlowWorld(seed, capacity=10_000, indexer=MetaIndexerConfig(LIMIT, mutex_shard_num=4, batch_key_size=1))
+    try:
+        chains = [range(start, start + 3) for start in (0, 10, 20, 30)]
+        starts = [world.manager.start_write("i", WriteRequest(keys)) for keys in chains]
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        assert world.index.key_count <= LIMIT
+        assert all(isinstance(outcome, StartedWrite | CapacityError) for outcome in outcomes), outcomes
+        return [outcome for outcome in outcomes if isinstance(outcome, StartedWrite)]
+    finally:
+        world.close()
+
+
+async def test_a_block_that_found_no_room_takes_its_suffix_with_it() -> None:
+    for seed in range(30):
+        for started in await race(seed):
+            assert list(started.mask.unmasked(3)) == list(range(len(started.chunks))), seed
+
+
+async def test_a_writer_is_told_what_was_refused() -> None:
+    """Every mask but a refusal means that somebody else has the block; here nobody has."""
+    for seed in range(30):
+        for started in await race(seed):
+            assert started.refused == 3 - len(started.chunks), seed
+            assert started.chunks, "nothing fits: an error"
+
+
+# ── Reads during finish ──
+
+
+FINISHES, KEYS_PER_ROUND = examples(300), 256
+BACKENDS: dict[str, Callable[[], IndexBackend]] = {
+    "memory": MemoryBackend,
+    "suspending": lambda: SuspendingBackend(Random(5), most=1),
+}
+
+
+class Traffic:
+    """One writer and several readers of the blocks of the current round."""
+
+    def __init__(self, world: World) -> None:
+        self._manager = world.manager
+        self._keys: range = range(0)
+        self._visible = 0
+        self._random = Random(11)
+        self.writing = True
+        self.overlapping_reads = 0
+
+    async def write(self) -> None:
+        for number in range(FINISHES):
+            self._keys = range(number * KEYS_PER_ROUND, (number + 1) * KEYS_PER_ROUND)
+            self._visible = 0
+            await self._write_once(copies=1, count=KEYS_PER_ROUND)
+            await self._write_once(copies=2, count=self._random.choice([0, 100, KEYS_PER_ROUND]))
+        self.writing = False
+
+    async def _write_once(self, copies: int, count: int) -> None:
+        keys = self._keys
+        started = await self._manager.start_write("i", WriteRequest(keys, min_replica_count=copies))
+        assert len(started.chunks) == KEYS_PER_ROUND
+        await asyncio.sleep(0)
+        finished = await self._manager.finish_write("i", started.session.id, BlockMask(offset=count))
+        assert finished.served == count
+        self._visible = max(self._visible, count)
+        await asyncio.sleep(0)
+
+    async def read(self, mode: MatchMode) -> None:
+        seen, of = 0, self._keys
+        while self.writing:
+            if self._keys != of:
+                seen, of = 0, self._keys
+            at_least = max(seen, self._visible)
+            found = await self._manager.match("i", MatchQuery(mode, of))
+            if self._keys == of:
+                assert len(found.keys) >= at_least
+                self.overlapping_reads += at_least > 0
+                # Blocks of one finish need not appear at once, but none that appeared goes away.
+                seen = max(seen, len(found.keys))
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_read_never_hides_a_finished_block(backend: str) -> None:
+    world = World(group_of(["d"]), [instance("i", {"kv": 64})], [dummy("d")], BACKENDS[backend])
+    traffic = Traffic(world)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(traffic.write())
+            for mode in (MatchMode.PREFIX_MATCH, MatchMode.BATCH_GET):
+                tasks.create_task(traffic.read(mode))
+        assert traffic.overlapping_reads > FINISHES
+        everything = range(FINISHES * KEYS_PER_ROUND)
+        assert len((await world.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, everything))).keys) == len(
+            everything
+        )
+    finally:
+        world.close()
