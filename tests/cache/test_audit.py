@@ -442,13 +442,6 @@ async def fill(ordered_rig: IndexRig) -> None:
     )
 
 
-def name(ordered_rig: IndexRig, kind: str, key: int) -> str:
-    """The name of a key of the shard of a block."""
-    assert ordered_rig.metadata.client is not None
-    placement = ordered_rig.registry.instances.placement("i")
-    return f"{rig.metadata.client.prefix}:{kind}{{{placement.uid}.{shard_of(key, placement.shard_count)}}}"
-
-
 async def test_blocks_on_their_way_out_are_sound(ordered_rig: IndexRig) -> None:
     """Invariant 4: the sums of what is being deleted too."""
     report = await ordered_rig.verified()
@@ -463,8 +456,8 @@ async def test_a_block_on_the_wrong_side_of_the_order_is_found_and_moved(
     shared_ordered: IndexRig, redis_standalone: Standalone
 ) -> None:
     with redis_standalone.server.admin() as client:
-        client.zadd(name(shared_ordered, "z", 1), {pack(">q", 1): RETIRED + 5.25})
-        client.zadd(name(shared_ordered, "z", 2), {pack(">q", 2): 7.0})
+        client.zadd(_name(shared_ordered, "z", "i", 1), {pack(">q", 1): RETIRED + 5.25})
+        client.zadd(_name(shared_ordered, "z", "i", 2), {pack(">q", 2): 7.0})
     found = await shared_ordered.verified()
     assert sorted(each.what for each in found.findings) == [
         "the access order has it among the blocks that can be evicted",
@@ -482,8 +475,8 @@ async def test_wrong_sums_of_what_is_being_deleted_are_found_and_recounted(
 ) -> None:
     """Invariant 4."""
     with redis_standalone.server.admin() as client:
-        client.hincrby(name(shared_ordered, "u", 1), "-6/one", 7)
-        client.hincrby(name(shared_ordered, "u", 1), "-", -2)
+        client.hincrby(_name(shared_ordered, "u", "i", 1), "-6/one", 7)
+        client.hincrby(_name(shared_ordered, "u", "i", 1), "-", -2)
     found = await shared_ordered.verified()
     assert [each.what.partition(": ")[2] for each in found.findings] == [
         "-2 blocks that are being deleted, +7 bytes on storage 'one' (type 6) that are being deleted"
@@ -499,8 +492,8 @@ async def test_wrong_sums_of_what_is_being_deleted_are_found_and_recounted(
 async def test_a_sum_of_an_unknown_name_is_none(shared_ordered: IndexRig, redis_standalone: Standalone) -> None:
     """Of storage types, say: it counts nothing, and a repair puts the recount beside it."""
     with redis_standalone.server.admin() as client:
-        client.delete(*(name(shared_ordered, "u", key) for key in (1, 2, 3)))
-        client.hset(name(shared_ordered, "u", 1), "6", 40)
+        client.delete(*(_name(shared_ordered, "u", "i", key) for key in (1, 2, 3)))
+        client.hset(_name(shared_ordered, "u", "i", 1), "6", 40)
     assert {each.check for each in (await shared_ordered.verified()).findings} >= {"usage"}
     assert (await shared_ordered.verified(repair=True)).is_mended
     assert (await shared_ordered.verified()).is_clean
@@ -519,13 +512,6 @@ async def shared_chain(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig
         await made.configure(instances=("i",))
         await made.put("i", chain(200))
         yield made
-
-
-def _pending(rig: IndexRig, key: int) -> bytes:
-    """The name of the pending set of the shard of a block."""
-    assert rig.metadata.client is not None
-    placement = rig.registry.instances.placement("i")
-    return f"{rig.metadata.client.prefix}:p{{{placement.uid}.{shard_of(key, placement.shard_count)}}}".encode()
 
 
 async def test_due_times_are_asked_for_once_per_table_and_not_per_suspect(shared_chain: IndexRig) -> None:
@@ -562,7 +548,7 @@ async def test_more_suspects_than_are_remembered_are_judged_as_they_come(
     monkeypatch.setattr(audit_blocks, "_MOST_SUSPECTS", 100)
     with redis_standalone.server.admin() as client:
         for key in range(1, 181):
-            client.zadd(_pending(shared_chain, key), {pack(">q", key): 5.0})
+            client.zadd(_name(shared_chain, "p", "i", key), {pack(">q", key): 5.0})
     found = await shared_chain.verified()
     assert (len(found.findings), found.more) == (180, 0)
     assert shared_chain.pauses > 1
@@ -755,7 +741,7 @@ async def used(recount_rig: IndexRig) -> dict[str, int]:
 def spoil(recount_rig: IndexRig, server: Standalone, account: str, change: int = 7) -> None:
     assert recount_rig.metadata.client is not None
     with server.server.admin() as client:
-        client.hincrby(f"{rig.metadata.client.prefix}:q{{{account}}}", f"u:{ACCOUNTS[account]}", change)
+        client.hincrby(f"{recount_rig.metadata.client.prefix}:q{{{account}}}", f"u:{ACCOUNTS[account]}", change)
 
 
 @pytest.mark.parametrize("account", list(ACCOUNTS))
@@ -794,7 +780,7 @@ async def test_a_limit_on_what_was_written_before_accounts_were_kept_is_right_af
     assert recount_rig.metadata.client is not None
     with redis_standalone.server.admin() as client:
         for account in ACCOUNTS:
-            client.delete(f"{rig.metadata.client.prefix}:q{{{account}}}")
+            client.delete(f"{recount_rig.metadata.client.prefix}:q{{{account}}}")
     recount = recount_of(recount_rig)
     for _ in range(2):
         await recount.look()
@@ -853,7 +839,7 @@ async def test_reports_that_were_dropped_are_made_up_for(recount_rig: IndexRig, 
     assert recount_rig.metadata.client is not None
     recount = recount_of(recount_rig)
     with redis_standalone.server.admin() as client:
-        client.hincrby(f"{rig.metadata.client.prefix}:q{{s.one}}", "dropped", 1)
+        client.hincrby(f"{recount_rig.metadata.client.prefix}:q{{s.one}}", "dropped", 1)
     for _ in range(2):
         await recount.look()
         recount_rig.clock.time += 5

@@ -6,12 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_backends import RIGS, SHARED, Rig, opened
+from index_backends import ALONE, KINDS, SHARED, Rig, opened
 from index_records import check_sums, listed, place, record, recount, used, write
 from thoroughness import examples
 
@@ -29,7 +30,7 @@ Check = TypeVar("Check", bound=Callable[..., object])
 EXTREMES = [0, -1, 1, 2**63 - 1, -(2**63), 1 << 32, 12345]
 
 
-@pytest.fixture(params=RIGS)
+@pytest.fixture(params=KINDS)
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     async with opened(request.param, request) as made:
         yield made
@@ -110,7 +111,7 @@ async def check_history(backend: IndexBackend, writes: list[dict[int, BlockRecor
     assert sorted(await backend.due(99.25, 100)) == sorted(expected)
 
 
-def history_of(kinds: Sequence[str], count: int) -> Callable[[Check], Check]:
+def history_of(kinds: Sequence[Any], count: int) -> Callable[[Check], Check]:
     """Run a test over histories, on these kinds of backend; every history begins with a fresh one."""
     given_histories = given(writes=WRITES, page_size=st.integers(1, 7))
     quietly = settings(max_examples=examples(count), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -118,7 +119,7 @@ def history_of(kinds: Sequence[str], count: int) -> Callable[[Check], Check]:
     return lambda check: by_kind(quietly(given_histories(check)))
 
 
-@history_of([kind for kind in RIGS if kind not in SHARED], count=150)
+@history_of(ALONE, count=150)
 async def test_any_history_leaves_what_a_dict_would_hold(
     rig: Rig, writes: list[dict[int, BlockRecord | None]], page_size: int
 ) -> None:
@@ -690,11 +691,6 @@ class View:
         return 0
 
 
-class StandingClock:
-    def now(self) -> float:
-        return NOW
-
-
 @pytest.fixture
 async def index(backend: IndexBackend) -> MetaIndex:
     """A chain with a branch of two blocks behind its third one."""
@@ -710,7 +706,7 @@ async def statuses(index: MetaIndex, keys: list[int]) -> list[LocationStatus]:
 
 
 async def mark(index: MetaIndex, top: int) -> list[int]:
-    chain = Chain(index, top, StandingClock(), DELAY)
+    chain = Chain(index, top, FakeClock(NOW), DELAY)
     return [change.key async for changes in chain.mark() for change in changes]
 
 
@@ -733,7 +729,7 @@ async def test_a_parent_counts_while_it_serves_or_is_written(index: MetaIndex, i
 async def test_a_chain_is_marked_with_all_its_branches(index: MetaIndex) -> None:
     await index.delete([CHAIN[1]])
     behind = [*CHAIN[2:], 100, 101]
-    assert await Chain(index, CHAIN[2], StandingClock(), DELAY).count() == Freed(7, 70)
+    assert await Chain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == Freed(7, 70)
     assert await statuses(index, behind) == [LocationStatus.SERVING] * 7
     assert set(await mark(index, CHAIN[2])) == set(behind)
     records = [record for record in await index.get(behind) if record is not None]
@@ -749,14 +745,14 @@ async def test_a_chain_is_marked_with_all_its_branches(index: MetaIndex) -> None
 async def test_a_pinned_block_and_what_is_before_it_stay(index: MetaIndex) -> None:
     await index.delete([CHAIN[1]])
     await index.put({CHAIN[5]: BlockRecord(CHAIN[4], 5, (place()._replace(pinned_until=NOW + 1),))})
-    assert await Chain(index, CHAIN[2], StandingClock(), DELAY).count() == Freed(3, 30)
+    assert await Chain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == Freed(3, 30)
     assert set(await mark(index, CHAIN[2])) == {CHAIN[6], 100, 101}
     await index.put({CHAIN[5]: BlockRecord(CHAIN[4], 5, (place()._replace(pinned_until=NOW),))})
     assert set(await mark(index, CHAIN[2])) == set(CHAIN[2:6])
 
 
 async def test_a_chain_whose_prefix_is_there_is_left_alone(index: MetaIndex) -> None:
-    assert await Chain(index, CHAIN[2], StandingClock(), DELAY).count() == Freed(0, 0)
+    assert await Chain(index, CHAIN[2], FakeClock(NOW), DELAY).count() == Freed(0, 0)
     assert await mark(index, CHAIN[2]) == []
     assert await mark(index, 999) == []
 
@@ -766,7 +762,7 @@ async def test_a_prefix_that_comes_back_stops_the_marking(backend: IndexBackend)
     index = MetaIndex(backend, View(), shard_count=4)
     await index.put({key: BlockRecord(key - 1, key, (place(),)) for key in range(1, 101)})
     marked: list[int] = []
-    async for changes in Chain(index, 1, StandingClock(), DELAY).mark():
+    async for changes in Chain(index, 1, FakeClock(NOW), DELAY).mark():
         marked += [change.key for change in changes]
         if len(marked) == 64:
             await index.put({0: BlockRecord(None, 0, (place(status=LocationStatus.WRITING, deadline=NOW),))})

@@ -25,9 +25,9 @@ from kvcm.storage.packing import object_name
 
 SIZE = 4096
 SPECS = {"tp0": SIZE, "tp1": SIZE}
-MEDIA = ("directory", "tmpfs", "fuse")
 SETTINGS = [
-    *(f"{kind} on {medium}" for kind in PATH_KINDS for medium in MEDIA),
+    *(f"{kind} on {medium}" for kind in PATH_KINDS for medium in ("directory", "fuse")),
+    *(pytest.param(f"{kind} on tmpfs", marks=pytest.mark.ci) for kind in PATH_KINDS),
     *(kind for kind in KINDS if kind not in PATH_KINDS),
     "mempool",
 ]

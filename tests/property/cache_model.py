@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cache_world import DecodedChunk, FakeClock
+from cache_world import DecodedChunk
+from fake_clock import FakeClock
 
 from kvcm.cache.ended_sessions import REPEAT_SECONDS
 from kvcm.cache.match import MatchMode, MatchQuery

@@ -7,7 +7,8 @@ from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar
 
-from cache_world import CLUSTER, CountingIds, FakeClock
+from cache_world import CLUSTER, CountingIds
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
 from kvcm.index.backends.backend import Change, Written

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_world import CountingIds, FakeClock, dummy, group_of, instance
+from cache_world import CountingIds, dummy, group_of, instance
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -126,7 +127,7 @@ class World:
         return found
 
     async def wait(self, seconds: int) -> object:
-        self.clock.advance(seconds)
+        self.clock.time += seconds
         await self.manager.expire()
         return await self.executor.run_due()
 

@@ -134,10 +134,10 @@ class SlowWorld(World):
 
     async def come_to_rest(self) -> Sequence[BlockRecord]:
         """Let every session and every delay pass."""
-        self.clock.advance(4000)
+        self.clock.time += 4000
         await self.manager.expire()
         await self.executor.run_due()
-        self.clock.advance(4000)
+        self.clock.time += 4000
         await self.executor.run_due()
         assert await self.executor.run_due() == 0
         return await self.records()
@@ -167,7 +167,7 @@ async def test_invariants_1_2_3_4_8_with_many_clients_at_once(seed: int, rounds:
             assert world.locks.held == []
             assert sum(world.index.usage_bytes.values()) == sum(map(size_of, await world.records()))
             assert sum(world.manager.group_usage_bytes("group").values()) == world.stored_bytes
-            world.clock.advance(6)
+            world.clock.time += 6
         records = await world.come_to_rest()
         assert {place.status for record in records for place in record.locations} <= {LocationStatus.SERVING}
         assert world.manager.endings.open_count == 0
@@ -248,7 +248,7 @@ async def test_a_renewal_that_the_store_refuses_half_way_holds_what_was_removed(
         break_store_once(world)
         with pytest.raises(StorageIOError):
             await world.manager.renew_write("i", started.session.id, 100)
-        world.clock.advance(50)
+        world.clock.time += 50
         await world.executor.run_due()
         assert len(await world.records()) == len(KEYS)
         await world.manager.finish_write("i", started.session.id, BlockMask(offset=0))
@@ -286,7 +286,7 @@ async def test_invariant_3_a_client_that_hangs_up_does_not_lose_the_sessions_of_
         with slow_world(turns) as world:
             for keys in ((1, 2), (3, 4), (5, 6)):
                 await world.manager.start_write("i", WriteRequest(keys, timeout_seconds=1))
-            world.clock.advance(2)
+            world.clock.time += 2
             await cut_off(world.manager.start_write("i", WriteRequest((9,))), turns)
             assert await statuses_at_rest(world) == set(), turns
 
@@ -351,7 +351,7 @@ async def test_a_decision_that_nobody_asks_for_again_is_carried_out_after_five_s
         with pytest.raises(StorageIOError):
             await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
         for seconds, status in ((4.9, "WRITING"), (0.1, "SERVING")):
-            world.clock.advance(seconds)
+            world.clock.time += seconds
             await world.manager.expire()
             assert {place.status.name for record in await world.records() for place in record.locations} == {status}
 
@@ -360,7 +360,7 @@ async def test_invariant_3_an_expiry_that_the_store_refuses_leaves_nothing_writi
     with slow_world() as world:
         await world.manager.start_write("i", WriteRequest(KEYS))
         break_store_once(world)
-        world.clock.advance(100)
+        world.clock.time += 100
         await world.manager.expire()
         assert {place.status.name for record in await world.records() for place in record.locations} == {"WRITING"}
         assert await statuses_at_rest(world) == set()
@@ -373,7 +373,7 @@ async def test_deletions_go_on_after_the_store_refused_one() -> None:
         await world.manager.finish_write("i", started.session.id, BlockMask(offset=len(KEYS)))
         await world.manager.remove("i", KEYS, NO_MASK)
         break_store_once(world)
-        world.clock.advance(10)
+        world.clock.time += 10
         await asyncio.gather(world.executor.run_due(), return_exceptions=True)
         assert await statuses_at_rest(world) == set()
 
@@ -402,7 +402,7 @@ async def test_invariant_3_a_start_that_outlives_its_session_leaves_nothing_writ
             task = asyncio.create_task(world.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=1)))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            world.clock.advance(2)
+            world.clock.time += 2
             expiry = asyncio.create_task(world.manager.expire())
             await asyncio.sleep(0)
             if hangs_up:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
-from cache_world import CountingIds, FakeClock, decoded, dummy, group_of, instance
+from cache_world import CountingIds, decoded, dummy, group_of, instance
+from fake_clock import FakeClock
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -181,7 +182,7 @@ class TwoManagers(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.5, 5.0, 6.0, 31.0, 61.0]))
     def wait(self, seconds: float) -> None:
-        self.clock.advance(seconds)
+        self.clock.time += seconds
 
     @rule(
         giver=st.integers(0, 1), deleter=st.integers(0, 1), keys=st.sampled_from([POOL, POOL[:2]]), flag=st.booleans()
@@ -196,7 +197,7 @@ class TwoManagers(RuleBasedStateMachine):
         ):
             self.runner.run(self.gather([op], None))
         for seconds in (2.0, 1.0, 3.0):
-            self.clock.advance(seconds)
+            self.clock.time += seconds
             self.runner.run(self.gather([Op(deleter, "delete", everything, 0, False)], None))
 
     async def gather(self, ops: Sequence[Op], crash: tuple[int, int] | None) -> None:
@@ -287,7 +288,7 @@ class TwoManagers(RuleBasedStateMachine):
         """Time passes in the middle of what the others do."""
         for _ in range(op.pick):
             await asyncio.sleep(0)
-        self.clock.advance(6.0 if op.flag else 1.0)
+        self.clock.time += 6.0 if op.flag else 1.0
 
     async def end(self, node: Node, written: Written, op: Op) -> None:
         count = len(written.session.keys)
@@ -401,7 +402,7 @@ class TwoManagers(RuleBasedStateMachine):
         """Let every session, delay and lease pass; one of the two managers looks after everything."""
         leader = self.nodes[0]
         for _ in range(5):
-            self.clock.advance(4000)
+            self.clock.time += 4000
             await leader.manager.expire()
             await leader.manager.purge_removed()
             await leader.executor.run_due()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
-from cache_world import CountingIds, FakeClock, dummy, group_of, instance
+from cache_world import CountingIds, dummy, group_of, instance
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_store import Node, SharedStore
@@ -114,7 +115,7 @@ class Deployment:
             elif op.verb == "remove":
                 await self.nodes[op.node].ask(manager.remove("i", [op.key], NO_MASK))
             else:
-                self.clock.advance(6)
+                self.clock.time += 6
         except KvcmError:
             return
 
@@ -135,7 +136,7 @@ class Deployment:
 
     async def come_to_rest(self, survivor: int) -> None:
         for _ in range(3):
-            self.clock.advance(4000)
+            self.clock.time += 4000
             await self.nodes[survivor].manager.expire()
             await self.nodes[survivor].executor.run_due()
 
@@ -307,9 +308,9 @@ class Run:
         if crash is not None:
             self.nodes[crash[0]] = self.new_node()
             await self.nodes[crash[0]].begin()
-            self.clock.advance(6.0)  # then somebody carries out what was cut off
+            self.clock.time += 6.0  # then somebody carries out what was cut off
             await self.nodes[0].manager.expire()
-        self.clock.advance(seconds)
+        self.clock.time += seconds
         await self.check()
 
     async def check(self) -> None:
@@ -337,11 +338,11 @@ class Run:
             assert taken == sum(pin.size_bytes for pin in listed)
 
     async def come_to_rest(self) -> None:
-        self.clock.advance(200)
+        self.clock.time += 200
         node = self.nodes[0]
         for _ in range(3):
             await node.manager.expire()
-            self.clock.advance(200)
+            self.clock.time += 200
         assert await node.manager.pins.pinned_bytes("group") == 0
         assert await self.store.table("pins").all() == {}
         assert await self.store.table("pinbudgets").all() == {}
@@ -422,7 +423,7 @@ class Two(NamedTuple):
 
     async def lead(self, number: int, seconds: float) -> None:
         """One of the two does what a leader does, some time later."""
-        self.clock.advance(seconds)
+        self.clock.time += seconds
         for node in self.nodes:
             await node.registry.refresh()
         await self.nodes[number].manager.expire()
@@ -492,7 +493,7 @@ async def test_what_a_manager_writes_that_has_not_heard_yet_is_found(two: Two) -
 async def test_what_comes_after_the_drain_was_done_is_found_too(two: Two) -> None:
     await two.drains[0].drain("a")
     for _ in range(5):
-        two.clock.advance(10.0)
+        two.clock.time += 10.0
         await two.drains[0].go_on()
     assert (await two.progress(0)).is_done
     await two.write(1, [1000])  # its view is a minute old: it was cut off from the store, say
@@ -521,9 +522,9 @@ async def test_the_next_leader_goes_on_where_the_last_one_stopped(two: Two) -> N
     await two.nodes[1].registry.refresh()
     assert (await two.progress(1, is_leader=False)).left_bytes > 0
     two.nodes[0].crash()
-    two.clock.advance(2.0)
+    two.clock.time += 2.0
     for _ in range(4):
-        two.clock.advance(10.0)
+        two.clock.time += 10.0
         await two.nodes[1].registry.refresh()
         await two.drains[1].go_on()
         await two.nodes[1].executor.run_due()
@@ -538,7 +539,7 @@ async def test_two_that_believe_to_lead_do_each_other_no_harm(two: Two) -> None:
     for _ in range(4):
         await asyncio.gather(two.drains[0].go_on(), two.drains[1].go_on())
         await asyncio.gather(*(node.executor.run_due() for node in two.nodes))
-        two.clock.advance(10.0)
+        two.clock.time += 10.0
     assert two.used_bytes == 0
 
 
