@@ -33,7 +33,6 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError
 from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
 from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.model.principals import Errand, Principal, Verb, errand
-from kvcm.model.storages import StorageType
 from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryTable
 
@@ -191,27 +190,6 @@ async def test_quotas_are_exact_and_refuse_the_suffix() -> None:
         assert (await rig.start([5])).mask == BlockMask(offset=0)
 
 
-async def test_a_request_that_needs_nothing_new_succeeds_at_the_limit() -> None:
-    with opened(group(capacity=20)) as rig:
-        await rig.store([1])
-        assert (await rig.start([1])).mask == BlockMask(offset=1)
-
-
-async def test_the_key_limit_counts_blocks() -> None:
-    with opened(group(max_key_count=2)) as rig:
-        started = await rig.start([1, 2, 3])
-        assert (started.refused, started.mask) == (1, BlockMask(flags=(False, False, True)))
-        with pytest.raises(CapacityError, match="max_key_count of 2"):
-            await rig.start([3])
-
-
-async def test_a_full_type_makes_way_for_the_next_one() -> None:
-    limits = {StorageType.ST_DUMMY: 20}
-    with opened(group(storages=("slow", "pool"), quotas=limits)) as rig:
-        started = await rig.start([1, 2])
-        assert [specs["tp0"].split("/")[2] for specs in uris(started.chunks)] == ["slow", "pool"]
-
-
 async def test_no_available_storage_refuses_only_what_has_to_be_written() -> None:
     with opened(group(storages=("slow",))) as rig:
         await rig.store([1])
@@ -312,14 +290,6 @@ async def test_blocks_that_are_another_writers_by_now_are_not_ended(rig: Rig, go
     assert await hits(rig) == KEYS
 
 
-async def test_blocks_that_are_removed_while_they_are_written_stay_removed(rig: Rig) -> None:
-    started = await rig.start(KEYS, timeout_seconds=600)
-    await rig.manager.remove("i", KEYS, NO_MASK)
-    finished = await rig.manager.finish_write("i", started.session.id, ALL_KEYS)
-    assert finished == FinishedWrite(0, 0, len(KEYS))
-    assert await hits(rig) == []
-
-
 async def test_blocks_that_come_to_serve_on_a_storage_that_is_away_are_no_answer_invariant_1() -> None:
     with opened(group(storages=["slow"])) as rig:
         started = await rig.start(KEYS)
@@ -330,14 +300,6 @@ async def test_blocks_that_come_to_serve_on_a_storage_that_is_away_are_no_answer
         assert await rig.manager.cache("i").index.answers(KEYS) == [None] * 3
         rig.enable("slow", True)
         assert await hits(rig) == KEYS
-
-
-async def test_some_of_the_blocks_fail(rig: Rig) -> None:
-    started = await rig.start(KEYS)
-    flags = BlockMask(flags=(True, False, True))
-    assert await rig.manager.finish_write("i", started.session.id, flags) == FinishedWrite(2, 1, 0)
-    assert await rig.statuses(KEYS) == [["SERVING"], ["DELETING"], ["SERVING"]]
-    assert await hits(rig) == [1, 3]
 
 
 # ── Repeated finishes ──

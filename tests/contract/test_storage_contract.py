@@ -271,7 +271,7 @@ async def test_names_that_leave_their_place_are_refused(tmp_path: Path, name: st
 
 async def test_a_listing_goes_in_pages(tmp_path: Path) -> None:
     listed_storage = KINDS["file-1"].open(tmp_path)
-    uris = await written(listed_storage, 1250)
+    uris = await written(listed_storage, 510)
     sizes = [len(page.objects) async for page in listed_storage.objects("cluster")]
     assert (max(sizes), sum(sizes)) == (1000, len(uris))
 

@@ -15,7 +15,7 @@ from cache_world import World, decoded, dummy, group_of, instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from suspending_backend import SuspendingBackend, spy_on_locks
-from thoroughness import examples
+from thoroughness import examples, is_thorough
 
 from kvcm.cache.match import MatchMode, MatchQuery
 from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest
@@ -465,7 +465,7 @@ async def test_a_writer_is_told_what_was_refused() -> None:
 # ── Reads during finish ──
 
 
-FINISHES, KEYS_PER_ROUND = examples(300), 256
+FINISHES, KEYS_PER_ROUND = 300 if is_thorough() else 25, 256
 BACKENDS: dict[str, Callable[[], IndexBackend]] = {
     "memory": MemoryBackend,
     "suspending": lambda: SuspendingBackend(Random(5), most=1),
