@@ -1,5 +1,7 @@
 """A large request gives way to others after each page: it never has the event loop for itself."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -20,6 +22,9 @@ from kvcm.model.masks import NO_MASK, BlockMask
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.block_calls import BlockCalls
 from kvcm.service.limits import RequestLimits
+
+# ── Large requests ──
+
 
 PAGES = 6
 KEYS = list(range(PAGES * PAGE_KEYS))
@@ -78,38 +83,35 @@ async def test_a_match_that_has_to_read_into_locations_lets_others_in_between(mo
         assert turns <= 1  # all is known
 
 
-async def test_texts_of_many_blocks_let_others_in_between() -> None:
-    with opened() as rig:
-        calls = BlockCalls(rig.manager, RequestLimits(), pb.GetCacheMetaResponse, pb.CommonResponse)
-        request = pb.GetCacheMetaRequest(instance_id="i", block_keys=KEYS[:PAGE_KEYS], detail_level=1)
-        reply, turns = await turns_of_others(calls.get_cache_meta(request))
-        assert len(reply.message.metas) == PAGE_KEYS
-        assert turns >= PAGE_KEYS // 100
+async def test_texts_of_many_blocks_let_others_in_between(rig: Rig) -> None:
+    calls = BlockCalls(rig.manager, RequestLimits(), pb.GetCacheMetaResponse, pb.CommonResponse)
+    request = pb.GetCacheMetaRequest(instance_id="i", block_keys=KEYS[:PAGE_KEYS], detail_level=1)
+    reply, turns = await turns_of_others(calls.get_cache_meta(request))
+    assert len(reply.message.metas) == PAGE_KEYS
+    assert turns >= PAGE_KEYS // 100
 
 
 @pytest.mark.parametrize("mode", [MatchMode.BATCH_GET, MatchMode.REVERSE_ROLL_SW_MATCH])
-async def test_a_match_of_many_unknown_blocks_lets_others_in_between(mode: MatchMode) -> None:
-    with opened() as rig:
-        await rig.store([1, 2])
-        answered: list[int] = []
+async def test_a_match_of_many_unknown_blocks_lets_others_in_between(rig: Rig, mode: MatchMode) -> None:
+    await rig.store([1, 2])
+    answered: list[int] = []
 
-        async def match(keys: list[int]) -> None:
-            found = await rig.manager.match("i", MatchQuery(mode, keys, window=2))
-            answered.append(len(found.chunks))
+    async def match(keys: list[int]) -> None:
+        found = await rig.manager.match("i", MatchQuery(mode, keys, window=2))
+        answered.append(len(found.chunks))
 
-        unknown = [-key for key in KEYS]
-        _, turns = await turns_of_others(asyncio.gather(match(unknown), match([1, 2])))
-        assert answered == [2, len(unknown)]
-        assert turns >= PAGES
+    unknown = [-key for key in KEYS]
+    _, turns = await turns_of_others(asyncio.gather(match(unknown), match([1, 2])))
+    assert answered == [2, len(unknown)]
+    assert turns >= PAGES
 
 
-async def test_a_match_of_many_blocks_that_are_not_cached_lets_others_in_between() -> None:
-    with opened() as rig:
-        await rig.store(KEYS)
-        rig.manager.cache("i").index.invalidate_all()
-        found, turns = await turns_of_others(rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, KEYS)))
-        assert found.keys == KEYS
-        assert turns >= PAGES - 1
+async def test_a_match_of_many_blocks_that_are_not_cached_lets_others_in_between(rig: Rig) -> None:
+    await rig.store(KEYS)
+    rig.manager.cache("i").index.invalidate_all()
+    found, turns = await turns_of_others(rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, KEYS)))
+    assert found.keys == KEYS
+    assert turns >= PAGES - 1
 
 
 async def test_blocks_with_many_checksums_serve_some_at_a_time() -> None:
@@ -144,16 +146,15 @@ async def test_many_pins_of_the_same_blocks_let_others_in_between() -> None:
         assert turns >= count
 
 
-async def test_two_large_writers_share_blocks_without_overlap() -> None:
+async def test_two_large_writers_share_blocks_without_overlap(rig: Rig) -> None:
     """Both run page by page in turns: each block has one writer, and both answers add up (invariant 2)."""
-    with opened() as rig:
-        first, second = await asyncio.gather(
-            rig.manager.start_write("i", WriteRequest(KEYS)), rig.manager.start_write("i", WriteRequest(KEYS))
-        )
-        assert set(first.session.keys) | set(second.session.keys) == set(KEYS)
-        assert set(first.session.keys).isdisjoint(second.session.keys)
-        for started in (first, second):
-            assert len(started.chunks) == len(started.session.keys) == len(started.mask.unmasked(len(KEYS)))
+    first, second = await asyncio.gather(
+        rig.manager.start_write("i", WriteRequest(KEYS)), rig.manager.start_write("i", WriteRequest(KEYS))
+    )
+    assert set(first.session.keys) | set(second.session.keys) == set(KEYS)
+    assert set(first.session.keys).isdisjoint(second.session.keys)
+    for started in (first, second):
+        assert len(started.chunks) == len(started.session.keys) == len(started.mask.unmasked(len(KEYS)))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 12, 64, 1000])
@@ -180,22 +181,62 @@ async def has_addresses(rig: Rig) -> bool:
     return False
 
 
-async def test_a_storage_removed_in_the_middle_of_a_start_is_a_refusal_and_leaves_nothing_writing() -> None:
-    with opened() as rig:
-        start = asyncio.create_task(rig.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5)))
-        for _ in range(100):
-            await asyncio.sleep(0)
-            if await has_addresses(rig):
-                break
-        assert not start.done()
-        assert await has_addresses(rig)
-        for name in rig.registry.groups.get("group").storage_candidates:
-            if rig.storages.backend(name) is not None:
-                rig.storages.close(name)
-        with pytest.raises(NotReadyError, match="removed while the write was being started"):
-            await start
-        rig.wait(5)
-        await rig.manager.expire()
-        await rig.executor.run_due()
-        assert rig.manager.cache("i").index.key_count == 0
-        assert rig.used_bytes == 0
+async def test_a_storage_removed_in_the_middle_of_a_start_is_a_refusal_and_leaves_nothing_writing(rig: Rig) -> None:
+    start = asyncio.create_task(rig.manager.start_write("i", WriteRequest(KEYS, timeout_seconds=5)))
+    for _ in range(100):
+        await asyncio.sleep(0)
+        if await has_addresses(rig):
+            break
+    assert not start.done()
+    assert await has_addresses(rig)
+    for name in rig.registry.groups.get("group").storage_candidates:
+        if rig.storages.backend(name) is not None:
+            rig.storages.close(name)
+    with pytest.raises(NotReadyError, match="removed while the write was being started"):
+        await start
+    rig.wait(5)
+    await rig.manager.expire()
+    await rig.executor.run_due()
+    assert rig.manager.cache("i").index.key_count == 0
+    assert rig.used_bytes == 0
+
+
+# ── Open caches ──
+
+
+def open_ids(rig: Rig) -> list[str]:
+    return [each.instance_id for each in rig.manager.indexes()]
+
+
+async def test_instances_are_open_from_their_registration_until_the_end_of_their_removal(rig: Rig) -> None:
+    assert open_ids(rig) == ["i"]
+    await rig.manager.register_instance(replace(instance(), instance_id="j"))
+    assert open_ids(rig) == ["i", "j"]
+    await rig.store([1])
+    await rig.manager.remove_instance("i")
+    assert sorted(open_ids(rig)) == ["i", "j"]
+    rig.wait(60)
+    await rig.executor.run_due()
+    await rig.manager.purge_removed()
+    assert open_ids(rig) == ["j"]
+
+
+async def test_another_registration_of_an_id_is_beside_the_one_that_is_being_removed(rig: Rig) -> None:
+    await rig.store([1])
+    await rig.manager.remove_instance("i")
+    await rig.manager.register_instance(instance())
+    assert open_ids(rig) == ["i", "i"]
+    assert len({each.uid for each in rig.manager.indexes()}) == 2
+
+
+async def test_what_is_opened_for_a_removal_that_is_over_does_not_stay(rig: Rig) -> None:
+    """Another manager may have ended it while this one was on its way to it."""
+    await rig.store([1])
+    await rig.manager.remove_instance("i")
+    (removal,) = rig.registry.instances.removals()
+    await rig.registry.instances.forget_removal(removal.placement.uid)
+    assert open_ids(rig) == []
+    caches = rig.manager.open_caches
+    caches.of_removal(removal.instance, removal.placement)
+    assert open_ids(rig) == []
+    assert caches.by_uid(removal.placement.uid) is None

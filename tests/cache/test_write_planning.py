@@ -1,22 +1,56 @@
-"""What a StartWriteCache writes and masks (decision 17)."""
+"""What a StartWriteCache plans, and which storages it goes to when some are full, down or fail."""
 
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import pytest
-from cache_rig import TableView, group, location
+from cache_rig import Rig, TableView, group, instance, location, opened, uris
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis_servers import Standalone
+from thoroughness import examples
 
 from kvcm.cache.limits import Limits, SharedQuota, StorageLimit
-from kvcm.cache.usage import Room, Taken
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.pages import PAGE_KEYS
+from kvcm.cache.selection import candidates
+from kvcm.cache.sessions import StartedWrite, WriteRequest
+from kvcm.cache.shared_usage import SharedLedger
+from kvcm.cache.usage import Ledger, Room, Taken, UsageLedger
 from kvcm.cache.write_plan import Planner, Specs, WritePlan, missing_specs, plan_write
-from kvcm.model.groups import GlobalQuota
+from kvcm.model.errors import CapacityError, KvcmError, NotReadyError, StorageIOError
+from kvcm.model.groups import CachePreferStrategy, GlobalQuota
 from kvcm.model.instances import LocationSpecInfo
-from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
-from kvcm.model.storages import StorageType
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, decode_chunk
+from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec, ThreeFSStorageSpec
+from kvcm.model.uri import LocationUri
+from kvcm.reclaim.executor import DeletionExecutor
+from kvcm.registry.registry import Registry
+from kvcm.storage.backend import Allocation, Part
+from kvcm.storage.directory import OPENERS, StorageDirectory
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeEnd, StorageHealth
+from kvcm.storage.mempool import MempoolStorage, PoolOpener
+from kvcm.storage.pool_state import PoolReport
+from kvcm.store.memory import MemoryStore
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.quota import QuotaCounters
+from kvcm.store.redis.uri import parse_redis_uri
+
+# ── Write planning ──
+
 
 WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, LocationStatus.DELETING
 DUMMY, POOL = StorageType.ST_DUMMY, StorageType.ST_TAIRMEMPOOL
@@ -115,32 +149,6 @@ def blocks_of(planned: WritePlan) -> list[Block]:
     ]
 
 
-def test_new_blocks_are_written_in_order_with_parents_and_depths() -> None:
-    blocks = blocks_of(plan([7, 8, 9]))
-    assert [(b.position, b.key, b.parent, b.depth) for b in blocks] == [(0, 7, None, 0), (1, 8, 7, 1), (2, 9, 8, 2)]
-    assert [(b.place.storage, b.size_bytes, b.specs) for b in blocks] == [("a", 20, INFOS)] * 3
-
-
-def test_a_chain_goes_on_behind_its_parent() -> None:
-    blocks = blocks_of(plan([7, 8], head=(5, 3)))
-    assert [(b.parent, b.depth) for b in blocks] == [(5, 3), (7, 4)]
-
-
-def test_depth_follows_what_is_known() -> None:
-    """A masked block keeps its recorded depth, and what follows counts on from there."""
-    blocks = blocks_of(plan([7, 8, 9], {8: BlockRecord(7, 11, (location("a"),))}))
-    assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (9, 8, 12)]
-
-
-def test_a_key_repeated_in_one_request_is_masked_at_its_later_positions() -> None:
-    assert [b.position for b in blocks_of(plan([7, 7, 8, 7, 8]))] == [0, 2]
-
-
-def test_what_follows_a_repeated_key_hangs_on_its_first_position() -> None:
-    blocks = blocks_of(plan([7, 8, 7, 9]))
-    assert [(b.key, b.parent, b.depth) for b in blocks] == [(7, None, 0), (8, 7, 1), (9, 7, 1)]
-
-
 def test_a_repeated_key_is_masked_with_another_spec_group_too() -> None:
     first = plan([7, 7], wanted=[INFOS[:1], INFOS])
     assert [(b.position, b.specs) for b in blocks_of(first)] == [(0, INFOS[:1])]
@@ -203,7 +211,7 @@ def test_nothing_to_write_is_never_refused() -> None:
     assert plan([], capacity=0) == WritePlan([], 0, "")
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(
     keys=st.lists(st.integers(0, 6), max_size=10),
     known=st.sets(st.integers(0, 6)),
@@ -236,7 +244,7 @@ SPEC_SETS = [INFOS, INFOS[:1], (LocationSpecInfo("empty", 0),), ()]
 LIMITS = st.integers(0, 150)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400))
 @given(
     blocks=st.lists(st.tuples(st.sampled_from(SPEC_SETS), st.sampled_from([0, 0, 0, 1, 2])), max_size=12),
     capacity=LIMITS,
@@ -292,7 +300,7 @@ def test_runs_of_fresh_blocks_are_planned_as_one_by_one(
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200))
 @given(fresh=st.lists(st.booleans(), max_size=12), most=st.integers(1, 5))
 def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
     keys = list(range(1, len(fresh) + 1))
@@ -305,7 +313,7 @@ def test_pages_hold_the_same_blocks(fresh: list[bool], most: int) -> None:
     assert whole.keys == tuple(keys)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(
     keys=st.lists(st.integers(0, 6), max_size=12), known=st.dictionaries(st.integers(0, 6), st.integers(0, 20)),
     head=st.sampled_from([(None, 0), (99, 4)]),
@@ -326,3 +334,454 @@ def test_what_follows_any_block_hangs_on_its_first_position(
                 expected.append((position, key, parent, depth))
         parent, depth = key, depth + 1
     assert [(b.position, b.key, b.parent, b.depth) for b in blocks_of(plan(keys, records, head=head))] == expected
+
+
+# ── Storage selection ──
+
+
+TYPES = {
+    "fs": StorageType.ST_3FS,
+    "fs-b": StorageType.ST_3FS,
+    "mc": StorageType.ST_MOONCAKE,
+    "pool": StorageType.ST_TAIRMEMPOOL,
+    "nfs": StorageType.ST_NFS,
+    "vfs": StorageType.ST_VCNS_3FS,
+}
+EVERYTHING = TableView(dict.fromkeys(TYPES, 1), TYPES)
+NAMED = {"3FS": "fs", "MOONCAKE": "mc", "TAIR_MEMPOOL": "pool", "VCNS_3FS": "vfs"}
+
+
+def chosen(names: list[str], strategy: CachePreferStrategy, view: TableView = EVERYTHING) -> list[str]:
+    found = candidates(group(storages=names, strategy=strategy), view)
+    assert all(TYPES[candidate.storage] is candidate.storage_type for candidate in found)
+    return [candidate.storage for candidate in found]
+
+
+@pytest.mark.parametrize("strategy", CachePreferStrategy)
+def test_every_strategy_against_the_rule(strategy: CachePreferStrategy) -> None:
+    """For every order of a group's candidates: the named type first or alone, the group's own order otherwise."""
+    verb, _, name = strategy.name.removeprefix("CPS_").partition("_")
+    named = TYPES[NAMED[name]] if name else None
+    for order in permutations(["nfs", "fs", "fs-b", NAMED.get(name, "mc")]):
+        names = list(dict.fromkeys(order))
+        preferred = [each for each in names if TYPES[each] is named]
+        others = [] if verb == "ALWAYS" else [each for each in names if TYPES[each] is not named]
+        assert chosen(names, strategy) == preferred + others
+
+
+@pytest.mark.parametrize("strategy", [s for s in CachePreferStrategy if s.is_exclusive])
+def test_always_allows_nothing_else(strategy: CachePreferStrategy) -> None:
+    assert chosen(["nfs"], strategy) == []
+
+
+def test_prefer_without_such_a_storage_keeps_the_groups_order() -> None:
+    assert chosen(["nfs", "mc"], CachePreferStrategy.CPS_PREFER_3FS) == ["nfs", "mc"]
+
+
+def test_disabled_and_unregistered_storages_count_as_absent() -> None:
+    disabled = TableView({"nfs": 1, "mc": 1}, TYPES)
+    names = ["never-registered", "fs", "nfs", "mc"]
+    assert chosen(names, CachePreferStrategy.CPS_PREFER_3FS, disabled) == ["nfs", "mc"]
+    assert chosen(names, CachePreferStrategy.CPS_ALWAYS_3FS, disabled) == []
+    assert chosen(["fs"], CachePreferStrategy.CPS_UNSPECIFIED, disabled) == []
+
+
+def test_speed_does_not_matter_for_writes() -> None:
+    fast_last = TableView({"nfs": 3, "pool": 0}, TYPES)
+    assert chosen(["nfs", "pool"], CachePreferStrategy.CPS_UNSPECIFIED, fast_last) == ["nfs", "pool"]
+
+
+# ── Next candidates ──
+
+
+PAGE = 4096
+POOL_BYTES = 5 << 20  # of some chunks, in all a little more than a page of blocks
+IS_WRITING = LocationStatus.WRITING
+VALID_MS = 3000
+HOUR_MS = 3_600_000
+
+
+class World:
+    """A manager with pools `p` and `q` on node `n`, files `f`, and files `m` that the manager makes itself."""
+
+    def __init__(self, root: Path, usage: Ledger) -> None:
+        self.clock, self.store, self.root = FakeClock(), MemoryStore(), root
+        self.pool_table = self.store.table("pools")
+        pools = PoolOpener(self.pool_table, self.clock, Random(0), is_shared=False)
+        self.storages = StorageDirectory("cluster", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: pools})
+        self.registry = Registry(self.storages)
+        ids = iter(range(1, 1 << 30))
+        self.pressed: list[str] = []
+        self.manager = CacheManager(
+            self.registry,
+            self.storages,
+            self.clock,
+            lambda length: f"{next(ids):0{length}x}",
+            store=self.store,
+            usage=usage,
+            on_pressure=self.pressed.append,
+        )
+        self.executor = DeletionExecutor(self.storages, self.clock)
+        self.executor.serve(self.manager)
+
+    async def begin(self, *candidates: str, blocks: int = 1 << 20, limits: dict[str, int] | None = None) -> None:
+        """Let a group have these candidates.
+
+        Args:
+            candidates: best first.
+            blocks: that its quota has room for.
+            limits: the same of single storages.
+        """
+        for name in candidates:
+            limit = (limits or {}).get(name, 0) * PAGE
+            await self.registry.storages.add(StorageConfig(name, self._spec(name), capacity_bytes=limit))
+            if name in self.storages.pools():
+                await self.tell(name, HOUR_MS)
+        await self.registry.groups.create(group(storages=candidates, capacity=blocks * PAGE))
+        await self.manager.register_instance(instance({"kv": PAGE}))
+
+    def _spec(self, name: str) -> NfsStorageSpec | ThreeFSStorageSpec | TairMemPoolStorageSpec:
+        if name in "pq":
+            return TairMemPoolStorageSpec(node_id="n", capacity_bytes=POOL_BYTES)
+        (self.root / name).mkdir()
+        if name == "f":
+            return NfsStorageSpec(str(self.root / name))
+        return ThreeFSStorageSpec(mountpoint=str(self.root / name), root_dir="d", touch_file_when_create=True)
+
+    def pool(self, name: str = "p") -> MempoolStorage:
+        return self.storages.pools()[name]
+
+    async def tell(self, name: str, valid_ms: int) -> None:
+        await self.pool(name).report(PoolReport("n", 1, POOL_BYTES, valid_ms))
+
+    async def fill(self, name: str = "p", but: int = 0) -> None:
+        """Let all pages of a pool be taken, but some."""
+        free_bytes = (await self.pool(name).space()).free_bytes
+        parts = [Part("kv", key, PAGE) for key in range(free_bytes // PAGE - but)]
+        await self.pool(name).allocate(Allocation("other", "x", parts))
+
+    async def lose_agent(self, name: str = "p") -> None:
+        await self.tell(name, VALID_MS)
+        self.clock.time += VALID_MS / 1000 + 1
+
+    async def damage(self, name: str = "p") -> None:
+        assert await self.pool_table.replace(name, await self.pool_table.get(name), b"garbage")
+
+    async def start(self, keys: Sequence[int]) -> StartedWrite:
+        return await self.manager.start_write("i", WriteRequest(keys, node_id="n"))
+
+    async def goes_to(self, keys: Sequence[int]) -> list[str]:
+        """Start a write and return the storages of its blocks."""
+        return [storage_of(chunk) for chunk in (await self.start(keys)).chunks]
+
+    async def places(self, keys: Sequence[int]) -> list[list[tuple[str, LocationStatus]]]:
+        records = await self.manager.cache("i").index.get(keys)
+        return [[(each.storage, each.status) for each in record.locations] if record else [] for record in records]
+
+
+def storage_of(chunk: bytes) -> str:
+    (spec,) = decode_chunk(chunk).specs
+    return LocationUri.parse(spec.uri).storage
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path, UsageLedger())
+    yield made
+    made.storages.close_all()
+
+
+FAULTS: dict[str, Callable[[World, str], Awaitable[None]]] = {
+    "full": World.fill,
+    "lost": World.lose_agent,
+    "damaged": World.damage,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_the_next_candidate_takes_the_blocks_in_the_same_call(world: World, fault: str) -> None:
+    await world.begin("p", "f")
+    assert await world.goes_to([1, 2]) == ["p", "p"]
+    await FAULTS[fault](world, "p")
+    before = world.pool().taken_bytes
+    assert await world.goes_to([3, 4]) == ["f", "f"]
+    assert await world.places([3, 4]) == [[("f", IS_WRITING)]] * 2
+    assert world.pool().taken_bytes == before
+    assert world.pressed == (["group"] if fault == "full" else []), "room can be made where there is none, only there"
+    assert world.manager.usage.refusals["group"] == 0
+    assert world.manager.endings.open_count == 2
+    assert dict(world.manager.usage.held_on("f")) == {"group": 2 * PAGE}
+
+
+async def test_what_refused_is_asked_last_until_a_probe_of_it_is_answered(world: World) -> None:
+    """Failed probes tell nothing of writes; without that, each of them would send the next write there again."""
+    await world.begin("p", "f")
+    await world.lose_agent()
+    assert await world.goes_to([1]) == ["f"]
+    await world.tell("p", HOUR_MS)
+    for key, end in enumerate((ProbeEnd.FAILED, ProbeEnd.LATE), start=2):
+        _probed(world, end)
+        assert await world.goes_to([key]) == ["f"]
+    _probed(world, ProbeEnd.ANSWERED)
+    assert await world.goes_to([9]) == ["p"]
+
+
+def _probed(world: World, end: ProbeEnd) -> None:
+    health = world.storages.health("p")
+    assert health is not None
+    world.storages.set_health("p", health.after(Probe(end, 0.1, "reason"), world.clock.now(), HealthRules(9, 9)))
+
+
+async def test_a_write_of_many_pages_goes_as_a_whole_and_leaves_nothing_behind(world: World) -> None:
+    """The first page of blocks has room in the pool, the second has not, though the pool's limit allows it."""
+    await world.begin("p", "f")
+    keys = range(POOL_BYTES // PAGE)
+    await world.fill(but=PAGE_KEYS + 10)
+    before = world.pool().taken_bytes
+    assert before > 0
+    assert await world.goes_to(keys) == ["f"] * len(keys)
+    assert world.pool().taken_bytes == before
+    assert await world.places(keys) == [[("f", IS_WRITING)]] * len(keys)
+    assert not world.manager.usage.held_on("p").get("group", 0)
+
+
+async def test_what_one_storage_gave_is_given_back_where_another_one_refuses(world: World) -> None:
+    await world.begin("p", "q", "f", limits={"p": 2})
+    await world.fill("q")
+    assert await world.goes_to(range(5)) == ["p"] * 2 + ["f"] * 3
+    assert world.pool().taken_bytes == 2 * PAGE
+    assert (await world.pool("q").space()).free_bytes == 0
+
+
+async def test_files_that_cannot_be_made_are_made_by_the_next_candidate(world: World) -> None:
+    """There the blocks are stored already, and have to be taken back first."""
+    await world.begin("m", "f")
+    assert await world.goes_to([1]) == ["m"]
+    shutil.rmtree(world.root / "m")
+    assert await world.goes_to([2, 3]) == ["f", "f"]
+    assert await world.goes_to([4]) == ["f"], "it is noted"
+    deleting = ("m", LocationStatus.DELETING)
+    assert await world.places([2, 3, 4]) == [[deleting, ("f", IS_WRITING)]] * 2 + [[("f", IS_WRITING)]]
+    assert world.manager.endings.open_count == 3
+    (world.root / "m" / "d" / "cluster").mkdir(parents=True)
+    await world.executor.run_due()
+    assert await world.places([2, 3]) == [[("f", IS_WRITING)]] * 2
+
+
+NONE_LEFT: dict[str, tuple[dict[str, str], type[KvcmError], list[str]]] = {
+    "full": ({"p": "full"}, CapacityError, ["storage p: the pool has no room", "retry shortly, room is being made"]),
+    "lost": ({"p": "lost"}, NotReadyError, ["storage p: no host agent has told"]),
+    "damaged": ({"p": "damaged"}, StorageIOError, ["cannot be read"]),
+    "full and lost": ({"p": "full", "q": "lost"}, CapacityError, ["storage p: the pool", "storage q: no host agent"]),
+    "lost and full": ({"p": "lost", "q": "full"}, CapacityError, ["storage q: the pool", "storage p: no host agent"]),
+    "damaged and lost": ({"p": "damaged", "q": "lost"}, NotReadyError, ["cannot be read", "storage q: no host"]),
+}
+
+
+@pytest.mark.parametrize("case", NONE_LEFT)
+async def test_only_when_no_candidate_is_left_the_write_is_refused_and_told_why(world: World, case: str) -> None:
+    faults, kind, texts = NONE_LEFT[case]
+    await world.begin(*faults)
+    for name, fault in faults.items():
+        await FAULTS[fault](world, name)
+    with pytest.raises(kind) as refusal:
+        await world.start([1, 2])
+    assert type(refusal.value) is kind
+    assert [text for text in texts if text not in str(refusal.value)] == []
+    assert await world.places([1, 2]) == [[], []]
+    assert world.manager.endings.open_count == 0
+    assert world.manager.usage.refusals["group"] == (kind is CapacityError)
+    assert set(world.pressed) == ({"group"} if kind is CapacityError else set())
+
+
+async def test_a_next_candidate_without_room_in_its_limits_is_named_beside_the_one_that_refused(world: World) -> None:
+    await world.begin("p", "f", limits={"f": 1})
+    await world.fill()
+    assert await world.goes_to([1, 2]) == ["f"], "what fits of them"
+    with pytest.raises(CapacityError, match=r"storage 'f' is full.*; storage p: the pool has no room"):
+        await world.start([3])
+    assert world.manager.usage.refusals["group"] == 2
+
+
+async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_others_refuse(world: World) -> None:
+    await world.begin("p", "f")
+    await world.lose_agent()
+    started = await world.start([1])
+    await world.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+    world.storages.set_draining("f", is_draining=True)
+    assert (await world.start([1])).mask == BlockMask(offset=1)
+    with pytest.raises(NotReadyError, match="no host agent has told"):
+        await world.start([1, 2])
+
+
+async def test_the_room_of_an_attempt_is_free_for_the_next_one_at_once(
+    tmp_path: Path, redis_standalone: Standalone
+) -> None:
+    """Also where other managers count with it: nothing is sent here but what the write itself sends."""
+    client = RedisClient.of(parse_redis_uri(redis_standalone.uri(f"t{secrets.token_hex(6)}")))
+    world = World(tmp_path, SharedLedger(QuotaCounters(client), "node"))
+    await world.begin("p", "q", "f", blocks=2)
+    await world.fill("p")
+    await world.lose_agent("q")
+    assert await world.goes_to([1, 2]) == ["f", "f"]
+    with pytest.raises(CapacityError, match=r"quota\.capacity"):
+        await world.start([3])
+    world.storages.close_all()
+    await client.close()
+
+
+# ── Storages that are down ──
+
+
+KEYS = [1, 2, 3]
+
+
+def down(rig: Rig, storage: str = "slow") -> None:
+    rig.storages.set_health(storage, StorageHealth(HealthState.SH_DOWN, "it is gone"))
+
+
+def up(rig: Rig, storage: str = "slow", state: HealthState = HealthState.SH_UP) -> None:
+    rig.storages.set_health(storage, StorageHealth(state))
+
+
+async def hosts(rig: Rig, keys: Sequence[int] = KEYS) -> list[str]:
+    """The storages that a match names for the blocks it finds."""
+    found = await rig.manager.match("i", MatchQuery(MatchMode.PREFIX_MATCH, keys))
+    return [location["tp0"].partition("://")[2].partition("/")[0] for location in uris(found.chunks)]
+
+
+@pytest.mark.parametrize("state", [HealthState.SH_UP, HealthState.SH_DEGRADED])
+async def test_reads_skip_what_is_down_and_find_it_again_when_it_is_back(rig: Rig, state: HealthState) -> None:
+    """Also those whose answers are kept."""
+    await rig.store(KEYS)
+    for _ in range(2):
+        assert await hosts(rig) == ["slow"] * 3
+        down(rig)
+        assert await hosts(rig) == []
+        up(rig, state=state)
+    assert await hosts(rig) == ["slow"] * 3
+
+
+async def test_of_two_copies_the_one_that_can_be_read_is_named(rig: Rig) -> None:
+    await rig.store(KEYS)
+    rig.enable("slow", False)
+    await rig.store(KEYS)
+    rig.enable("slow", True)
+    down(rig)
+    assert await hosts(rig) == ["slow2"] * 3
+    up(rig)
+    down(rig, "slow2")
+    assert await hosts(rig) == ["slow"] * 3
+
+
+async def test_blocks_on_what_is_down_are_written_to_the_next_candidate_and_both_copies_serve_afterwards(
+    rig: Rig,
+) -> None:
+    await rig.store(KEYS)
+    down(rig)
+    again = await rig.store([*KEYS, 4])
+    assert len(again.chunks) == 4
+    assert await hosts(rig, [*KEYS, 4]) == ["slow2"] * 4
+    up(rig)
+    assert await rig.statuses([*KEYS, 4]) == [["SERVING", "SERVING"]] * 3 + [["SERVING"]]
+    assert len(await hosts(rig, [*KEYS, 4])) == 4
+    assert (await rig.start([*KEYS, 4])).chunks == []
+    for storage, other in (("slow", "slow2"), ("slow2", "slow")):
+        down(rig, storage)
+        assert await hosts(rig) == [other] * 3
+        up(rig, storage)
+
+
+async def test_what_is_full_is_read_and_written_to_last(rig: Rig) -> None:
+    await rig.store(KEYS)
+    full = StorageHealth(HealthState.SH_DEGRADED, "no space left", is_unwritable=True)
+    rig.storages.set_health("slow", full)
+    await rig.store([*KEYS, 4])
+    assert await hosts(rig, [*KEYS, 4]) == ["slow"] * 3 + ["slow2"]
+    rig.storages.set_health("slow2", full)
+    await rig.store([5])
+    assert await hosts(rig, [5]) == ["slow"], "it may have been emptied a moment ago"
+
+
+async def test_a_session_on_a_storage_that_went_down_is_finished_as_ever(rig: Rig) -> None:
+    started = await rig.start(KEYS)
+    down(rig)
+    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=3))
+    assert await hosts(rig) == []
+    up(rig)
+    assert await hosts(rig) == ["slow"] * 3
+
+
+async def test_usage_and_deletions_do_not_depend_on_it() -> None:
+    with opened(group(delay_ms=0)) as rig:
+        await rig.store(KEYS)
+        used_bytes = rig.used_bytes
+        down(rig)
+        assert rig.used_bytes == used_bytes > 0
+        await rig.manager.remove("i", KEYS, NO_MASK)
+        await rig.executor.run_due()
+        assert rig.used_bytes == 0
+
+
+async def test_with_no_candidate_left_the_caller_is_told_so(rig: Rig) -> None:
+    await rig.store(KEYS)
+    down(rig)
+    down(rig, "slow2")
+    with pytest.raises(NotReadyError, match="no storage of group 'group' is available"):
+        await hosts(rig)
+    with pytest.raises(NotReadyError, match="no storage of group 'group' is available"):
+        await rig.start([7])
+    up(rig, "slow2")
+    assert await hosts(rig) == []
+    assert len((await rig.start([7])).chunks) == 1
+
+
+STEPS = st.lists(
+    st.tuples(st.just("flip"), st.sampled_from(["slow", "slow2"]))
+    | st.tuples(st.sampled_from(["start", "finish", "read"]), st.integers(1, 6)),
+    max_size=40,
+)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_while_one_candidate_is_there_no_request_fails_and_in_the_end_everything_is_found(
+    steps: list[tuple[str, str | int]],
+) -> None:
+    """Chains of 1 to n; health changes between any two requests, also while blocks are being written."""
+    asyncio.run(_go_through(steps))
+
+
+async def _go_through(steps: list[tuple[str, str | int]]) -> None:
+    away: set[str] = set()
+    started: list[tuple[str, int]] = []
+    longest = 0
+    with opened() as rig:
+        for verb, what in steps:
+            if isinstance(what, str):
+                _flip(rig, what, away)
+                continue
+            keys = range(1, what + 1)
+            if verb == "read":
+                assert not away.intersection(await hosts(rig, keys))
+            elif verb == "start":
+                write = await rig.start(keys)
+                started.append((write.session.id, len(write.chunks)))
+                longest = max(longest, what)
+            elif started:
+                session, count = started.pop(0)
+                await rig.manager.finish_write("i", session, BlockMask(offset=count))
+        for session, count in started:
+            await rig.manager.finish_write("i", session, BlockMask(offset=count))
+        for storage in away:
+            up(rig, storage)
+        assert len(await hosts(rig, range(1, longest + 1))) == longest
+
+
+def _flip(rig: Rig, storage: str, away: set[str]) -> None:
+    if storage in away:
+        away.remove(storage)
+        up(rig, storage)
+    elif not away:
+        away.add(storage)
+        down(rig, storage)

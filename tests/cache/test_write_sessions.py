@@ -1,63 +1,87 @@
-"""Write sessions through the manager: deadlines, masks, spec groups, limits, and who may end them."""
+"""Write sessions from start to end: who ends them, how, how often, and what is stored with the blocks (invariant 3)."""
 
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
 import pytest
-from cache_rig import group, instance, location, opened, uris
+from audit_rig import IndexRig
+from cache_rig import Rig, group, instance, location, opened, uris
+from fake_clock import FakeClock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis_servers import Standalone, standalone
+from thoroughness import examples
 
-from kvcm.cache.sessions import FinishedWrite
-from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, UnknownInstanceError
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.cache import ended_sessions
+from kvcm.cache.checksums import NO_CHECKSUMS, Checksums, ToldLocation, checksums_of
+from kvcm.cache.deadlines import DeadlineTable
+from kvcm.cache.ended_sessions import REPEAT_SECONDS, EndedSession, EndedSessions
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.match import MatchMode, MatchQuery
+from kvcm.cache.sessions import FinishedWrite, StartedWrite, WriteRequest, WriteSession
+from kvcm.cache.write_values import Retention
+from kvcm.config import Settings
+from kvcm.metadata import Metadata, open_metadata
+from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError, UnknownInstanceError
+from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
 from kvcm.model.masks import NO_MASK, BlockMask
-from kvcm.model.storages import StorageType
+from kvcm.model.principals import Errand, Principal, Verb, errand
+from kvcm.storage.directory import StorageDirectory
+from kvcm.store.memory import MemoryTable
+
+# ── Write sessions ──
 
 
 @pytest.mark.parametrize(
     ("requested", "seconds"), [(0, 30), (-5, 30), (1, 1), (3600, 3600), (3601, 3600), (2**31 - 1, 3600)]
 )
-async def test_a_session_lives_as_long_as_asked_within_bounds(requested: int, seconds: int) -> None:
-    with opened() as rig:
-        started = await rig.start([1], timeout_seconds=requested)
-        assert started.session.deadline == rig.clock.now() + seconds
-        rig.wait(seconds - 0.001)
-        await rig.manager.expire()
-        assert rig.manager.endings.open_count == 1
-        rig.wait(0.001)
-        await rig.manager.expire()
-        assert rig.manager.endings.open_count == 0
-        assert await rig.statuses([1]) == [["DELETING"]]
+async def test_a_session_lives_as_long_as_asked_within_bounds(rig: Rig, requested: int, seconds: int) -> None:
+    started = await rig.start([1], timeout_seconds=requested)
+    assert started.session.deadline == rig.clock.now() + seconds
+    rig.wait(seconds - 0.001)
+    await rig.manager.expire()
+    assert rig.manager.endings.open_count == 1
+    rig.wait(0.001)
+    await rig.manager.expire()
+    assert rig.manager.endings.open_count == 0
+    assert await rig.statuses([1]) == [["DELETING"]]
 
 
 @pytest.mark.parametrize(("requested", "seconds"), [(0, 10), (3600, 10), (4, 4)])
-async def test_a_session_without_blocks_lives_ten_seconds(requested: int, seconds: int) -> None:
-    with opened() as rig:
-        started = await rig.start([], timeout_seconds=requested)
-        assert (started.mask, started.chunks) == (BlockMask(offset=0), [])
-        assert started.session.deadline == rig.clock.now() + seconds
+async def test_a_session_without_blocks_lives_ten_seconds(rig: Rig, requested: int, seconds: int) -> None:
+    started = await rig.start([], timeout_seconds=requested)
+    assert (started.mask, started.chunks) == (BlockMask(offset=0), [])
+    assert started.session.deadline == rig.clock.now() + seconds
 
 
-async def test_ids_of_sessions_and_locations_are_long() -> None:
+async def test_ids_of_sessions_and_locations_are_long(rig: Rig) -> None:
     """128 random bits are the only right to finish a session."""
-    with opened() as rig:
-        session = (await rig.start([1])).session
-        assert (len(session.id), len(session.location_id)) == (32, 12)
+    session = (await rig.start([1])).session
+    assert (len(session.id), len(session.location_id)) == (32, 12)
 
 
-async def test_an_expired_session_cannot_be_finished_even_if_nobody_swept() -> None:
-    with opened() as rig:
-        started = await rig.start([1], timeout_seconds=5)
-        rig.wait(5)
-        with pytest.raises(InvalidArgumentError, match="write_session_id"):
-            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
-        assert await rig.statuses([1]) == [["DELETING"]]
+async def test_an_expired_session_cannot_be_finished_even_if_nobody_swept(rig: Rig) -> None:
+    started = await rig.start([1], timeout_seconds=5)
+    rig.wait(5)
+    with pytest.raises(InvalidArgumentError, match="write_session_id"):
+        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+    assert await rig.statuses([1]) == [["DELETING"]]
 
 
-async def test_a_session_is_finished_once() -> None:
-    with opened() as rig:
-        started = await rig.start([1, 2])
-        finished = await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(True, False)))
-        assert finished == FinishedWrite(served=1, dropped=1, vanished=0)
-        with pytest.raises(InvalidArgumentError):
-            await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
-        assert await rig.statuses([1, 2]) == [["SERVING"], ["DELETING"]]
+async def test_a_session_is_finished_once(rig: Rig) -> None:
+    started = await rig.start([1, 2])
+    finished = await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(True, False)))
+    assert finished == FinishedWrite(served=1, dropped=1, vanished=0)
+    with pytest.raises(InvalidArgumentError):
+        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
+    assert await rig.statuses([1, 2]) == [["SERVING"], ["DELETING"]]
 
 
 @pytest.mark.parametrize(
@@ -70,47 +94,42 @@ async def test_a_session_is_finished_once() -> None:
         (NO_MASK, "has 0 entries.* 2"),
     ],
 )
-async def test_a_wrong_mask_leaves_the_session_open(mask: BlockMask, named: str) -> None:
-    with opened() as rig:
-        started = await rig.start([1, 2])
-        with pytest.raises(InvalidArgumentError, match=named):
-            await rig.manager.finish_write("i", started.session.id, mask)
-        assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2)) == FinishedWrite(2, 0, 0)
+async def test_a_wrong_mask_leaves_the_session_open(rig: Rig, mask: BlockMask, named: str) -> None:
+    started = await rig.start([1, 2])
+    with pytest.raises(InvalidArgumentError, match=named):
+        await rig.manager.finish_write("i", started.session.id, mask)
+    assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2)) == FinishedWrite(2, 0, 0)
 
 
 @pytest.mark.parametrize("mask", [NO_MASK, BlockMask(offset=0), BlockMask(flags=())])
-async def test_a_session_without_blocks_takes_any_empty_mask(mask: BlockMask) -> None:
-    with opened() as rig:
-        started = await rig.start([])
-        assert await rig.manager.finish_write("i", started.session.id, mask) == FinishedWrite(0, 0, 0)
+async def test_a_session_without_blocks_takes_any_empty_mask(rig: Rig, mask: BlockMask) -> None:
+    started = await rig.start([])
+    assert await rig.manager.finish_write("i", started.session.id, mask) == FinishedWrite(0, 0, 0)
 
 
-async def test_positions_of_the_mask_are_those_of_the_returned_locations() -> None:
+async def test_positions_of_the_mask_are_those_of_the_returned_locations(rig: Rig) -> None:
     """Blocks 1 and 3 exist: position 0 is block 2, position 1 is block 4."""
-    with opened() as rig:
-        await rig.store([1])
-        await rig.store([3])
-        started = await rig.start([1, 2, 3, 4])
-        assert started.mask == BlockMask(flags=(True, False, True, False))
-        await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(False, True)))
-        assert await rig.statuses([2, 4]) == [["DELETING"], ["SERVING"]]
+    await rig.store([1])
+    await rig.store([3])
+    started = await rig.start([1, 2, 3, 4])
+    assert started.mask == BlockMask(flags=(True, False, True, False))
+    await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(False, True)))
+    assert await rig.statuses([2, 4]) == [["DELETING"], ["SERVING"]]
 
 
-async def test_a_finish_never_revives_a_removed_block() -> None:
-    with opened() as rig:
-        started = await rig.start([1, 2])
-        await rig.manager.remove("i", [1], NO_MASK)
-        finished = await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
-        assert finished == FinishedWrite(served=1, dropped=0, vanished=1)
-        assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
+async def test_a_finish_never_revives_a_removed_block(rig: Rig) -> None:
+    started = await rig.start([1, 2])
+    await rig.manager.remove("i", [1], NO_MASK)
+    finished = await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
+    assert finished == FinishedWrite(served=1, dropped=0, vanished=1)
+    assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
 
 
-async def test_a_writer_is_masked_by_another_and_not_by_one_who_gave_up() -> None:
-    with opened() as rig:
-        first = await rig.start([1, 2])
-        assert (await rig.start([1, 2, 3])).mask == BlockMask(offset=2)
-        await rig.manager.finish_write("i", first.session.id, BlockMask(offset=1))
-        assert (await rig.start([1, 2])).mask == BlockMask(offset=1)
+async def test_a_writer_is_masked_by_another_and_not_by_one_who_gave_up(rig: Rig) -> None:
+    first = await rig.start([1, 2])
+    assert (await rig.start([1, 2, 3])).mask == BlockMask(offset=2)
+    await rig.manager.finish_write("i", first.session.id, BlockMask(offset=1))
+    assert (await rig.start([1, 2])).mask == BlockMask(offset=1)
 
 
 async def test_spec_groups_store_parts_of_blocks_and_later_the_rest() -> None:
@@ -137,23 +156,21 @@ async def test_spec_groups_that_do_not_fit_are_refused(groups: tuple[str, ...]) 
         assert rig.manager.endings.open_count == 0
 
 
-async def test_parents_and_depths_are_recorded() -> None:
-    with opened() as rig:
-        await rig.start([1, 2])
-        await rig.start([3], parent_key=2)
-        await rig.start([4], parent_key=99)
-        records = [await rig.record(key) for key in (1, 2, 3, 4)]
-        assert [(r.parent, r.depth) for r in records if r] == [(None, 0), (1, 1), (2, 2), (99, 0)]
-        assert await rig.manager.cache("i").index.children(2) == [3]
+async def test_parents_and_depths_are_recorded(rig: Rig) -> None:
+    await rig.start([1, 2])
+    await rig.start([3], parent_key=2)
+    await rig.start([4], parent_key=99)
+    records = [await rig.record(key) for key in (1, 2, 3, 4)]
+    assert [(r.parent, r.depth) for r in records if r] == [(None, 0), (1, 1), (2, 2), (99, 0)]
+    assert await rig.manager.cache("i").index.children(2) == [3]
 
 
-async def test_replicas_go_to_whoever_asks_for_them() -> None:
-    with opened() as rig:
-        await rig.store([1])
-        assert (await rig.start([1], min_replica_count=1)).mask == BlockMask(offset=1)
-        await rig.store([1], min_replica_count=2)
-        assert await rig.statuses([1]) == [["SERVING", "SERVING"]]
-        assert (await rig.start([1], min_replica_count=2)).mask == BlockMask(offset=1)
+async def test_replicas_go_to_whoever_asks_for_them(rig: Rig) -> None:
+    await rig.store([1])
+    assert (await rig.start([1], min_replica_count=1)).mask == BlockMask(offset=1)
+    await rig.store([1], min_replica_count=2)
+    assert await rig.statuses([1]) == [["SERVING", "SERVING"]]
+    assert (await rig.start([1], min_replica_count=2)).mask == BlockMask(offset=1)
 
 
 async def test_quotas_are_exact_and_refuse_the_suffix() -> None:
@@ -173,27 +190,6 @@ async def test_quotas_are_exact_and_refuse_the_suffix() -> None:
         assert (await rig.start([5])).mask == BlockMask(offset=0)
 
 
-async def test_a_request_that_needs_nothing_new_succeeds_at_the_limit() -> None:
-    with opened(group(capacity=20)) as rig:
-        await rig.store([1])
-        assert (await rig.start([1])).mask == BlockMask(offset=1)
-
-
-async def test_the_key_limit_counts_blocks() -> None:
-    with opened(group(max_key_count=2)) as rig:
-        started = await rig.start([1, 2, 3])
-        assert (started.refused, started.mask) == (1, BlockMask(flags=(False, False, True)))
-        with pytest.raises(CapacityError, match="max_key_count of 2"):
-            await rig.start([3])
-
-
-async def test_a_full_type_makes_way_for_the_next_one() -> None:
-    limits = {StorageType.ST_DUMMY: 20}
-    with opened(group(storages=("slow", "pool"), quotas=limits)) as rig:
-        started = await rig.start([1, 2])
-        assert [specs["tp0"].split("/")[2] for specs in uris(started.chunks)] == ["slow", "pool"]
-
-
 async def test_no_available_storage_refuses_only_what_has_to_be_written() -> None:
     with opened(group(storages=("slow",))) as rig:
         await rig.store([1])
@@ -204,11 +200,10 @@ async def test_no_available_storage_refuses_only_what_has_to_be_written() -> Non
         assert (await rig.start([])).chunks == []
 
 
-async def test_a_removed_group_refuses_writes() -> None:
-    with opened() as rig:
-        await rig.registry.groups.remove("group")
-        with pytest.raises(UnknownInstanceError, match="'group'"):
-            await rig.start([1])
+async def test_a_removed_group_refuses_writes(rig: Rig) -> None:
+    await rig.registry.groups.remove("group")
+    with pytest.raises(UnknownInstanceError, match="'group'"):
+        await rig.start([1])
 
 
 async def test_sessions_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,52 +218,692 @@ async def test_sessions_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -
         assert rig.manager.endings.open_count == 1
 
 
-async def test_renewing_moves_the_deadline_of_session_and_records() -> None:
-    with opened() as rig:
-        started = await rig.start([1], timeout_seconds=5)
-        rig.wait(4)
-        renewed = await rig.manager.renew_write("i", started.session.id, 10)
-        record = await rig.record(1)
-        assert record is not None
-        assert record.locations[0].deadline == renewed.deadline == rig.clock.now() + 10
-        rig.wait(9.5)
-        assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1)) == FinishedWrite(1, 0, 0)
-        with pytest.raises(InvalidArgumentError):
-            await rig.manager.renew_write("i", started.session.id, 10)
+async def test_renewing_moves_the_deadline_of_session_and_records(rig: Rig) -> None:
+    started = await rig.start([1], timeout_seconds=5)
+    rig.wait(4)
+    renewed = await rig.manager.renew_write("i", started.session.id, 10)
+    record = await rig.record(1)
+    assert record is not None
+    assert record.locations[0].deadline == renewed.deadline == rig.clock.now() + 10
+    rig.wait(9.5)
+    assert await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1)) == FinishedWrite(1, 0, 0)
+    with pytest.raises(InvalidArgumentError):
+        await rig.manager.renew_write("i", started.session.id, 10)
 
 
-async def test_a_block_whose_session_is_unknown_is_repaired_from_its_record() -> None:
+async def test_a_block_whose_session_is_unknown_is_repaired_from_its_record(rig: Rig) -> None:
     """It was stored after the end of its session, by a manager that was slow or died."""
-    with opened() as rig:
-        orphan = location("slow", status=LocationStatus.WRITING)._replace(
-            session_id="f" * 32, deadline=rig.clock.now() + 5
-        )
-        await rig.manager.cache("i").index.put({1: BlockRecord(None, 0, (orphan,))})
-        rig.wait(4.9)
-        await rig.executor.run_due()
-        assert await rig.statuses([1]) == [["WRITING"]]
-        rig.wait(0.1)
-        await rig.executor.run_due()
-        assert (await rig.statuses([1]), rig.used_bytes) == ([[]], 0)
+    orphan = location("slow", status=LocationStatus.WRITING)._replace(session_id="f" * 32, deadline=rig.clock.now() + 5)
+    await rig.manager.cache("i").index.put({1: BlockRecord(None, 0, (orphan,))})
+    rig.wait(4.9)
+    await rig.executor.run_due()
+    assert await rig.statuses([1]) == [["WRITING"]]
+    rig.wait(0.1)
+    await rig.executor.run_due()
+    assert (await rig.statuses([1]), rig.used_bytes) == ([[]], 0)
 
 
-async def test_sessions_that_cannot_be_ended_do_not_hide_those_behind_them() -> None:
+async def test_sessions_that_cannot_be_ended_do_not_hide_those_behind_them(rig: Rig) -> None:
     """A newer release wrote some: they are looked at again later, and the others end."""
+    table = rig.tables.table("sessions")
+    for number in range(40):
+        assert await table.replace(f"unreadable-{number}", None, b"newer", rig.clock.now() + 1)
+    await rig.start([1], timeout_seconds=5)
+    rig.wait(5)
+    await rig.manager.expire()
+    await rig.manager.expire()
+    await rig.manager.expire()
+    assert await rig.statuses([1]) == [["DELETING"]]
+
+
+async def test_a_chain_that_would_follow_itself_is_refused(rig: Rig) -> None:
+    """It would have no end, and nothing of it could be evicted (invariant 7)."""
+    with pytest.raises(InvalidArgumentError, match="parent_block_key is 3"):
+        await rig.start([1, 2, 3], parent_key=3)
+    assert rig.used_bytes == 0
+
+
+# ── Ends of runs ──
+
+
+KEYS = [1, 2, 3]
+ALL_KEYS = BlockMask(offset=len(KEYS))
+
+
+async def hits(rig: Rig) -> list[int]:
+    found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, KEYS))
+    return list(found.keys)
+
+
+@pytest.mark.parametrize("gone", [KEYS, [2]])
+async def test_blocks_that_are_another_writers_by_now_are_not_ended(rig: Rig, gone: list[int]) -> None:
+    first = await rig.start(KEYS)
+    await rig.manager.cache("i").index.delete(gone)  # as a removal of all metadata does
+    rest = [key for key in KEYS if key not in gone]
+    second = await rig.start(gone)
+    assert list(second.session.keys) == gone
+    finished = await rig.manager.finish_write("i", first.session.id, ALL_KEYS)
+    assert finished == FinishedWrite(len(rest), 0, len(gone))
+    assert await rig.statuses(gone) == [["WRITING"]] * len(gone)
+    assert await hits(rig) == rest
+    await rig.manager.finish_write("i", second.session.id, BlockMask(offset=len(gone)))
+    assert await hits(rig) == KEYS
+
+
+async def test_blocks_that_come_to_serve_on_a_storage_that_is_away_are_no_answer_invariant_1() -> None:
+    with opened(group(storages=["slow"])) as rig:
+        started = await rig.start(KEYS)
+        rig.enable("slow", False)
+        assert await rig.manager.cache("i").index.answers(KEYS) == [None] * 3
+        await rig.manager.finish_write("i", started.session.id, ALL_KEYS)
+        assert await rig.statuses(KEYS) == [["SERVING"]] * 3
+        assert await rig.manager.cache("i").index.answers(KEYS) == [None] * 3
+        rig.enable("slow", True)
+        assert await hits(rig) == KEYS
+
+
+# ── Repeated finishes ──
+
+
+ALL_THREE = BlockMask(offset=3)
+UNKNOWN = "unknown, finished or expired"
+
+
+@contextmanager
+def asking_as(name: str) -> Iterator[None]:
+    """Ask as a principal of that name."""
+    before = errand.set(Errand(Principal(name, frozenset({Verb.WRITE}), frozenset({"*"}))))
+    try:
+        yield
+    finally:
+        errand.reset(before)
+
+
+async def test_a_repeated_finish_is_told_what_the_first_one_was_told_for_a_minute(rig: Rig) -> None:
+    started = await rig.start([1, 2, 3])
+    await rig.manager.remove("i", [1], NO_MASK)
+    first = await rig.manager.finish_write("i", started.session.id, BlockMask(flags=(True, True, False)))
+    assert first == FinishedWrite(served=1, dropped=1, vanished=1)
+    await rig.manager.remove("i", [2], NO_MASK)
+    rig.wait(REPEAT_SECONDS - 0.001)
+    for mask in (BlockMask(offset=2), BlockMask(flags=(True, True, False))):
+        assert await rig.manager.finish_write("i", started.session.id, mask) == first
+    assert await rig.statuses([2]) == [["DELETING"]], "what was removed since is not revived"
+    rig.wait(0.001)
+    with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+        await rig.manager.finish_write("i", started.session.id, BlockMask(offset=2))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "named"),
+    [
+        (BlockMask(offset=2), BlockMask(offset=3), "2 of 3 succeeded, position 2 did not"),
+        (ALL_THREE, BlockMask(flags=(False, True, True)), "3 of 3 succeeded, position 0 did"),
+        (BlockMask(flags=(False, True, False)), BlockMask(offset=0), "1 of 3 succeeded, position 1 did"),
+        (ALL_THREE, BlockMask(offset=4), "offset is 4, must be from 0 to 3"),
+        (ALL_THREE, BlockMask(flags=(True,)), "has 1 entries.* 3"),
+    ],
+)
+async def test_a_repeat_with_another_mask_is_told_what_was_said(
+    rig: Rig, first: BlockMask, other: BlockMask, named: str
+) -> None:
+    started = await rig.start([1, 2, 3])
+    told = await rig.manager.finish_write("i", started.session.id, first)
+    statuses = await rig.statuses([1, 2, 3])
+    with pytest.raises(InvalidArgumentError, match=named):
+        await rig.manager.finish_write("i", started.session.id, other)
+    assert await rig.statuses([1, 2, 3]) == statuses
+    assert await rig.manager.finish_write("i", started.session.id, first) == told
+
+
+async def test_a_repeat_is_for_who_started_the_session_and_for_its_instance(rig: Rig) -> None:
+    await rig.manager.register_instance(instance())
+    with asking_as("one"):
+        started = await rig.start([1, 2, 3])
+        told = await rig.manager.finish_write("i", started.session.id, ALL_THREE)
+    with asking_as("another"), pytest.raises(InvalidArgumentError, match=UNKNOWN):
+        await rig.manager.finish_write("i", started.session.id, ALL_THREE)
+    with asking_as("one"):
+        assert await rig.manager.finish_write("i", started.session.id, ALL_THREE) == told
+        with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+            await rig.manager.renew_write("i", started.session.id, 30)
+        await rig.manager.remove_instance("i")
+        await rig.manager.register_instance(instance())
+        with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+            await rig.manager.finish_write("i", started.session.id, ALL_THREE)
+
+
+@pytest.mark.parametrize("mask", [BlockMask(offset=0), ALL_THREE])
+async def test_a_session_that_its_deadline_ended_is_unknown_as_ever(rig: Rig, mask: BlockMask) -> None:
+    started = await rig.start([1, 2, 3], timeout_seconds=5)
+    rig.wait(5)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+            await rig.manager.finish_write("i", started.session.id, mask)
+
+
+@pytest.mark.parametrize("mask", [BlockMask(offset=0), ALL_THREE])
+async def test_so_is_one_whose_end_by_deadline_was_cut_off(rig: Rig, mask: BlockMask) -> None:
+    started = await rig.start([1, 2, 3], timeout_seconds=5)
+    session = started.session
+    sessions = rig.tables.table("sessions", 16)
+    assert await sessions.replace(session.id, session.encoded(), session.lapsed().encoded(), rig.clock.now() + 5)
+    with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+        await rig.manager.finish_write("i", session.id, mask)
+    assert await rig.statuses([1, 2, 3]) == [["DELETING"]] * 3
+
+
+async def test_a_decision_that_was_carried_out_by_somebody_else_is_repeated(rig: Rig) -> None:
+    """The manager that was asked died behind its decision; the client comes back after the leader looked after it."""
+    session = (await rig.start([1, 2, 3])).session
+    sessions = rig.tables.table("sessions", 16)
+    decided = replace(session, decision=(False, False, False))
+    assert await sessions.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
+    rig.wait(5)
+    await rig.manager.expire()
+    assert await sessions.all() == {}
+    told = await rig.manager.finish_write("i", session.id, BlockMask(offset=0))
+    assert told == FinishedWrite(served=0, dropped=3, vanished=0)
+
+
+async def test_of_two_who_carry_out_one_decision_the_first_tells_for_both() -> None:
+    """Blocks may be removed between the two: what they found differs."""
+    table, clock = MemoryTable(), FakeClock()
+    decided = WriteSession("s", 1, 30.0, "l", (1, 2), (True, True))
+    await table.replace("s", None, decided.encoded())
+    managers = [EndedSessions(table, clock), EndedSessions(table, clock)]
+    assert await managers[0].put(decided, FinishedWrite(2, 0, 0)) == FinishedWrite(2, 0, 0)
+    assert await managers[1].put(decided, FinishedWrite(1, 0, 1)) == FinishedWrite(2, 0, 0)
+
+
+async def test_what_is_remembered_is_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended_sessions, "_MOST", 2)
     with opened() as rig:
-        table = rig.tables.table("sessions")
-        for number in range(40):
-            assert await table.replace(f"unreadable-{number}", None, b"newer", rig.clock.now() + 1)
-        await rig.start([1], timeout_seconds=5)
+        ids = [(await rig.store([3 * at, 3 * at + 1, 3 * at + 2])).session.id for at in range(3)]
+        for session_id in ids[:2]:
+            await rig.manager.finish_write("i", session_id, ALL_THREE)
+        with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+            await rig.manager.finish_write("i", ids[2], ALL_THREE)
+        rig.wait(REPEAT_SECONDS)
+        later = (await rig.store([91, 92, 93])).session.id
+        assert await rig.manager.finish_write("i", later, ALL_THREE) == FinishedWrite(3, 0, 0)
+
+
+@given(decision=st.lists(st.booleans(), max_size=40), vanished=st.integers(0, 40), starter=st.text(max_size=4))
+def test_an_end_is_read_as_it_was_written(decision: list[bool], vanished: int, starter: str) -> None:
+    wanted = sum(decision)
+    vanished = min(vanished, wanted)
+    finished = FinishedWrite(wanted - vanished, len(decision) - wanted, vanished)
+    ended = EndedSession(7, starter, tuple(decision), finished)
+    assert EndedSession.decoded(ended.encoded()) == ended
+
+
+def test_an_end_is_small_however_many_blocks_there_were() -> None:
+    most = 1 << 16
+    in_order, scattered = (True,) * most, (True, False) * (most // 2)
+    sizes = [
+        len(EndedSession(1, "", decision, FinishedWrite(sum(decision), most - sum(decision), 0)).encoded())
+        for decision in (in_order, scattered)
+    ]
+    assert sizes[0] < 32
+    assert sizes[1] < 32 + most // 8
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"), [(b"", "cannot be read"), (msgspec.msgpack.encode([2, 0, "", 0, 0, 0, None]), "format 2")]
+)
+def test_an_end_of_a_newer_release_is_refused(stored: bytes, named: str) -> None:
+    with pytest.raises(StorageIOError, match=named):
+        EndedSession.decoded(stored)
+
+
+class Deployment:
+    """A store, and the managers on it, one after the other or side by side.
+
+    Args:
+        settings: where the store is.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.clock = FakeClock()
+        self._settings = settings
+
+    async def rig(self) -> IndexRig:
+        """Open the store once more."""
+        return IndexRig(await open_metadata(self._settings, self.clock, secrets.token_hex(4)), self.clock)
+
+
+async def manager_on(rig: IndexRig) -> CacheManager:
+    """A manager that knows what is registered."""
+    metadata: Metadata = rig.metadata
+    storages = StorageDirectory("cluster")
+    registry = type(rig.registry)(storages, metadata.store.table("registry"), metadata.store.flush, metadata.kind)
+    await registry.load()
+    manager = CacheManager(
+        registry, storages, rig.clock, new_backend=metadata.new_backend, store=metadata.store, usage=metadata.usage
+    )
+    await manager.load()
+    return manager
+
+
+@pytest.fixture(params=["redis_standalone", "redis_cluster"])
+def shared(request: pytest.FixtureRequest) -> Deployment:
+    uri = request.getfixturevalue(request.param).uri(f"test-{secrets.token_hex(8)}", timeout_ms=10_000)
+    return Deployment(Settings(registry_storage_uri=uri))
+
+
+async def test_two_managers_on_one_store_tell_the_same(shared: Deployment) -> None:
+    rigs = [await shared.rig(), await shared.rig()]
+    try:
+        await rigs[0].configure(instances=("i",))
+        first, second = [await manager_on(rig) for rig in rigs]
+        started = await first.start_write("i", WriteRequest((1, 2, 3)))
+        told = await first.finish_write("i", started.session.id, BlockMask(offset=2))
+        assert told == FinishedWrite(served=2, dropped=1, vanished=0)
+        assert await second.finish_write("i", started.session.id, BlockMask(offset=2)) == told
+        with pytest.raises(InvalidArgumentError, match="2 of 3 succeeded, position 2 did not"):
+            await second.finish_write("i", started.session.id, ALL_THREE)
+        assert await second.open_sessions.look() == []
+        assert await first.endings.due_count() == 0
+        await rigs[0].settle()
+        await rigs[1].settle()
+        assert (await rigs[0].verified()).findings == []
+    finally:
+        for rig in rigs:
+            await rig.metadata.close()
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Standalone]:
+    """A server that the test may fill."""
+    with standalone(tmp_path) as made:
+        yield made
+
+
+async def test_a_full_server_lets_sessions_be_finished_and_finished_again(lone: Standalone) -> None:
+    deployment = Deployment(Settings(registry_storage_uri=lone.uri("test")))
+    rig = await deployment.rig()
+    try:
+        await rig.configure(instances=("i",))
+        manager = await manager_on(rig)
+        started = await manager.start_write("i", WriteRequest((1, 2, 3)))
+        with lone.server.admin() as server:
+            server.config_set("maxmemory", 1)
+            told = await manager.finish_write("i", started.session.id, ALL_THREE)
+            assert await manager.finish_write("i", started.session.id, ALL_THREE) == told
+            (key,) = [key for key in server.keys("*:o{sessions.*}*") if started.session.id.encode() in key]
+            assert 0 < server.pttl(key) <= REPEAT_SECONDS * 1000, "the server forgets it by itself"
+    finally:
+        await rig.metadata.close()
+
+
+async def test_a_manager_that_was_restarted_over_its_data_directory_tells_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    deployment = Deployment(Settings(data_dir=str(tmp_path_factory.mktemp("rocks")), fsync="never"))
+    rig = await deployment.rig()
+    await rig.configure(instances=("i",))
+    manager = await manager_on(rig)
+    started = await manager.start_write("i", WriteRequest((1, 2, 3)))
+    told = await manager.finish_write("i", started.session.id, ALL_THREE)
+    for seconds in (0.0, REPEAT_SECONDS - 1.0):
+        await rig.metadata.close()
+        deployment.clock.time += seconds
+        rig = await deployment.rig()
+        manager = await manager_on(rig)
+        assert await manager.finish_write("i", started.session.id, ALL_THREE) == told
+        assert (await rig.verified()).findings == []
+    await rig.metadata.close()
+    deployment.clock.time += 1.0
+    rig = await deployment.rig()
+    with pytest.raises(InvalidArgumentError, match=UNKNOWN):
+        await (await manager_on(rig)).finish_write("i", started.session.id, ALL_THREE)
+    await rig.metadata.close()
+
+
+# ── Told checksums ──
+
+
+MOST = 2**64 - 1
+GROUPS = {"first": ("tp0",), "second": ("tp1",), "both": ("tp0", "tp1")}
+
+
+async def recorded(rig: Rig, keys: Sequence[int]) -> list[dict[str, int]]:
+    """Checksums of each block by spec, as a match answers them."""
+    found = await rig.manager.match("i", MatchQuery(MatchMode.BATCH_GET, list(keys)))
+    assert list(found.keys) == list(keys)
+    return [{spec.name: spec.checksum for spec in decode_chunk(chunk).specs} for chunk in found.chunks]
+
+
+async def finish_with_checksums(
+    rig: Rig, started: StartedWrite, told: Sequence[ToldLocation], success: BlockMask | None = None
+) -> FinishedWrite:
+    success = success or BlockMask(offset=len(started.chunks))
+    return await rig.manager.finish_write("i", started.session.id, success, told=told)
+
+
+def of_both(first: int, second: int) -> ToldLocation:
+    return ToldLocation([("tp1", second), ("tp0", first)])
+
+
+async def test_checksums_are_kept_by_the_name_of_the_spec(rig: Rig) -> None:
+    started = await rig.start([1, 2, 3])
+    await finish_with_checksums(rig, started, [of_both(1, MOST), ToldLocation([("tp1", 5)]), ToldLocation([])])
+    assert await recorded(rig, [1, 2, 3]) == [
+        {"tp0": 1, "tp1": MOST},
+        {"tp0": 0, "tp1": 5},
+        {"tp0": 0, "tp1": 0},
+    ]
+    record = await rig.record(1)
+    assert record is not None
+    assert [spec.uri for spec in decode_chunk(record.locations[0].chunk).specs] == [
+        spec.uri for spec in decode_chunk(started.chunks[0]).specs
+    ]
+
+
+async def test_blocks_of_one_session_may_have_different_parts() -> None:
+    with opened(registered=instance(groups=GROUPS)) as rig:
+        started = await rig.start([1, 2, 3], spec_groups=["first", "both", "second"])
+        await finish_with_checksums(
+            rig, started, [ToldLocation([("tp0", 1)]), of_both(2, 3), ToldLocation([("tp1", 4)])]
+        )
+        assert await recorded(rig, [1, 2, 3]) == [{"tp0": 1}, {"tp0": 2, "tp1": 3}, {"tp1": 4}]
+
+
+async def test_the_checksum_of_a_location_is_that_of_its_only_part() -> None:
+    """It counts where the part's own is 0, and nowhere where there are two parts."""
+    with opened(registered=instance(groups=GROUPS)) as rig:
+        started = await rig.start([1, 2, 3, 4], spec_groups=["first", "second", "first", "both"])
+        told = [
+            ToldLocation([], 7),
+            ToldLocation([("tp1", 0)], MOST),
+            ToldLocation([("tp0", 8)], 9),
+            ToldLocation([("tp0", 0)], 10),
+        ]
+        await finish_with_checksums(rig, started, told)
+        assert await recorded(rig, [1, 2, 3, 4]) == [{"tp0": 7}, {"tp1": MOST}, {"tp0": 8}, {"tp0": 0, "tp1": 0}]
+
+
+async def test_a_part_that_the_location_does_not_have_is_left_out() -> None:
+    with opened(registered=instance(groups=GROUPS)) as rig:
+        started = await rig.start([1], spec_groups=["first"])
+        await finish_with_checksums(rig, started, [of_both(1, 2)])
+        assert await recorded(rig, [1]) == [{"tp0": 1}]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([ToldLocation([], 5)], "locations has 1 entries, must have none, or one per location .* returned: 2"),
+        ([ToldLocation([], 5)] * 3, "locations has 3 entries, .*: 2"),
+        ([ToldLocation([]), ToldLocation([("tp2", 1)])], r"locations\[1\] names the spec 'tp2', .*'tp0', 'tp1'"),
+        ([ToldLocation([("", 1)]), ToldLocation([])], r"locations\[0\] names the spec ''"),
+        ([ToldLocation([("tp0", 1), ("tp0", 0)]), ToldLocation([])], r"locations\[0\] names the spec 'tp0' twice"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_and_the_session_stays_open(
+    rig: Rig, told: list[ToldLocation], message: str
+) -> None:
+    started = await rig.start([1, 2])
+    with pytest.raises(InvalidArgumentError, match=message):
+        await finish_with_checksums(rig, started, told)
+    assert await rig.statuses([1, 2]) == [["WRITING"], ["WRITING"]]
+    await finish_with_checksums(rig, started, [of_both(1, 2)] * 2)
+    assert await recorded(rig, [1, 2]) == [{"tp0": 1, "tp1": 2}] * 2
+
+
+async def test_what_is_told_of_blocks_that_were_not_written_does_not_count(rig: Rig) -> None:
+    started = await rig.start([1, 2, 3])
+    told = [ToldLocation([("nonsense", 1)]), of_both(3, 4), ToldLocation([("tp0", 1), ("tp0", 2)])]
+    await finish_with_checksums(rig, started, told, BlockMask(flags=(False, True, False)))
+    assert await recorded(rig, [2]) == [{"tp0": 3, "tp1": 4}]
+
+
+@pytest.mark.parametrize("carried_out_by", ["expiry", "the same finish", "a finish that tells nothing"])
+async def test_whoever_carries_a_decision_out_writes_its_checksums_invariant_3(rig: Rig, carried_out_by: str) -> None:
+    """The manager that decided died between the decision and the blocks; what it stored counts, and nothing else."""
+    started = await rig.start([1, 2])
+    session = started.session
+    told = await checksums_of([of_both(1, 2), of_both(3, MOST)], (True, True), ("tp0", "tp1"))
+    decided = replace(session, decision=(True, True), checksums=told)
+    table = rig.tables.table("sessions")
+    assert await table.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
+    if carried_out_by == "expiry":
         rig.wait(5)
         await rig.manager.expire()
-        await rig.manager.expire()
-        await rig.manager.expire()
-        assert await rig.statuses([1]) == [["DELETING"]]
+    else:
+        later = [] if carried_out_by == "a finish that tells nothing" else [of_both(9, 9)] * 2
+        assert await finish_with_checksums(rig, started, later) == FinishedWrite(2, 0, 0)
+    assert await recorded(rig, [1, 2]) == [{"tp0": 1, "tp1": 2}, {"tp0": 3, "tp1": MOST}]
+    assert await table.all() == {}
 
 
-async def test_a_chain_that_would_follow_itself_is_refused() -> None:
-    """It would have no end, and nothing of it could be evicted (invariant 7)."""
-    with opened() as rig:
-        with pytest.raises(InvalidArgumentError, match="parent_block_key is 3"):
-            await rig.start([1, 2, 3], parent_key=3)
-        assert rig.used_bytes == 0
+async def test_a_removed_block_takes_no_checksums_and_stays_removed(rig: Rig) -> None:
+    started = await rig.start([1, 2])
+    await rig.manager.remove("i", [1], BlockMask(offset=0))
+    assert await finish_with_checksums(rig, started, [of_both(1, 2)] * 2) == FinishedWrite(1, 0, 1)
+    assert await rig.statuses([1, 2]) == [["DELETING"], ["SERVING"]]
+    assert await recorded(rig, [2]) == [{"tp0": 1, "tp1": 2}]
+
+
+async def test_hint_and_checksums_go_together(rig: Rig) -> None:
+    started = await rig.start([1])
+    hint = Retention(-7, 60)
+    await rig.manager.finish_write("i", started.session.id, BlockMask(offset=1), hint, [of_both(1, 2)])
+    assert await recorded(rig, [1]) == [{"tp0": 1, "tp1": 2}]
+    record = await rig.record(1)
+    assert record is not None
+    assert (record.locations[0].priority, record.due) == (-7, rig.clock.now() + 60)
+
+
+# ── How they are stored ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SESSION = WriteSession("s", 7, 12.5, "l", (1, -2), (True, False))
+TOLD = asyncio.run(checksums_of([of_both(1, MOST), of_both(2, 3)], SESSION.decision or (), ("tp0", "tp1")))
+
+
+def test_they_are_stored_with_the_session() -> None:
+    for checked in (replace(SESSION, checksums=TOLD), replace(SESSION, checksums=TOLD, priority=3, keep_until=9.5)):
+        document = checked.encoded()
+        assert WriteSession.decoded("s", document) == checked
+        assert WriteSession.decoded("s", document).encoded() == document  # it is found by comparing every byte
+
+
+def test_a_session_without_checksums_is_stored_as_ever() -> None:
+    old = msgspec.msgpack.encode([1, 7, 12.5, "l", b"\1" + b"\0" * 7 + b"\xfe" + b"\xff" * 7, b"\1\0"])
+    assert SESSION.encoded() == old
+    told_nothing = asyncio.run(checksums_of([ToldLocation([("tp0", 0)])] * 2, (True, True), ("tp0", "tp1")))
+    assert told_nothing is NO_CHECKSUMS
+    hinted = replace(SESSION, priority=1)
+    assert len(msgspec.msgpack.decode(hinted.encoded())) == 8
+
+
+def test_a_document_whose_checksums_do_not_fit_is_damaged() -> None:
+    fields = msgspec.msgpack.decode(replace(SESSION, checksums=TOLD).encoded())
+    damaged = msgspec.msgpack.encode([*fields[:-1], fields[-1][:-8]])
+    with pytest.raises(StorageIOError, match="cannot be read"):
+        WriteSession.decoded("s", damaged)
+
+
+@settings(max_examples=examples(200))
+@given(
+    rows=st.lists(
+        st.tuples(st.booleans(), st.dictionaries(st.sampled_from("abc"), st.integers(0, MOST)), st.integers(0, MOST)),
+        max_size=6,
+    ),
+    most=st.integers(1, 7),
+)
+def test_what_was_told_comes_back_by_key(rows: list[tuple[bool, dict[str, int], int]], most: int) -> None:
+    told = [ToldLocation(list(row.items()), of_only) for _, row, of_only in rows]
+    keys = range(100, 100 + len(rows))
+    stored = asyncio.run(checksums_of(told, [is_written for is_written, _, _ in rows], ("a", "b", "c")))
+    assert len(stored.values) == 8 * len(keys) * len(stored.names)
+    expected = {}
+    for key, (is_written, row, of_only) in zip(keys, rows, strict=True):
+        positive = {name: value for name, value in row.items() if value} or ({"": of_only} if of_only else {})
+        if is_written and positive:
+            expected[key] = positive
+    pages = [Checksums(*stored).by_key(keys, begin, begin + most) for begin in range(0, len(keys), most)]
+    assert all(set(page) <= set(keys[i * most : (i + 1) * most]) for i, page in enumerate(pages))
+    by_key = {key: row for page in pages for key, row in page.items()}
+    assert {key: {name: value for name, value in row.items() if value} for key, row in by_key.items()} == expected
+
+
+# ── Retention ──
+
+
+BOTH = BlockMask(offset=2)
+
+
+async def hints(rig: Rig, keys: list[int]) -> list[tuple[int, float]]:
+    """Priority and time left of each block's only location; 0 for no limit."""
+    records = await rig.manager.cache("i").index.get(keys)
+    places = [place for record in records if record is not None for place in record.locations]
+    assert [place.status for place in places] == [LocationStatus.SERVING] * len(keys)
+    return [(place.priority, place.deadline and place.deadline - rig.clock.now()) for place in places]
+
+
+async def finish_with_hint(rig: Rig, started: StartedWrite, retention: Retention, success: BlockMask = BOTH) -> None:
+    await rig.manager.finish_write("i", started.session.id, success, retention)
+
+
+async def test_the_hint_is_on_the_blocks_that_serve(rig: Rig) -> None:
+    started = await rig.start([1, 2])
+    rig.wait(3)  # time runs from the decision, not from the start
+    await finish_with_hint(rig, started, Retention(-7, 60))
+    assert await hints(rig, [1, 2]) == [(-7, 60), (-7, 60)]
+    records = await rig.manager.cache("i").index.get([1, 2])
+    assert [record.due for record in records if record is not None] == [rig.clock.now() + 60] * 2
+
+
+async def test_without_a_hint_blocks_have_no_limit(rig: Rig) -> None:
+    await rig.store([1, 2])
+    assert await hints(rig, [1, 2]) == [(0, 0), (0, 0)]
+    started = await rig.start([3, 4])
+    await finish_with_hint(rig, started, Retention(5))
+    assert await hints(rig, [3, 4]) == [(5, 0), (5, 0)]
+
+
+async def test_failed_blocks_take_no_hint() -> None:
+    with opened(group(delay_ms=0)) as rig:
+        started = await rig.start([1, 2])
+        await finish_with_hint(rig, started, Retention(5, 60), BlockMask(offset=1))
+        assert await hints(rig, [1]) == [(5, 60)]
+        await rig.executor.run_due()
+        assert await rig.statuses([1, 2]) == [["SERVING"], []]
+
+
+@pytest.mark.parametrize("priority", [-100, 100])
+async def test_priorities_reach_from_minus_100_to_100(rig: Rig, priority: int) -> None:
+    started = await rig.start([1, 2])
+    with pytest.raises(InvalidArgumentError, match=r"retention.priority is -?101, must be from -100 to 100"):
+        await finish_with_hint(rig, started, Retention(priority + (1 if priority > 0 else -1)))
+    with pytest.raises(InvalidArgumentError, match=r"retention.ttl_seconds is -1, must be >= 0"):
+        await finish_with_hint(rig, started, Retention(priority, -1))
+    assert await rig.statuses([1, 2]) == [["WRITING"], ["WRITING"]]  # the session is still open
+    await finish_with_hint(rig, started, Retention(priority))
+    assert await hints(rig, [1, 2]) == [(priority, 0), (priority, 0)]
+
+
+async def test_any_time_that_a_message_can_carry_fits(rig: Rig) -> None:
+    await finish_with_hint(rig, await rig.start([1, 2]), Retention(0, 2**63 - 1))
+    assert all(0 < left <= 1_000_000_000 for _, left in await hints(rig, [1, 2]))
+
+
+async def test_whoever_carries_a_decision_out_applies_its_hint_invariant_3(rig: Rig) -> None:
+    """The manager that decided died; the hint is in what it stored."""
+    started = await rig.start([1, 2])
+    session = started.session
+    decided = replace(session, decision=(True, True), priority=9, keep_until=rig.clock.now() + 60)
+    table = rig.tables.table("sessions")
+    assert await table.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
+    rig.wait(5)
+    await rig.manager.expire()
+    assert await hints(rig, [1, 2]) == [(9, 55), (9, 55)]
+    assert await table.all() == {}
+
+
+async def test_the_finish_that_decided_counts_invariant_3(rig: Rig) -> None:
+    """The same finish asked again, later and with another hint, carries the first one out."""
+    started = await rig.start([1, 2])
+    session = started.session
+    decided = replace(session, decision=(True, True), priority=9, keep_until=rig.clock.now() + 60)
+    table = rig.tables.table("sessions")
+    assert await table.replace(session.id, session.encoded(), decided.encoded(), rig.clock.now() + 5)
+    rig.wait(2)
+    await finish_with_hint(rig, started, Retention(-9, 600))
+    assert await hints(rig, [1, 2]) == [(9, 58), (9, 58)]
+    assert await table.all() == {}
+
+
+async def test_an_overdue_session_takes_no_hint(rig: Rig) -> None:
+    started = await rig.start([1, 2], timeout_seconds=5)
+    rig.wait(5)
+    with pytest.raises(InvalidArgumentError, match="expired"):
+        await finish_with_hint(rig, started, Retention(9, 60))
+
+
+def test_a_hint_is_stored_with_the_session() -> None:
+    for hinted in (replace(SESSION, priority=-3), replace(SESSION, keep_until=99.5), replace(SESSION, decision=None)):
+        assert WriteSession.decoded("s", hinted.encoded()) == hinted
+
+
+def test_a_session_of_before_the_hint_is_read_and_written_as_ever() -> None:
+    """Its document is replaced by comparing every byte: a longer one would never be found again."""
+    old = msgspec.msgpack.encode([1, 7, 12.5, "l", b"\1" + b"\0" * 7 + b"\xfe" + b"\xff" * 7, b"\1\0"])
+    assert WriteSession.decoded("s", old) == SESSION
+    assert SESSION.encoded() == old
+
+
+# ── Deadline table ──
+
+
+@dataclass(frozen=True)
+class Entry:
+    id: str
+    deadline: float
+
+
+IDS = st.sampled_from("abcde")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), IDS, st.integers(0, 20)),
+        st.tuples(st.just("take"), IDS, st.just(0)),
+        st.tuples(st.just("due"), IDS, st.integers(0, 6)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=examples(400))
+@given(steps=STEPS)
+def test_the_table_is_what_a_dict_would_be(steps: list[tuple[str, str, int]]) -> None:
+    """Entries are put, renewed to earlier and later deadlines, taken, and fall due as time goes on."""
+    table: DeadlineTable[Entry] = DeadlineTable()
+    expected: dict[str, Entry] = {}
+    now = 0
+    for verb, entry_id, number in steps:
+        if verb == "put":
+            entry = Entry(entry_id, float(now + number))
+            table.put(entry)
+            expected[entry_id] = entry
+        elif verb == "take":
+            assert table.take(entry_id) == expected.pop(entry_id, None)
+        else:
+            now += number
+            due = {key: entry for key, entry in expected.items() if entry.deadline <= now}
+            popped = table.pop_due(now)
+            assert {entry.id: entry for entry in popped} == due
+            assert len(popped) == len(due)
+            expected = {key: entry for key, entry in expected.items() if key not in due}
+        assert len(table) == len(expected)
+        assert sorted(entry.id for entry in table.values()) == sorted(expected)
+        assert [table.get(key) for key in "abcde"] == [expected.get(key) for key in "abcde"]
+
+
+def test_entries_fall_due_in_order_of_their_deadlines() -> None:
+    table: DeadlineTable[Entry] = DeadlineTable()
+    for entry in (Entry("c", 3.0), Entry("a", 1.0), Entry("b", 2.0)):
+        table.put(entry)
+    assert [entry.id for entry in table.pop_due(3.0)] == ["a", "b", "c"]
+    assert table.pop_due(100.0) == []

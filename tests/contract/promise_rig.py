@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+from fake_clock import FakeClock
 from storage_rig import Kind, content
 
 from connectors.transfer import TransferEngine, TransferItem
@@ -104,11 +105,6 @@ class PathSetting(_EngineSetting):
         return self._kind.open(self._root) if is_new else self._kind.reopen(self._root)
 
 
-class _Clock:
-    def now(self) -> float:
-        return 1_000_000.0
-
-
 class PoolSetting(_EngineSetting):
     """Memory of this node, and the documents that it is handed out by."""
 
@@ -124,7 +120,7 @@ class PoolSetting(_EngineSetting):
         self._table = MemoryTable()
 
     async def open(self, *, is_new: bool = True) -> StorageBackend:
-        pool: MempoolStorage = PoolOpener(self._table, _Clock(), Random(1), is_shared=True)(self.config, "cluster")
+        pool: MempoolStorage = PoolOpener(self._table, FakeClock(), Random(1), is_shared=True)(self.config, "cluster")
         if is_new:
             engine = TransferEngine.for_storages([self.config], 1)
             (attached,) = engine.pools()

@@ -97,6 +97,11 @@ def read(uri: str) -> bytes:
     return Path(place.path).read_bytes()[place.offset : place.offset + place.size]
 
 
+def is_intact(uri: str) -> bool:
+    """Whether the bytes that belong there are there; a file that is missing is not intact."""
+    return Path(LocationUri.parse(uri).path).exists() and read(uri) == content(uri)
+
+
 def fill_objects(uris: Sequence[str], size: int) -> None:
     """Give the file behind every uri so many bytes; storages without files need none."""
     for place in addresses(uris):

@@ -1,4 +1,6 @@
-"""Slots of packed files are handed out again, and never to two (design.md decisions 1 and 16, invariant 5)."""
+"""Slots of packed files that are handed out again, also beside a manager that is busy (invariant 5)."""
+
+from __future__ import annotations
 
 import asyncio
 import os
@@ -10,13 +12,30 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from slot_world import GRACE_SECONDS, SlotWorld, live_through, notes_of, slots, stored, wait_for_slots
+from slot_world import (
+    GRACE_SECONDS,
+    MOST_PENDING_SECONDS,
+    SlotWorld,
+    live_through,
+    notes_of,
+    slots,
+    stored,
+    wait_for_slots,
+)
 from storage_rig import can_punch_holes, files_below
 
 import kvcm.storage.file_slots
 from kvcm.model.uri import LocationUri
-from kvcm.storage.backend import Allocation, Part
-from kvcm.storage.slot_notes import noted_slots, slot_owners
+from kvcm.storage.backend import Allocation, Part, Parts
+from kvcm.storage.file_reuse import SlotGiver
+from kvcm.storage.file_slots import PackedFiles
+from kvcm.storage.packing import slot_count
+from kvcm.storage.slot_notes import beside, note_slots, noted_slots, slot_owners
+from kvcm.storage.slots import FreeSlots, Pool, SlotReuse
+from kvcm.storage.threads import StorageThreads
+
+# ── Slot reuse ──
+
 
 KIB = 1 << 10
 HELD_SECONDS = 2.0
@@ -334,3 +353,110 @@ async def test_a_storage_that_was_closed_hands_out_nothing_of_before(world: Slot
     again.inherit(world.storage)
     world.storage = again
     assert not {*slots(await world.create(2))} & {*slots(uris)}
+
+
+# ── Slots in a busy manager ──
+
+
+SLOTS = 32
+
+
+@pytest.fixture
+def busy_world(tmp_path: Path) -> SlotWorld:
+    return SlotWorld(tmp_path, Random(4), slot_bytes=512, slots_per_file=SLOTS)
+
+
+async def test_slots_whose_metadata_is_still_going_are_not_lost(busy_world: SlotWorld) -> None:
+    """Invariant 5 as well: none of them is handed out before that."""
+    uris = await busy_world.create(SLOTS)
+    await busy_world.delete(uris[:8])
+    busy_world.clock.time += GRACE_SECONDS
+    await busy_world.roll_back(uris[8:24])
+    busy_world.clock.time += MOST_PENDING_SECONDS
+    assert slots(await busy_world.create(4)) == slots(uris[:4])
+    await busy_world.storage.forgotten(uris[8:24])
+    assert slots(await busy_world.create(4)) == slots(uris[4:8])
+    busy_world.clock.time += GRACE_SECONDS
+    assert {*slots(await busy_world.create(16))} == {*slots(uris[8:24])}
+    assert busy_world.counts.overlaps == 0
+
+
+async def test_slots_whose_metadata_never_goes_are_lost_in_the_end(busy_world: SlotWorld) -> None:
+    """Also in a file that others are evicted from every few seconds: it is left to empty."""
+    uris = await busy_world.create(SLOTS)
+    await busy_world.delete(uris[:8])
+    busy_world.clock.time += GRACE_SECONDS
+    await busy_world.roll_back(uris[8:13])
+    for uri in uris[13:17]:
+        busy_world.clock.time += MOST_PENDING_SECONDS
+        await busy_world.delete([uri])
+    assert not {*slots(await busy_world.create(4))} & {*slots(uris)}
+
+
+async def test_two_that_write_at_once_share_a_file(busy_world: SlotWorld) -> None:
+    """What one of them has taken out is not lost to the other."""
+    uris = await busy_world.create(SLOTS)
+    await busy_world.delete(uris[:24])
+    busy_world.clock.time += GRACE_SECONDS
+    both = await asyncio.gather(busy_world.allocate(12), busy_world.allocate(12))
+    assert sorted(map(str, slots([*both[0], *both[1]]))) == sorted(map(str, slots(uris[:24])))
+    assert busy_world.counts.overlaps == 0
+
+
+async def test_deletions_succeed_where_notes_cannot_be_shortened(busy_world: SlotWorld) -> None:
+    """A full medium has to empty. Here nothing can be made under the name that shorter notes get at first."""
+    uris = await busy_world.create(SLOTS)
+    notes, in_the_way = notes_of(uris[0]), notes_of(uris[0], ".new")
+    in_the_way.mkdir()
+    for _ in range(80):
+        await busy_world.delete(uris[:8])
+        busy_world.clock.time += GRACE_SECONDS
+        uris[:8] = await busy_world.create(8)
+    assert (busy_world.counts.failures, busy_world.counts.reused) == (0, 640)
+    assert notes.stat().st_size > 4000
+    in_the_way.rmdir()
+    await busy_world.delete(uris)
+    assert busy_world.counts.failures == 0
+    assert files_below(busy_world.root) == []
+
+
+async def test_a_scrub_leaves_nothing_of_notes_that_a_killed_manager_was_shortening(busy_world: SlotWorld) -> None:
+    uris = await busy_world.create(SLOTS)
+    await busy_world.delete(uris[:4])
+    notes_of(uris[0], ".new").write_bytes(b"\n0.")
+    found = [each async for page in busy_world.storage.objects("cluster") for each in page.objects]
+    assert [slot_count(each.name) for each in found] == [SLOTS]
+    assert await busy_world.storage.remove_objects("cluster", found) == [None]
+    assert files_below(busy_world.root) == []
+
+
+async def test_while_all_threads_are_busy_only_the_first_writer_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_slots(monkeypatch, HELD_SECONDS)
+    free = FreeSlots(SlotReuse(GRACE_SECONDS, lambda: clock[0], lambda: 1))
+    clock, path, pool = [0.0], f"{tmp_path}/1_32x0123456789abcdef.aa", Pool("inst", 512)
+    for name in (path, beside(path)):
+        await asyncio.to_thread(Path(name).write_bytes, b"")
+    note_slots(path, range(8))
+    free.deleted(path, pool, range(8))
+    free.forgotten(path, range(8))
+    clock[0] += GRACE_SECONDS
+    threads, end = StorageThreads("busy", 1), threading.Event()
+    giver = SlotGiver("s-1", PackedFiles(f"{tmp_path}/", free), threads)
+    one = Parts.of([Part("tp0", 1, 512)])
+    busy = asyncio.create_task(threads.run(lambda: end.wait(60)))
+    await asyncio.sleep(0)
+    assert await giver.give("inst", one, "a1") == {}
+    began = time.monotonic()
+    for _ in range(3):
+        assert await giver.give("inst", one, "a2") == {}
+    assert time.monotonic() - began < HELD_SECONDS
+    wait_for_slots(monkeypatch)
+    end.set()
+    assert await busy
+    until = time.monotonic() + 60
+    while not await giver.give("inst", one, "a3"):
+        assert time.monotonic() < until
+        await asyncio.sleep(0)
+    assert free.usable(path) == 7

@@ -17,6 +17,7 @@ from uuid import uuid4
 import pytest
 from promise_rig import NODE, PathSetting, PoolSetting, Setting
 from storage_rig import KINDS, PATH_KINDS, allocation, content
+from thoroughness import is_thorough
 
 from kvcm.model.errors import UnsupportedError
 from kvcm.model.uri import LocationUri
@@ -25,9 +26,9 @@ from kvcm.storage.packing import object_name
 
 SIZE = 4096
 SPECS = {"tp0": SIZE, "tp1": SIZE}
-MEDIA = ("directory", "tmpfs", "fuse")
 SETTINGS = [
-    *(f"{kind} on {medium}" for kind in PATH_KINDS for medium in MEDIA),
+    *(f"{kind} on {medium}" for kind in PATH_KINDS for medium in ("directory", "fuse")),
+    *(pytest.param(f"{kind} on tmpfs", marks=pytest.mark.ci) for kind in PATH_KINDS),
     *(kind for kind in KINDS if kind not in PATH_KINDS),
     "mempool",
 ]
@@ -240,7 +241,7 @@ async def test_what_is_there_is_listed_and_goes_when_a_scrub_removes_it(
 async def test_a_random_history_serves_every_block_its_own_bytes(setting: Setting, storage: StorageBackend) -> None:
     """Blocks come and go; whoever reads by an old answer misses, or is given the bytes that were there."""
     random, live, gone = Random(3), list[str](), list[str]()
-    for step in range(12):
+    for step in range(12 if is_thorough() else 6):
         fresh = await placed(storage, range(random.randint(1, 9)), f"b{step}")
         await save(setting, fresh)
         live += fresh

@@ -1,23 +1,131 @@
-"""What a CacheManager must answer, in plain dicts and lists: written from design.md and wire.md, not from the code.
+"""What a CacheManager must answer, in plain dicts and lists: written from design.md and wire.md, not from the code."""
 
-Nothing here is fast or shared with the code under test. Every method that changes something mirrors one call of the
-manager and returns what that call must return, or the class of the error that it must raise.
-"""
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from cache_world import DecodedChunk, FakeClock
-from model_parts import DELETING, SERVING, WRITING, Block, Finished, Lease, Place, Plan, Session, Shelf, Wanted
+from cache_world import DecodedChunk
+from fake_clock import FakeClock
 
 from kvcm.cache.ended_sessions import REPEAT_SECONDS
 from kvcm.cache.match import MatchMode, MatchQuery
-from kvcm.cache.sessions import FinishedWrite, WriteRequest
+from kvcm.cache.sessions import WriteRequest
+from kvcm.cache.write_values import FinishedWrite
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
+from kvcm.model.locations import LocationStatus
 from kvcm.model.masks import BlockMask
 from kvcm.model.storages import StorageType
+
+# ── Model parts ──
+
+
+WRITING, SERVING, DELETING = LocationStatus.WRITING, LocationStatus.SERVING, LocationStatus.DELETING
+
+
+@dataclass
+class Place:
+    """One location of a block.
+
+    Attributes:
+        session: that writes it; kept for good by what never served, since its writer may come back.
+        deadline: of the session while writing, of the bytes while deleting, else 0.
+    """
+
+    id: str
+    storage: str
+    kind: StorageType
+    uris: dict[str, str]
+    size: int
+    written_at: float
+    session: str
+    deadline: float
+    status: LocationStatus = WRITING
+
+    def serve(self) -> None:
+        """Nobody writes here any more."""
+        self.status, self.session, self.deadline = SERVING, "", 0.0
+
+    def fail(self, now: float) -> None:
+        """Nobody was ever given it to read."""
+        if self.status is not DELETING or self.deadline > now:
+            self.status, self.deadline = DELETING, now
+
+
+@dataclass
+class Block:
+    parent: int | None
+    depth: int
+    places: list[Place] = field(default_factory=list)
+
+
+@dataclass
+class Shelf:
+    """A configured storage."""
+
+    kind: StorageType
+    rank: int
+    enabled: bool = True
+
+
+@dataclass
+class Session:
+    id: str
+    instance_id: str
+    epoch: int
+    deadline: float
+    place_id: str
+    keys: list[int]
+
+
+@dataclass
+class Finished:
+    session: Session
+    flags: list[bool]
+    told: FinishedWrite
+    until: float
+
+
+@dataclass
+class Lease:
+    id: str
+    instance_id: str
+    epoch: int
+    deadline: float
+    pins: set[tuple[str, int, str]]
+
+
+@dataclass
+class Wanted:
+    """A block that a start has to hand out addresses for."""
+
+    key: int
+    parent: int | None
+    depth: int
+    specs: list[tuple[str, int]]
+    storage: str
+    kind: StorageType
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, size in self.specs)
+
+
+@dataclass
+class Plan:
+    """What a start must answer."""
+
+    flags: list[bool]
+    blocks: list[Wanted] = field(default_factory=list)
+    refused: int = 0
+    seconds: int = 0
+
+
+# ── Cache model ──
+
 
 Refusal = type[KvcmError]
 HELD_RECHECK_SECONDS = 1.0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from at_once import now
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
 from kvcm.index.backends.backend import IndexBackend
@@ -39,19 +40,6 @@ STAND_INS = {
     storage_type: lambda config, cluster: DummyStorage(config.global_unique_name, f"/{cluster}/", 1)
     for storage_type in (StorageType.ST_TAIRMEMPOOL, StorageType.ST_3FS)
 }
-
-
-class FakeClock:
-    """Time that only moves when told."""
-
-    def __init__(self) -> None:
-        self._now = 1_000_000.0
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        self._now += seconds
 
 
 class CountingIds:

@@ -3,19 +3,20 @@ can crash at any of these points: it never gets an answer again, whatever it was
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar
 
-from cache_world import CLUSTER, CountingIds, FakeClock
+from cache_world import CLUSTER, CountingIds
+from fake_clock import FakeClock
 
 from kvcm.cache.manager import CacheManager
-from kvcm.index.backends.backend import Access, Change, Written
+from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.rows import RowObserver
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
 from kvcm.model.instances import Placement
-from kvcm.model.locations import BlockRecord, Place
 from kvcm.model.storages import StorageType
 from kvcm.reclaim.executor import DeletionExecutor
 from kvcm.registry.registry import Registry
@@ -109,151 +110,67 @@ class Connection:
 
 
 class SharedTable:
-    """A table of the store."""
+    """A table of the store: every call suspends before it takes effect and before its answer comes."""
 
     def __init__(self, inner: MemoryTable, connection: Connection) -> None:
         self._inner = inner
         self._pause = connection.pause
 
-    async def get(self, name: str) -> bytes | None:
-        await self._pause()
-        document = await self._inner.get(name)
-        await self._pause()
-        return document
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
 
-    async def all(self) -> Mapping[str, bytes]:
-        await self._pause()
-        documents = await self._inner.all()
-        await self._pause()
-        return documents
+        async def call(*arguments: Any, **named: Any) -> Any:
+            await self._pause()
+            answer = await found(*arguments, **named)
+            await self._pause()
+            return answer
 
-    async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
-        await self._pause()
-        replaced = await self._inner.replace(name, old, new, due)
-        await self._pause()
-        return replaced
-
-    async def conclude(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
-        await self._pause()
-        concluded = await self._inner.conclude(name, old, outcome, now, seconds)
-        await self._pause()
-        return concluded
-
-    async def outcome(self, name: str, now: float) -> bytes | None:
-        await self._pause()
-        outcome = await self._inner.outcome(name, now)
-        await self._pause()
-        return outcome
-
-    async def due(self, now: float, most: int) -> list[str]:
-        await self._pause()
-        names = await self._inner.due(now, most)
-        await self._pause()
-        return names
-
-    async def version(self) -> int:
-        await self._pause()
-        version = await self._inner.version()
-        await self._pause()
-        return version
+        return call
 
 
 class SharedBackend:
-    """The records of one instance."""
+    """The records of one instance: calls suspend as those of a table do."""
 
     awaits = True
     is_shared = True
+    due_from = 0.0
 
     def __init__(self, uid: int, store: SharedStore, connection: Connection) -> None:
         self._uid = uid
         self._store = store
         self._pause = connection.pause
 
-    @property
-    def _inner(self) -> MemoryBackend:
-        return self._store.backend(self._uid)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store.backend(self._uid), name)
+        if not iscoroutinefunction(found):
+            return found
 
-    @property
-    def key_count(self) -> int:
-        return self._inner.key_count
+        async def call(*arguments: Any, **named: Any) -> Any:
+            await self._pause()
+            answer = await found(*arguments, **named)
+            await self._pause()
+            return answer
 
-    @property
-    def usage_bytes(self) -> Mapping[Place, int]:
-        return self._inner.usage_bytes
-
-    @property
-    def deleting_bytes(self) -> Mapping[Place, int]:
-        return self._inner.deleting_bytes
-
-    @property
-    def deleting_keys(self) -> int:
-        return self._inner.deleting_keys
-
-    @property
-    def due_from(self) -> float:
-        return 0.0
+        return call
 
     async def refresh(self) -> None:
         await self._pause()
 
-    async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
-        await self._pause()
-        records = await self._inner.get_many(keys)
-        await self._pause()
-        return records
-
     async def write_many(self, changes: Sequence[Change]) -> Written:
         await self._pause()
-        written = await self._inner.write_many(changes)
+        inner = self._store.backend(self._uid)
+        written = await inner.write_many(changes)
         self._store.changed(self._uid, [change for change in changes if change.key not in written.lost])
         await self._pause()
         return written
-
-    async def children(self, key: int) -> list[int]:
-        await self._pause()
-        return await self._inner.children(key)
-
-    async def families(self, keys: Sequence[int]) -> list[list[int]]:
-        await self._pause()
-        return await self._inner.families(keys)
-
-    async def due(self, now: float, most: int) -> list[int]:
-        await self._pause()
-        keys = await self._inner.due(now, most)
-        await self._pause()
-        return keys
-
-    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
-        await self._pause()
-        await self._inner.touch(counts, at, moves=moves)
-
-    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
-        await self._pause()
-        await self._inner.requeue(counts, at)
-
-    async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
-        await self._pause()
-        return await self._inner.accesses(keys)
-
-    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
-        await self._pause()
-        return await self._inner.coldest(count, offset)
 
     def follow(self, observer: RowObserver | None) -> None:
         """Other managers change the records too: nobody is told."""
 
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
-        async for page in self._inner.scan(page_size):
+        async for page in self._store.backend(self._uid).scan(page_size):
             await self._pause()
             yield page
-
-    async def random_sample(self, count: int, random: Random) -> list[int]:
-        await self._pause()
-        return await self._inner.random_sample(count, random)
-
-    async def drop(self) -> None:
-        await self._pause()
-        await self._inner.drop()
 
 
 class LoggedStorage(DummyStorage):

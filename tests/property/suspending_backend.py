@@ -3,15 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from random import Random
+from typing import Any
 
 from kvcm.index.backends.alike import Ending
-from kvcm.index.backends.backend import Access, Change, Written
+from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.backends.rows import RowObserver, Rows
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.shards import ShardLocks
-from kvcm.model.locations import BlockRecord, Place
+from kvcm.model.locations import BlockRecord
 from kvcm.model.runs import BlockRun
 
 
@@ -61,28 +62,17 @@ class SuspendingBackend:
     awaits: bool = True
     is_shared: bool = False
 
-    @property
-    def key_count(self) -> int:
-        return self.inner.key_count
+    def __getattr__(self, name: str) -> Any:
+        """Whatever is not told apart below: as the backend inside says it, after a while where that is awaited."""
+        found = getattr(self.inner, name)
+        if not iscoroutinefunction(found):
+            return found
 
-    @property
-    def usage_bytes(self) -> Mapping[Place, int]:
-        return self.inner.usage_bytes
+        async def call(*arguments: Any, **named: Any) -> Any:
+            await self._suspend()
+            return await found(*arguments, **named)
 
-    @property
-    def deleting_bytes(self) -> Mapping[Place, int]:
-        return self.inner.deleting_bytes
-
-    @property
-    def deleting_keys(self) -> int:
-        return self.inner.deleting_keys
-
-    @property
-    def due_from(self) -> float:
-        return self.inner.due_from
-
-    async def refresh(self) -> None:
-        await self._suspend()
+        return call
 
     async def _suspend(self) -> None:
         for _ in range(self.random.randint(0, self.most)):
@@ -123,50 +113,15 @@ class SuspendingBackend:
                 seen.append(version.record)
         return seen
 
-    async def children(self, key: int) -> list[int]:
-        await self._suspend()
-        return await self.inner.children(key)
-
-    async def families(self, keys: Sequence[int]) -> list[list[int]]:
-        await self._suspend()
-        return await self.inner.families(keys)
-
-    async def due(self, now: float, most: int) -> list[int]:
-        await self._suspend()
-        return await self.inner.due(now, most)
-
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         await self._suspend()
         await self.inner.touch(counts, at, moves=moves)
         await self._suspend()
 
-    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
-        await self._suspend()
-        await self.inner.requeue(counts, at)
-
-    async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
-        await self._suspend()
-        return await self.inner.accesses(keys)
-
-    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
-        await self._suspend()
-        return await self.inner.coldest(count, offset)
-
-    def follow(self, observer: RowObserver | None) -> Rows | None:
-        return self.inner.follow(observer)
-
-    async def drop(self) -> None:
-        await self._suspend()
-        await self.inner.drop()
-
     async def scan(self, page_size: int) -> AsyncIterator[list[int]]:
         async for page in self.inner.scan(page_size):
             await self._suspend()
             yield page
-
-    async def random_sample(self, count: int, random: Random) -> list[int]:
-        await self._suspend()
-        return await self.inner.random_sample(count, random)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from suspending_backend import SuspendingBackend
-from thoroughness import examples
+from thoroughness import is_thorough
 
 from kvcm.cache.garbage_custody import GarbageCustody
 from kvcm.cache.manager import CacheManager
@@ -247,7 +247,7 @@ class SuspendingPoolsMachine(PoolsMachine):
 
 
 PHASES = [Phase.explicit, Phase.generate]  # a failure of many steps takes minutes to shrink
-FEW = settings(phases=PHASES, max_examples=examples(40), stateful_step_count=25, deadline=None, derandomize=True)
+FEW = settings(phases=PHASES, max_examples=40 if is_thorough() else 8, stateful_step_count=25)
 PoolsMachine.TestCase.settings = FEW
 SuspendingPoolsMachine.TestCase.settings = FEW
 TestPools = PoolsMachine.TestCase

@@ -1,8 +1,6 @@
-"""MetaIndex over a store that really suspends: many tasks at once on the same keys, then everything must add up.
+"""MetaIndex over a store that really suspends: many tasks at once on the same keys, then everything must add up."""
 
-A record counts in its `depth`: every increment replaces the record by one that counts one more, under a location of
-its own. So a lost update is a number that is missing, and a version that two tasks both built upon is seen at once.
-"""
+from __future__ import annotations
 
 import asyncio
 from collections import Counter
@@ -12,16 +10,23 @@ from typing import Any, NamedTuple
 
 import pytest
 from cache_world import decoded, dummy
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from suspending_backend import SpiedShardLocks, Steps, SuspendingBackend, check_lock_order, spy_on_locks
-from thoroughness import examples
+from thoroughness import examples, is_thorough
 
-from kvcm.index.meta_index import Change, MetaIndex
+from kvcm.index.backends.backend import Change, Written
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.meta_index import MetaIndex
+from kvcm.index.search_cache import CacheBudget
+from kvcm.model.errors import NotReadyError
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.storage.directory import StorageDirectory
+
+# ── Meta index machine ──
+
 
 pytestmark = pytest.mark.timeout(400)  # seconds to make a failure small; a pass takes ten
 SHARDS, LIMIT = 4, 9
@@ -214,10 +219,8 @@ def readable(record: BlockRecord | None, view: dict[str, int | None]) -> bytes |
 
 class TestInvariants1And4And8OfTheIndex(MetaIndexMachine.TestCase):
     settings = settings(
-        max_examples=examples(200),
+        max_examples=200 if is_thorough() else 20,
         stateful_step_count=12,
-        deadline=None,
-        derandomize=True,
         phases=[Phase.generate, Phase.shrink],
     )
 
@@ -236,3 +239,226 @@ async def test_overlapping_calls_never_exceed_the_key_limit(seed: int) -> None:
     stored = sum(change.new is not None for changes in results for change in changes)
     refused = sum(change.refused for changes in results for change in changes)
     assert (stored, stored + refused) == (index.key_count, 24)
+
+
+# ── Cancelled index calls ──
+
+
+TWELVE = list(range(12))
+FIXED = settings(max_examples=examples(200))
+CALLS = st.lists(
+    st.tuples(st.booleans(), st.lists(st.sampled_from(TWELVE), min_size=1, max_size=8), st.integers(0, 12)),
+    min_size=1,
+    max_size=8,
+)
+"""(add or remove, keys, after how many turns of the loop the call is cancelled)"""
+
+
+def serving(key: int) -> BlockRecord:
+    chunk = encode_chunk(StorageType.ST_DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}?size=10")])
+    place = Location("l", "a", StorageType.ST_DUMMY, LocationStatus.SERVING, ("kv",), chunk, 10, 0.0)
+    return BlockRecord(None, 0, (place,))
+
+
+class CancelledRig:
+    def __init__(self, seed: int) -> None:
+        view = StorageDirectory("cluster")
+        view.open(dummy("a"))
+        self.backend = SuspendingBackend(Random(seed))
+        self.index = MetaIndex(self.backend, view, shard_count=SHARDS, batch_key_size=2)
+        self.locks = spy_on_locks(self.index, SHARDS)
+
+    async def run(self, calls: list[tuple[bool, list[int], int]]) -> None:
+        tasks = [asyncio.create_task(self.change(add, keys)) for add, keys, _ in calls]
+        for turn in range(13):
+            for task, (_, _, cancelled_at) in zip(tasks, calls, strict=True):
+                if turn == cancelled_at:
+                    task.cancel()
+            await asyncio.sleep(0)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError | None) for outcome in outcomes), outcomes
+        for task in tasks:
+            check_lock_order(self.locks.log.of(task))
+
+    async def change(self, add: bool, keys: list[int]) -> None:
+        await self.index.read_modify_write(keys, lambda key, old: (old or serving(key)) if add else None)
+
+    async def records(self) -> list[BlockRecord | None]:
+        return await self.backend.inner.get_many(TWELVE)
+
+
+@FIXED
+@given(seed=st.integers(0, 1 << 32), calls=CALLS)
+async def test_invariant_8_cancelled_calls_leave_nothing_locked(
+    seed: int, calls: list[tuple[bool, list[int], int]]
+) -> None:
+    rig = CancelledRig(seed)
+    await rig.run(calls)
+    assert rig.locks.held == []
+    changes = await rig.index.put({key: serving(key) for key in TWELVE})
+    assert [change.new for change in changes] == [serving(key) for key in TWELVE]
+
+
+@FIXED
+@given(seed=st.integers(0, 1 << 32), calls=CALLS)
+async def test_invariant_4_usage_is_the_recount_after_cancelled_calls(
+    seed: int, calls: list[tuple[bool, list[int], int]]
+) -> None:
+    rig = CancelledRig(seed)
+    await rig.run(calls)
+    recount = Counter(found.place for record in await rig.records() if record for found in record.locations)
+    assert +Counter(rig.index.usage_bytes) == Counter({where: 10 * count for where, count in recount.items()})
+
+
+@FIXED
+@given(seed=st.integers(0, 1 << 32), calls=CALLS)
+async def test_invariant_1_no_answer_is_stale_after_cancelled_calls(
+    seed: int, calls: list[tuple[bool, list[int], int]]
+) -> None:
+    rig = CancelledRig(seed)
+    await rig.index.put({key: serving(key) for key in TWELVE})
+    await rig.run(calls)
+    assert await rig.index.answers(TWELVE) == [record and record.locations[0].chunk for record in await rig.records()]
+
+
+# ── Lost races ──
+
+
+CONTESTED_KEYS = st.lists(st.integers(0, 20), min_size=1, max_size=15, unique=True)
+ATTEMPTS = 32
+DUMMY = StorageType.ST_DUMMY
+PLACE = Place("a", DUMMY)
+
+
+def counted_record(key: int, count: int) -> BlockRecord:
+    chunk = encode_chunk(DUMMY, 1, [SpecUri("kv", f"dummy://a/{key}/{count}?size=1")])
+    place = Location(f"{key}-{count}", "a", DUMMY, LocationStatus.SERVING, ("kv",), chunk, count, 0.0)
+    return BlockRecord(None, count, (place,))
+
+
+def increase(key: int, old: BlockRecord | None) -> BlockRecord:
+    return counted_record(key, 1 if old is None else old.depth + 1)
+
+
+class ContestedBackend(MemoryBackend):
+    """A shared store: a rival increments some of the keys right before they are compared and set.
+
+    Attributes:
+        rivals: keys that the rival takes before the first write, before the second and so on.
+        written: the keys of every write that was tried.
+        rival_usage: bytes that the rival added.
+    """
+
+    awaits = True
+    is_shared = True
+
+    def __init__(self, rivals: Sequence[Sequence[int]] = ()) -> None:
+        super().__init__()
+        self._rivals = iter(rivals)
+        self.written: list[list[int]] = []
+        self.rival_counts: Counter[int] = Counter()
+        self.rival_usage = 0
+
+    async def write_many(self, changes: Sequence[Change]) -> Written:
+        await self._lose(next(self._rivals, ()))
+        self.written.append([change.key for change in changes])
+        return await super().write_many(changes)
+
+    async def _lose(self, keys: Sequence[int]) -> None:
+        records = await self.get_many(keys)
+        changes = [Change(key, old, increase(key, old)) for key, old in zip(keys, records, strict=True)]
+        written = await super().write_many(changes)
+        assert not written.lost
+        self.rival_counts.update(keys)
+        self.rival_usage += written.usage.get(PLACE, 0)
+
+
+class ContestedRig:
+    def __init__(self, backend: ContestedBackend, batch_key_size: int = 256) -> None:
+        view = StorageDirectory("cluster")
+        view.open(dummy("a"))
+        self.backend = backend
+        self.told_bytes: Counter[Place] = Counter()
+        self.told_keys = 0
+        self.applied: list[Change] = []
+        self.index = MetaIndex(
+            backend,
+            view,
+            shard_count=4,
+            batch_key_size=batch_key_size,
+            on_usage=lambda: self.on_usage,
+            budget=CacheBudget(1 << 20),
+        )
+
+    def on_usage(self, difference: Counter[Place], keys: int) -> None:
+        self.told_bytes.update(difference)
+        self.told_keys += keys
+
+    async def increment(self, keys: Sequence[int]) -> list[Change]:
+        return await self.index.read_modify_write(keys, increase, self.applied.extend)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They spread managers in time; here there is one."""
+    monkeypatch.setattr("kvcm.index.meta_index._LONGEST_PAUSE_SECONDS", 0.0)
+
+
+async def test_only_the_keys_that_lost_are_tried_again() -> None:
+    rig = ContestedRig(ContestedBackend([[2, 4], [4]]))
+    changes = await rig.increment([1, 2, 3, 4])
+    assert [sorted(keys) for keys in rig.backend.written] == [[1, 2, 3, 4], [2, 4], [4]]
+    assert [(change.key, change.new and change.new.depth) for change in changes] == [(1, 1), (2, 2), (3, 1), (4, 3)]
+
+
+async def test_attempts_are_bounded_and_the_error_says_what_to_do() -> None:
+    rig = ContestedRig(ContestedBackend([[7]] * 100))
+    with pytest.raises(NotReadyError, match=rf"1 blocks .* {ATTEMPTS} attempts: retry"):
+        await rig.increment([7, 8])
+    assert rig.backend.written == [rig.backend.written[0], *[[7]] * (ATTEMPTS - 1)]
+    assert [change.key for change in rig.applied] == [8], "what was stored was told"
+    assert rig.told_keys == 1
+
+
+async def test_the_last_attempt_counts() -> None:
+    rig = ContestedRig(ContestedBackend([[7]] * (ATTEMPTS - 1)))
+    (change,) = await rig.increment([7])
+    assert change.new == counted_record(7, ATTEMPTS)
+
+
+async def test_a_modify_that_changes_its_mind_after_a_lost_race_writes_nothing() -> None:
+    """It wanted the key for itself and a rival has it now: the answer shows the rival's record."""
+    rig = ContestedRig(ContestedBackend([[1]]))
+    (change,) = await rig.index.read_modify_write([1], lambda key, old: old or counted_record(key, 50))
+    assert change.new is change.old
+    assert change.new == counted_record(1, 1)
+    assert rig.backend.written == [[1]]
+
+
+@FIXED
+@given(
+    calls=st.lists(CONTESTED_KEYS, min_size=1, max_size=5),
+    seed=st.integers(0, 1 << 32),
+    batch=st.sampled_from([1, 4, 100]),
+)
+async def test_no_update_is_lost_and_usage_is_the_recount(calls: list[list[int]], seed: int, batch: int) -> None:
+    """Invariant 4 across managers: what each was told adds up to what the records say."""
+    random = Random(seed)
+    rivals = [[key for key in range(21) if random.random() < 0.3] for _ in range(40)]
+    rig = ContestedRig(ContestedBackend(rivals), batch)
+    counted: Counter[int] = Counter()
+    for keys in calls:
+        rig.applied.clear()
+        changes = await rig.increment(keys)
+        assert sorted(rig.applied) == sorted(changes), "each stored change is told once"
+        counted.update(keys)
+        # Nothing of what lost a race is shown.
+        records = await rig.backend.get_many(keys)
+        assert await rig.index.answers(keys) == [record and record.locations[0].chunk for record in records]
+        rig.index.invalidate(range(21))  # as the store tells of what rivals change
+    counted += rig.backend.rival_counts
+    records = await rig.backend.get_many(range(21))
+    assert {key: record.depth for key, record in enumerate(records) if record is not None} == dict(counted)
+    recount = sum(place.size_bytes for record in records if record is not None for place in record.locations)
+    assert rig.told_bytes[PLACE] + rig.backend.rival_usage == recount
+    assert rig.told_keys <= rig.backend.key_count == sum(record is not None for record in records)

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cache_world import CountingIds, FakeClock, dummy, group_of, instance
+from cache_world import CountingIds, dummy, group_of, instance
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.cache import instance_cache, settling
 from kvcm.cache.checksums import ToldLocation
@@ -125,7 +127,7 @@ class World:
         return found
 
     async def wait(self, seconds: int) -> object:
-        self.clock.advance(seconds)
+        self.clock.time += seconds
         await self.manager.expire()
         return await self.executor.run_due()
 
@@ -186,9 +188,7 @@ STEPS = st.one_of(
 
 
 @pytest.mark.parametrize("page_keys", [1024, 3])
-@settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=12), st.sampled_from(PLANS), st.sampled_from([1, 4]))
 def test_runs_leave_what_records_leave(
     page_keys: int, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, Any]], plan: OrderPlan, per_object: int

@@ -128,5 +128,5 @@ class SlotReuseMachine(RuleBasedStateMachine):
 
 TestSlotReuse = SlotReuseMachine.TestCase
 TestSlotReuse.settings = settings(
-    max_examples=examples(60), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )

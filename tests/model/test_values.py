@@ -1,10 +1,20 @@
-"""Values of what is registered: instances, groups, storages."""
+"""Values that are registered, errors, hashes of passwords and the end of background tasks."""
 
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from contextlib import suppress
 from dataclasses import replace
+from hashlib import scrypt
 from typing import Any
 
 import pytest
 
+from kvcm.model import errors, tasks
+from kvcm.model.accounts import Account, AccountRole, PasswordHash
+from kvcm.model.errors import ErrorCode, KvcmError
 from kvcm.model.groups import CachePreferStrategy, InstanceGroupQuota, QuotaConfig
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, LocationSpecKind, ModelDeployment
 from kvcm.model.storages import (
@@ -18,7 +28,54 @@ from kvcm.model.storages import (
     ThreeFSStorageSpec,
     VcnsThreeFSStorageSpec,
 )
+from kvcm.model.tasks import end_tasks
 from kvcm.protocol import admin_service_pb2, meta_service_pb2
+
+# ── Error tree ──
+
+
+ROW = re.compile(r"^\s*(?:[├└]── )?(\w+Error)\s+([A-Z_]+)\s+(\d{3})", re.MULTILINE)
+TABLE = {name: (code, int(status)) for name, code, status in ROW.findall(errors.__doc__ or "")}
+CLASSES = {
+    name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)
+}
+
+
+def test_the_table_in_the_docstring_is_that_of_the_classes() -> None:
+    assert {name: (cls.code.name, cls.http_status) for name, cls in CLASSES.items()} == TABLE
+
+
+def test_the_tree_has_one_floor() -> None:
+    assert {cls.__bases__ for name, cls in CLASSES.items() if cls is not KvcmError} == {(KvcmError,)}
+
+
+def test_each_error_has_a_code_of_its_own() -> None:
+    codes = [cls.code for cls in CLASSES.values()]
+    assert len(set(codes)) == len(codes)
+    assert {ErrorCode.OK, ErrorCode.UNSPECIFIED}.isdisjoint(codes)
+
+
+def test_every_code_but_success_has_an_error() -> None:
+    assert {cls.code for cls in CLASSES.values()} == set(ErrorCode) - {ErrorCode.OK, ErrorCode.UNSPECIFIED}
+
+
+def test_everything_public_is_exported() -> None:
+    assert set(errors.__all__) == {*CLASSES, "ErrorCode"}
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_codes_are_those_of_the_protocol(code: ErrorCode) -> None:
+    assert meta_service_pb2.ErrorCode.Value(code.name) == code
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_statuses_are_errors_and_the_message_is_kept(cls: type[KvcmError]) -> None:
+    assert 400 <= cls.http_status <= 599
+    assert str(cls("do this")) == "do this"
+
+
+# ── Registered values ──
+
 
 FULL, LINEAR, UNKNOWN = (
     LocationSpecKind.LSK_FULL_ATTENTION,
@@ -152,3 +209,83 @@ def test_an_unknown_kind_is_a_key_error() -> None:
 )
 def test_the_spec_decides_the_type(spec: Any, kind: str) -> None:
     assert StorageConfig("s", spec).storage_type.kind == kind
+
+
+# ── Password hashes ──
+
+
+PASSWORD = "correct horse 鍵"
+
+
+def test_a_hash_matches_its_password_only() -> None:
+    hashed = PasswordHash.of(PASSWORD)
+    assert hashed.matches(PASSWORD)
+    assert not hashed.matches(PASSWORD + " ")
+    assert not hashed.matches("")
+
+
+def test_a_hash_is_scrypt_with_its_salt() -> None:
+    salt = bytes(range(16))
+    assert PasswordHash.of(PASSWORD, salt).digest == scrypt(PASSWORD.encode(), salt=salt, n=16384, r=8, p=1)
+
+
+def test_every_hash_has_a_salt_of_its_own() -> None:
+    first, second = PasswordHash.of(PASSWORD), PasswordHash.of(PASSWORD)
+    assert first.salt != second.salt
+    assert first.digest != second.digest
+    assert len(first.salt) >= 16
+
+
+def test_a_hash_never_contains_the_password() -> None:
+    hashed = PasswordHash.of(PASSWORD)
+    assert PASSWORD.encode() not in hashed.salt + hashed.digest
+
+
+def test_nothing_secret_is_printed() -> None:
+    hashed = PasswordHash.of(PASSWORD)
+    account = Account("admin", AccountRole.ROLE_ADMIN, hashed)
+    for text in (repr(hashed), str(hashed), repr(account), str(account), f"{hashed}"):
+        assert PASSWORD not in text
+        for secret in (hashed.salt, hashed.digest):
+            assert secret.hex() not in text
+            assert repr(secret)[2:-1] not in text
+    assert "admin" in repr(account)
+
+
+# ── Ending tasks ──
+
+
+async def test_a_task_that_loses_a_cancellation_is_cancelled_again(monkeypatch) -> None:
+    monkeypatch.setattr(tasks, "_AGAIN_SECONDS", 0.01)
+    lost = 0
+
+    async def goes_round() -> None:
+        nonlocal lost
+        while lost < 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                lost += 1
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(goes_round())
+    await asyncio.sleep(0)
+    await end_tasks([task])
+    assert task.cancelled()
+    assert lost == 3
+
+
+async def test_tasks_that_fail_or_have_ended_are_no_trouble() -> None:
+    async def fails() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise ValueError
+
+    async def nothing() -> None:
+        pass
+
+    ended, failing = asyncio.create_task(nothing()), asyncio.create_task(fails())
+    await asyncio.sleep(0)
+    await end_tasks([ended, failing])
+    assert isinstance(failing.exception(), ValueError)
+    await end_tasks([])

@@ -1,0 +1,888 @@
+"""Verification of stores of every kind: what is found, in which order, what is repaired, and recounts of usage."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from struct import pack
+
+import msgspec
+import pytest
+import redis
+from audit_rig import KINDS, SHARDS, IndexRig, chain, location, opened, record
+from cache_rig import Rig, group, instance
+from hypothesis import given
+from hypothesis import strategies as st
+from redis_servers import Standalone
+
+from kvcm.cache import audit_blocks
+from kvcm.cache.audit_documents import DocumentAudit
+from kvcm.cache.audit_report import AuditReport, Repair
+from kvcm.cache.extents import ExtentPart, Owner, part_count
+from kvcm.cache.leases import ReadLease
+from kvcm.cache.limits import Limits
+from kvcm.cache.open_caches import OpenCaches
+from kvcm.cache.pin_values import HeldPlace, HeldPlaces, Pin
+from kvcm.cache.recount import UsageRecount
+from kvcm.cache.shared_usage import SharedLedger
+from kvcm.cache.usage import Reservation
+from kvcm.cache.write_values import WriteSession
+from kvcm.index.backends.backend import Access
+from kvcm.index.backends.rocks_audit import drop_rows, look_at_rows
+from kvcm.index.codec import encode_payload
+from kvcm.index.meta_index import MetaIndex
+from kvcm.index.search_cache import CacheBudget
+from kvcm.index.shards import shard_of
+from kvcm.model.clock import SystemClock
+from kvcm.model.instances import Placement
+from kvcm.model.locations import BlockRecord, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.masks import NO_MASK
+from kvcm.model.storages import StorageType
+from kvcm.registry.closed import ClosedStorages
+from kvcm.registry.registry import Registry
+from kvcm.store.memory import MemoryStore
+from kvcm.store.rocks.store import RocksStore
+from kvcm.store.store import Table
+
+# ── Index audit ──
+
+
+ONE, TWO = (Place(name, StorageType.ST_DUMMY) for name in ("one", "two"))
+SHARED = KINDS[2:]
+NOW = 1_000_000.0  # what the clock of the rig says
+
+
+@pytest.fixture(params=KINDS)
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    """A sound deployment on every kind of store."""
+    async with opened(request.param, request) as made:
+        await _fill(made)
+        yield made
+
+
+@pytest.fixture
+async def shared(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    """A sound deployment on Redis."""
+    async with opened("redis_standalone", request) as made:
+        await _fill(made)
+        yield made
+
+
+async def _fill(rig: IndexRig) -> None:
+    await rig.configure()
+    deleting = location("gone", LocationStatus.DELETING, storage="two", deadline=NOW + 5)
+    await rig.put("i", {**chain(1500, salt="i-"), -7: BlockRecord(99, 4, (location("x"), deleting))})
+    await rig.put("j", chain(20, salt="j-"))
+    await rig.backend("i").touch({1: 3}, 5000.0)
+    await _write(rig, "i", 5000, "open", deadline=NOW + 30)
+
+
+async def _write(rig: IndexRig, instance_id: str, key: int, session_id: str, deadline: float) -> None:
+    """Leave a block as a start leaves it."""
+    uid = rig.registry.instances.placement(instance_id).uid
+    session = WriteSession(session_id, uid, deadline, f"w{key}", (key,))
+    await rig.metadata.store.table("sessions", 16).replace(session_id, None, session.encoded(), deadline)
+    writing = location(f"w{key}", LocationStatus.WRITING, session_id=session_id, deadline=deadline)
+    await rig.put(instance_id, {key: BlockRecord(None, 0, (writing,))})
+
+
+async def _mended(rig: IndexRig, **options: bool) -> AuditReport:
+    """Look, repair and look again: found both times, mended, then clean."""
+    found = await rig.verified()
+    repaired = await rig.verified(repair=True, **options)
+    # What is wrong only because of something else is right as soon as that is mended.
+    assert {each[:2] for each in repaired.findings} <= {each[:2] for each in found.findings} != set()
+    assert not any(each.is_mended for each in found.findings)
+    assert repaired.is_mended, repaired.findings
+    assert (await rig.verified()).is_clean, (await rig.verified()).findings
+    return found
+
+
+@contextmanager
+def _admin(server: Standalone) -> Iterator[redis.Redis]:
+    with server.server.admin() as client:
+        yield client
+
+
+def _name(rig: IndexRig, kind: str, instance_id: str, key: int) -> bytes:
+    """The name of a key of the shard of a block."""
+    assert rig.metadata.client is not None
+    placement = rig.registry.instances.placement(instance_id)
+    shard = shard_of(key, placement.shard_count)
+    return f"{rig.metadata.client.prefix}:{kind}{{{placement.uid}.{shard}}}".encode()
+
+
+def _where(rig: IndexRig, instance_id: str, key: int) -> str:
+    uid = rig.registry.instances.placement(instance_id).uid
+    return f"block {key} of instance {instance_id!r} (registration {uid})"
+
+
+async def test_a_sound_store_is_clean_at_once(rig: IndexRig) -> None:
+    report = await rig.verified()
+    assert (report.findings, report.unsettled, rig.pauses) == ([], [], 0)
+    assert report.looked_at["records"] == 1500 + 1 + 20 + 1
+    assert report.looked_at["extents"] == 2 * (1500 + 2 + 20 + 1)
+    assert (report.looked_at["instances"], report.looked_at["documents"]) == (2, 8)
+
+
+async def test_verifying_changes_nothing(rig: IndexRig) -> None:
+    before = [await rig.blocks("i"), await rig.blocks("j"), rig.configured()]
+    await rig.verified(repair=True)
+    assert [await rig.blocks("i"), await rig.blocks("j"), rig.configured()] == before
+
+
+# ── Writers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_block_that_is_written_past_its_deadline_is_rolled_back(rig: IndexRig) -> None:
+    """Invariant 3: after its session's end nothing is being written."""
+    await _write(rig, "j", 77, "late", deadline=NOW - 60)
+    found = await _mended(rig)
+    assert [(each.where, "past the deadline" in each.what) for each in found.findings] == [(_where(rig, "j", 77), True)]
+    (record_now, _) = (await rig.blocks("j"))[77]
+    assert [place.status for place in record_now.locations] == [LocationStatus.DELETING]
+    assert (await rig.blocks("i"))[5000][0].locations[0].status is LocationStatus.WRITING
+
+
+async def test_a_block_of_a_session_that_is_gone_is_rolled_back(rig: IndexRig) -> None:
+    writing = location("w", LocationStatus.WRITING, session_id="nobody", deadline=NOW + 30)
+    await rig.put("i", {8000: BlockRecord(None, 0, (location("serving"), writing))})
+    found = await _mended(rig)
+    assert [(each.where, each.what) for each in found.findings] == [
+        (_where(rig, "i", 8000), "location w is being written by a session that is gone")
+    ]
+    (record_now, _) = (await rig.blocks("i"))[8000]
+    assert [place.status for place in record_now.locations] == [LocationStatus.SERVING, LocationStatus.DELETING]
+
+
+# ── Documents ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_sessions_leases_and_pins_of_instances_that_are_gone_are_removed(rig: IndexRig) -> None:
+    store = rig.metadata.store
+    session = WriteSession("ab" * 16, 999, NOW + 30, "l", (1,))
+    lease = ReadLease("cd" * 16, 998, NOW + 30, ((998, 1, "l"),))
+    pin = Pin("ef" * 8, 997, "g", "me", NOW + 30, HeldPlaces.of([HeldPlace(1, "l", 1)]))
+    await store.table("sessions", 16).replace(session.id, None, session.encoded(), session.deadline)
+    await store.table("leases", 16).replace(lease.id, None, lease.encoded(), lease.deadline)
+    await store.table("pins", 16).replace(pin.id, None, pin.encoded(), pin.deadline)
+    found = await _mended(rig)
+    assert [(each.check, each.where, each.what) for each in found.findings] == [
+        ("session", "session ababab…", "belongs to registration 999, which is gone"),
+        ("lease", "lease cdcdcd…", "belongs to registration 998, which is gone"),
+        ("pin", "pin efefef…", "belongs to registration 997, which is gone"),
+    ]
+
+
+async def test_documents_that_cannot_be_read_go_only_when_asked_for(rig: IndexRig) -> None:
+    store = rig.metadata.store
+    await store.table("leases", 16).replace("x" * 32, None, b"\xc1", NOW)
+    await store.table("registry").replace("group/bad", None, b"{")
+    for _ in range(2):
+        kept = await rig.verified(repair=True)
+        assert [(each.check, each.is_mended) for each in kept.findings] == [("registry", False), ("lease", False)]
+    await _mended(rig, drop_unreadable=True)
+    assert await store.table("registry").get("group/bad") is None
+
+
+async def test_a_session_that_never_becomes_due_is_scheduled(rig: IndexRig) -> None:
+    sessions = rig.metadata.store.table("sessions", 16)
+    document = await sessions.get("open")
+    assert await sessions.replace("open", document, document, due=0.0)
+    found = await _mended(rig)
+    assert [each.what for each in found.findings] == ["never becomes due"]
+    assert await sessions.due(NOW + 30, 10) == ["open"]
+    assert await sessions.due(NOW + 29, 10) == []
+
+
+# ── Instances that are gone ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", SHARED)
+async def test_keys_of_an_instance_that_is_gone_are_forgotten(request: pytest.FixtureRequest, kind: str) -> None:
+    async with opened(kind, request) as rig:
+        await rig.configure(instances=("i", "k"))
+        await rig.put("k", chain(50))
+        await rig.put("i", chain(5, salt="i-"))
+        uid = rig.registry.instances.placement("k").uid
+        await rig.registry.instances.remove("k")
+        found = await rig.verified()
+        assert found.is_clean, "while it is being removed all is well"
+        await rig.registry.instances.forget_removal(uid)
+        found = await _mended(rig)
+        assert [(each.check, each.where) for each in found.findings] == [
+            ("stray", f"registration {uid}"),
+            ("usage", "group 'g'"),
+            ("usage", "storage 'one'"),
+            ("usage", "all groups"),
+        ]
+        assert len(await rig.blocks("i")) == 5
+
+
+async def test_rows_of_an_instance_that_is_gone_are_forgotten(request: pytest.FixtureRequest) -> None:
+    async with opened("rocksdb", request) as rig:
+        await rig.configure(instances=("i", "k"))
+        await rig.put("k", chain(50))
+        backend, uid = rig.backend("k"), rig.registry.instances.placement("k").uid
+        await rig.registry.instances.remove("k")
+        await rig.registry.instances.forget_removal(uid)
+        repaired = await rig.verified(repair=True, rows=Counter({uid: 50}))
+        assert [(each.where, each.is_mended) for each in repaired.findings] == [(f"registration {uid}", True)]
+        assert backend.key_count == 0
+        assert rig.metadata.new_backend(Placement(uid, 1)) is not backend, "the memory of what is gone is given back"
+        await rig.settle()
+
+
+# ── What is derived from records ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_wrong_usage_is_found_and_recounted(shared: IndexRig, redis_standalone: Standalone) -> None:
+    """Invariant 4, per shard: the counters are the sums of the records."""
+    with _admin(redis_standalone) as client:
+        client.hincrby(_name(shared, "u", "i", 1), "6/one", 1234)
+        client.hset(_name(shared, "u", "j", 2), "4/two", 5)
+    found = await _mended(shared)
+    assert [(each.check, each.what.partition(": ")[2]) for each in found.findings if "instance" in each.where] == [
+        ("usage", "+1234 bytes on storage 'one' (type 6)"),
+        ("usage", "+5 bytes on storage 'two' (type 4)"),
+    ]
+    assert await shared.usage("i") == {ONE: 10 * (1500 + 1 + 1), TWO: 10}
+    assert await shared.usage("j") == {ONE: 200}
+
+
+async def test_wrong_counters_that_managers_share_are_found_and_recounted(
+    shared: IndexRig, redis_standalone: Standalone
+) -> None:
+    """Invariant 4, per group, per storage and over all: what managers share is the sum of all shards."""
+    assert shared.metadata.client is not None
+    prefix = shared.metadata.client.prefix
+    with _admin(redis_standalone) as client:
+        client.hincrby(f"{prefix}:q{{g.g}}", "u:b6/one", -70)
+        client.hincrby(f"{prefix}:q{{s.two}}", "u:bg", 3)
+        client.hset(f"{prefix}:q{{a.all}}", "u:bgone", 9)
+    found = await _mended(shared)
+    assert [(each.where, each.what.partition(": ")[2]) for each in found.findings] == [
+        ("group 'g'", "bytes on one (dummy) -70"),
+        ("storage 'two'", "bytes of group 'g' +3"),
+        ("all groups", "bytes of group 'gone' +9"),
+    ]
+
+
+async def test_strays_of_the_pending_set_are_found_and_mended(shared: IndexRig, redis_standalone: Standalone) -> None:
+    with _admin(redis_standalone) as client:
+        client.zadd(_name(shared, "p", "j", 3), {pack(">q", 3): 5.0})  # a block that only serves
+        client.zadd(_name(shared, "p", "j", 4444), {pack(">q", 4444): 5.0})  # no block at all
+        client.zrem(_name(shared, "p", "i", -7), pack(">q", -7))
+        client.zadd(_name(shared, "p", "i", 5000), {pack(">q", 5000): NOW + 31})
+    found = await _mended(shared)
+    assert {each.where: each.what for each in found.findings} == {
+        _where(shared, "j", 3): "the pending set says 5.0, the record None",
+        _where(shared, "j", 4444): "the pending set names a block that has no record",
+        _where(shared, "i", -7): f"the pending set says None, the record {NOW + 5}",
+        _where(shared, "i", 5000): f"the pending set says {NOW + 31}, the record {NOW + 30}",
+    }
+    assert await shared.backend("i").due(NOW + 30, 10) == [-7, 5000]
+    assert await shared.backend("j").due(NOW + 30, 10) == []
+
+
+async def test_children_that_do_not_agree_are_found_and_mended(shared: IndexRig, redis_standalone: Standalone) -> None:
+    with _admin(redis_standalone) as client:
+        client.zrem(_name(shared, "c", "j", 10), pack(">qq", 9, 10))  # 10 misses its parent
+        client.zadd(_name(shared, "c", "j", 11), {pack(">qq", 500, 11): 0})  # 11 has one too many
+        client.zadd(_name(shared, "c", "j", 900), {pack(">qq", 899, 900): 0})  # a child without record
+    found = await _mended(shared)
+    assert {each.where: each.what for each in found.findings} == {
+        _where(shared, "j", 10): "the record is missing among the children of 9",
+        _where(shared, "j", 11): "it stands among the children of 500",
+        _where(shared, "j", 900): "the children of 899 name a block that has no record",
+    }
+    assert [await shared.backend("j").children(key) for key in (9, 10, 500, 899)] == [[10], [11], [], []]
+
+
+async def test_a_record_that_no_scan_finds_is_put_in_order(shared: IndexRig, redis_standalone: Standalone) -> None:
+    with _admin(redis_standalone) as client:
+        client.zrem(_name(shared, "z", "j", 5), pack(">q", 5))
+    found = await shared.verified(repair=True)
+    assert [(each.where, each.is_mended) for each in found.findings] == [(_where(shared, "j", 5), True)]
+    assert (await shared.verified()).is_clean
+    assert 5 in await shared.blocks("j")
+
+
+async def test_an_order_entry_without_a_record_goes(shared: IndexRig, redis_standalone: Standalone) -> None:
+    with _admin(redis_standalone) as client:
+        client.unlink(_name(shared, "b", "j", 20) + pack(">q", 20))
+    found = await shared.verified(repair=True)
+    assert [each.check for each in found.findings] == ["block", *["usage"] * 4]
+    assert (await shared.verified()).is_clean
+    assert await shared.usage("j") == {ONE: 190}
+
+
+async def test_a_record_that_cannot_be_read_goes_only_when_asked_for(
+    shared: IndexRig, redis_standalone: Standalone
+) -> None:
+    with _admin(redis_standalone) as client:
+        client.set(_name(shared, "b", "j", 20) + pack(">q", 20), b"\x01" + b"s" * 8 + b"\xc1")
+        client.set(_name(shared, "b", "j", 19) + pack(">q", 19), b"\x07" + b"s" * 8)
+    kept = await shared.verified(repair=True)
+    assert {each.where: each.is_mended for each in kept.findings if each.check == "block"} == {
+        _where(shared, "j", 19): False,
+        _where(shared, "j", 20): False,
+    }
+    assert (await shared.verified(repair=True, drop_unreadable=True)).is_mended
+    assert (await shared.verified()).is_clean
+    assert sorted(await shared.blocks("j")) == list(range(1, 19))
+    assert await shared.backend("j").children(18) == await shared.backend("j").children(19) == []
+
+
+async def test_what_puts_itself_right_in_the_meantime_is_no_finding(
+    shared: IndexRig, redis_standalone: Standalone
+) -> None:
+    """As a manager's write in flight does: what looks wrong is looked at again."""
+    name, member = _name(shared, "p", "j", 3), pack(">q", 3)
+    with _admin(redis_standalone) as client:
+        client.zadd(name, {member: 5.0})
+        client.hincrby(_name(shared, "u", "i", 1), "6/one", 1)
+        pauses = iter(range(9))
+
+        async def settle() -> None:
+            if next(pauses) == 0:
+                client.zrem(name, member)
+                client.hincrby(_name(shared, "u", "i", 1), "6/one", -1)
+
+        shared._pause = settle  # type: ignore[method-assign]
+        assert (await shared.verified()).is_clean
+    assert next(pauses) == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "rocksdb"])
+async def test_what_an_index_in_memory_derives_is_checked_too(request: pytest.FixtureRequest, kind: str) -> None:
+    async with opened(kind, request) as rig:
+        await _fill(rig)
+        backend = rig.backend("j")
+        backend._tally.change(None, record(99))  # type: ignore[attr-defined]
+        backend._due.put(3, 5.0)  # type: ignore[attr-defined]
+        report = await rig.verified(repair=True)
+        assert [(each.check, each.is_mended) for each in report.findings] == [("block", False), ("usage", False)]
+        assert all("next start of the manager" in each.repair for each in report.findings)
+
+
+# ── Extents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_two_locations_that_share_an_extent_are_found_and_forgotten(rig: IndexRig) -> None:
+    """Invariant 5."""
+    same = location("same", size=20)
+    await rig.put("i", {7001: BlockRecord(None, 0, (same, location("kept", storage="two")))})
+    await rig.put("j", {7002: BlockRecord(None, 0, (same._replace(id="other"),))})
+    found = await rig.verified()
+    assert [(each.check, each.what) for each in found.findings] == [
+        ("extent", "they share bytes of dummy://one/p/same-a?")
+    ]
+    await _mended(rig)
+    (left, _) = (await rig.blocks("i"))[7001]
+    assert [place.id for place in left.locations] == ["kept"]
+    assert 7002 not in await rig.blocks("j")
+
+
+async def test_two_locations_of_one_block_must_not_share_an_extent_either(rig: IndexRig) -> None:
+    same = location("same")
+    await rig.put("i", {7001: BlockRecord(None, 0, (same, same._replace(id="other"), location("kept")))})
+    assert [each.check for each in (await _mended(rig)).findings] == ["extent"]
+    assert [place.id for place in (await rig.blocks("i"))[7001][0].locations] == ["kept"]
+
+
+async def test_slots_of_one_file_are_extents_of_their_own(rig: IndexRig) -> None:
+    """Invariant 5 is about bytes, not about files."""
+
+    def slot(blkid: int | None, size: int) -> BlockRecord:
+        middle = "" if blkid is None else f"blkid={blkid}&"
+        uri = SpecUri("a", f"file://one/packed?{middle}size={size}")
+        chunk = encode_chunk(StorageType.ST_NFS, 1, [uri])
+        return BlockRecord(None, 0, (location("l")._replace(chunk=chunk, spec_names=("a",)),))
+
+    await rig.put("i", {9000 + number: slot(number, 100) for number in range(50)})
+    assert (await rig.verified()).is_clean
+    await rig.put("j", {9100: slot(1, 150)})  # bytes 150 to 300
+    report = await rig.verified()
+    pairs = {tuple(sorted(re.findall(r"block (\d+)", each.where))) for each in report.findings}
+    assert pairs == {("9001", "9100"), ("9002", "9100")}
+
+
+# ── Index audit order ──
+
+
+RETIRED = 2.0**33
+
+
+@pytest.fixture(params=KINDS)
+async def ordered_rig(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    async with opened(request.param, request) as made:
+        await fill(made)
+        yield made
+
+
+@pytest.fixture
+async def shared_ordered(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    async with opened("redis_standalone", request) as made:
+        await fill(made)
+        yield made
+
+
+async def fill(ordered_rig: IndexRig) -> None:
+    """One block that serves, one that is being deleted, one of which a part is."""
+    await ordered_rig.configure(instances=("i",))
+    going = location("going", LocationStatus.DELETING, deadline=ordered_rig.clock.now() + 30)
+    part = location("part", LocationStatus.DELETING, storage="two", deadline=ordered_rig.clock.now() + 30)
+    await ordered_rig.put(
+        "i", {1: record(1), 2: BlockRecord(None, 0, (going,)), 3: BlockRecord(None, 0, (location("kept"), part))}
+    )
+
+
+async def test_blocks_on_their_way_out_are_sound(ordered_rig: IndexRig) -> None:
+    """Invariant 4: the sums of what is being deleted too."""
+    report = await ordered_rig.verified()
+    assert (report.findings, report.unsettled) == ([], [])
+    backend = ordered_rig.backend("i")
+    await backend.refresh()
+    assert {place.storage: size for place, size in backend.deleting_bytes.items() if size} == {"one": 10, "two": 10}
+    assert backend.deleting_keys == 1
+
+
+async def test_a_block_on_the_wrong_side_of_the_order_is_found_and_moved(
+    shared_ordered: IndexRig, redis_standalone: Standalone
+) -> None:
+    with redis_standalone.server.admin() as client:
+        client.zadd(_name(shared_ordered, "z", "i", 1), {pack(">q", 1): RETIRED + 5.25})
+        client.zadd(_name(shared_ordered, "z", "i", 2), {pack(">q", 2): 7.0})
+    found = await shared_ordered.verified()
+    assert sorted(each.what for each in found.findings) == [
+        "the access order has it among the blocks that can be evicted",
+        "the access order has it behind the blocks that can be evicted",
+    ]
+    assert (await shared_ordered.verified(repair=True)).is_mended
+    assert (await shared_ordered.verified()).is_clean
+    backend = shared_ordered.backend("i")
+    assert await backend.accesses([1, 2]) == [Access(5, 1024), Access(7, 0)]
+    assert await backend.coldest(10) == [(1, Access(5, 1024)), (3, Access(1000, 0))]
+
+
+async def test_wrong_sums_of_what_is_being_deleted_are_found_and_recounted(
+    shared_ordered: IndexRig, redis_standalone: Standalone
+) -> None:
+    """Invariant 4."""
+    with redis_standalone.server.admin() as client:
+        client.hincrby(_name(shared_ordered, "u", "i", 1), "-6/one", 7)
+        client.hincrby(_name(shared_ordered, "u", "i", 1), "-", -2)
+    found = await shared_ordered.verified()
+    assert [each.what.partition(": ")[2] for each in found.findings] == [
+        "-2 blocks that are being deleted, +7 bytes on storage 'one' (type 6) that are being deleted"
+    ]
+    assert (await shared_ordered.verified(repair=True)).is_mended
+    assert (await shared_ordered.verified()).is_clean
+    backend = shared_ordered.backend("i")
+    await backend.refresh()
+    assert {place.storage: size for place, size in backend.deleting_bytes.items() if size} == {"one": 10, "two": 10}
+    assert backend.deleting_keys == 1
+
+
+async def test_a_sum_of_an_unknown_name_is_none(shared_ordered: IndexRig, redis_standalone: Standalone) -> None:
+    """Of storage types, say: it counts nothing, and a repair puts the recount beside it."""
+    with redis_standalone.server.admin() as client:
+        client.delete(*(_name(shared_ordered, "u", "i", key) for key in (1, 2, 3)))
+        client.hset(_name(shared_ordered, "u", "i", 1), "6", 40)
+    assert {each.check for each in (await shared_ordered.verified()).findings} >= {"usage"}
+    assert (await shared_ordered.verified(repair=True)).is_mended
+    assert (await shared_ordered.verified()).is_clean
+    backend = shared_ordered.backend("i")
+    await backend.refresh()
+    assert {place.storage: size for place, size in backend.usage_bytes.items()} == {"one": 30, "two": 10}
+
+
+# ── Audit suspects ──
+
+
+@pytest.fixture
+async def shared_chain(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    """A sound deployment on Redis."""
+    async with opened("redis_standalone", request) as made:
+        await made.configure(instances=("i",))
+        await made.put("i", chain(200))
+        yield made
+
+
+async def test_due_times_are_asked_for_once_per_table_and_not_per_suspect(shared_chain: IndexRig) -> None:
+    sessions = shared_chain.metadata.store.table("sessions", 16)
+    for number in range(40):
+        assert await sessions.replace(f"odd{number}", None, b"\xc1", NOW + 9)
+    asked: list[str] = []
+    report = AuditReport()
+    documents = DocumentAudit(lambda: (), Repair(), report)
+    await documents.look_at_sessions(_Counted(sessions, asked))
+    asked.clear()
+    await documents.judge()
+    assert len(report.findings) == 40
+    assert asked == ["due", "due"]
+
+
+class _Counted:
+    """A table that writes down when its due times are asked for."""
+
+    def __init__(self, table: Table, asked: list[str]) -> None:
+        self._table = table
+        self._asked = asked
+        self.get, self.all = table.get, table.all
+        self.replace, self.version = table.replace, table.version
+
+    async def due(self, now: float, most: int) -> list[str]:
+        self._asked.append("due")
+        return await self._table.due(now, most)
+
+
+async def test_more_suspects_than_are_remembered_are_judged_as_they_come(
+    shared_chain: IndexRig, redis_standalone: Standalone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_blocks, "_MOST_SUSPECTS", 100)
+    with redis_standalone.server.admin() as client:
+        for key in range(1, 181):
+            client.zadd(_name(shared_chain, "p", "i", key), {pack(">q", key): 5.0})
+    found = await shared_chain.verified()
+    assert (len(found.findings), found.more) == (180, 0)
+    assert shared_chain.pauses > 1
+    assert len((await shared_chain.verified(repair=True)).findings) == 180
+    assert (await shared_chain.verified()).is_clean
+
+
+def test_what_could_not_be_checked_is_not_clean() -> None:
+    assert AuditReport().is_clean
+    assert not AuditReport(unsettled=["usage"]).is_clean
+
+
+# ── Index extents ──
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4)), max_size=12),
+    st.integers(1, 4),
+)
+def test_overlaps_are_found_in_whatever_parts_the_objects_are_cut(
+    extents: list[tuple[int, int, int]], parts: int
+) -> None:
+    """Blocks whose slots overlap in some object, and only those, are suspects of exactly one part."""
+    blocks = {}
+    for key, (name, blkid, size) in enumerate(extents):
+        chunk = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("a", f"file://s/o{name}?blkid={blkid}&size={size}")])
+        blocks[key] = BlockRecord(None, 0, (location("l")._replace(chunk=chunk),))
+    clashing = {
+        key
+        for key, (name, blkid, size) in enumerate(extents)
+        for other, (other_name, other_blkid, other_size) in enumerate(extents)
+        if key != other and name == other_name
+        and blkid * size < (other_blkid + 1) * other_size and other_blkid * other_size < (blkid + 1) * size
+    }  # fmt: skip
+    found: set[int] = set()
+    for number in range(parts):
+        part = ExtentPart(number, parts)
+        for key, each in blocks.items():
+            assert part.add(Owner(1, key), each) == ""
+        found |= {owner.key for pair in part.suspects(1000) for owner in pair}
+    assert found == clashing
+
+
+def test_the_number_of_parts_grows_with_the_extents() -> None:
+    assert [part_count(extents) for extents in (0, 1, 2_000_000, 2_000_001, 100_000_000)] == [1, 1, 1, 2, 50]
+
+
+def test_a_uri_that_cannot_be_read_is_told() -> None:
+    chunk = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("a", "nonsense")])
+    part = ExtentPart(0, 1)
+    assert "nonsense" in part.add(Owner(1, 1), BlockRecord(None, 0, (location("l")._replace(chunk=chunk),)))
+
+
+# ── Rows of a RocksDB ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rows_are_looked_at_one_by_one(tmp_path: Path) -> None:
+    def address(kind: bytes, uid: int, key: int) -> bytes:
+        return kind + pack(">Iq", uid, key)
+
+    good = encode_payload(record(1))
+    store = RocksStore(tmp_path / "db", "never", SystemClock())
+    store.log.append(
+        [
+            *((address(b"b", 1, key), good) for key in (1, 2, 5)),
+            (address(b"b", 1, 3), b"\x09later release"),
+            (address(b"b", 2, 9), b"\x01\xc1"),
+            (b"bshort", good),
+            (address(b"a", 1, 2), pack(">IH", 7, 1)),
+            (address(b"a", 1, 4), pack(">IH", 7, 1)),  # its block is gone
+            (address(b"a", 1, 5), b"odd"),
+            (address(b"a", 7, 1), pack(">IH", 7, 1)),
+        ]
+    )
+    store.log.close_at_once()
+    store = RocksStore(tmp_path / "db", "never", SystemClock())
+    found = look_at_rows(store.log)
+    assert found.records == {1: 3}
+    assert [(row.where, row.holds_data, row.stops_loading) for row in found.bad] == [
+        ("block 3 of registration 1", True, True),
+        ("reads of block 4 of registration 1", False, False),
+        ("reads of block 5 of registration 1", False, True),
+        ("block 9 of registration 2", True, True),
+        ("reads of block 1 of registration 7", False, False),
+        ("row 6273686f7274", True, True),
+    ]
+    drop_rows(store.log, found.bad)
+    store.log.close_at_once()
+    store = RocksStore(tmp_path / "db", "never", SystemClock())
+    found = look_at_rows(store.log)
+    store.log.close_at_once()
+    assert (found.bad, found.records) == ([], {1: 3})
+
+
+# ── Unreadable documents ──
+
+
+GARBAGE = [
+    b"",
+    b"garbage",
+    msgspec.msgpack.encode([99, 1, 0.0, "l", b"12345678", None]),
+    msgspec.msgpack.encode([1, 1, 0.0, "l", b"123", None]),
+]
+
+
+@pytest.fixture
+def memory_rig() -> Rig:
+    return Rig(group(delay_ms=0), instance())
+
+
+def store_of(memory_rig: Rig) -> MemoryStore:
+    store = memory_rig.manager._store
+    assert isinstance(store, MemoryStore)
+    return store
+
+
+@pytest.mark.parametrize("document", GARBAGE)
+@pytest.mark.parametrize("table", ["sessions", "leases"])
+async def test_sessions_expire_and_blocks_are_deleted_all_the_same(
+    memory_rig: Rig, table: str, document: bytes
+) -> None:
+    await store_of(memory_rig).table(table).replace("bad", None, document, due=memory_rig.clock.now() + 1)
+    await memory_rig.store([1, 2])
+    await memory_rig.start([3, 4], timeout_seconds=2)
+    await memory_rig.manager.remove("i", [1], NO_MASK)
+    await memory_rig.manager.remove("i", [2], NO_MASK)
+    memory_rig.wait(3)
+    await memory_rig.manager.expire()
+    await memory_rig.executor.run_due()
+    assert await memory_rig.statuses([1, 2, 3, 4]) == [[], [], [], []]
+
+
+@pytest.mark.parametrize("document", GARBAGE)
+async def test_a_manager_starts_beside_an_unreadable_lease(memory_rig: Rig, document: bytes) -> None:
+    await store_of(memory_rig).table("leases").replace("bad", None, document, due=memory_rig.clock.now() + 1)
+    await memory_rig.manager.load()
+    memory_rig.wait(2)
+    await memory_rig.manager.expire()
+    assert await store_of(memory_rig).table("leases").all() == {}
+
+
+async def test_a_writer_whose_session_cannot_be_read_keeps_only_its_own_blocks(memory_rig: Rig) -> None:
+    first = await memory_rig.start([1], timeout_seconds=2)
+    await memory_rig.start([2], timeout_seconds=2)
+    table = store_of(memory_rig).table("sessions")
+    held = await table.get(first.session.id)
+    assert held is not None
+    await table.replace(first.session.id, held, b"garbage")
+    memory_rig.wait(3)
+    await memory_rig.executor.run_due()
+    assert await memory_rig.statuses([1, 2]) == [["WRITING"], []]
+
+
+# ── Usage recounts ──
+
+
+ACCOUNTS = {"g.g": "b6/one", "s.one": "bg", "a.all": "bg"}
+USED = 10 * 50
+
+
+@pytest.fixture
+async def recount_rig(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    async with opened("redis_standalone", request) as made:
+        await made.configure()
+        await made.put("i", chain(50))
+        yield made
+
+
+def recount_of(recount_rig: IndexRig, registry: Registry | None = None) -> UsageRecount:
+    usage = recount_rig.metadata.usage
+    assert isinstance(usage, SharedLedger)
+    registry = registry if registry is not None else recount_rig.registry
+    caches = OpenCaches(registry, ClosedStorages(), recount_rig.metadata.new_backend, usage, CacheBudget(0))
+    return UsageRecount(registry, caches, usage, recount_rig.clock)
+
+
+async def epochs(recount_rig: IndexRig) -> set[int]:
+    usage = recount_rig.metadata.usage
+    assert isinstance(usage, SharedLedger)
+    return {each.epoch for each in (await usage.refresh(list(ACCOUNTS))).values()}
+
+
+async def used(recount_rig: IndexRig) -> dict[str, int]:
+    usage = recount_rig.metadata.usage
+    assert isinstance(usage, SharedLedger)
+    heard = await usage.refresh(list(ACCOUNTS))
+    return {account: heard[account].used.get(field, 0) for account, field in ACCOUNTS.items()}
+
+
+def spoil(recount_rig: IndexRig, server: Standalone, account: str, change: int = 7) -> None:
+    assert recount_rig.metadata.client is not None
+    with server.server.admin() as client:
+        client.hincrby(f"{recount_rig.metadata.client.prefix}:q{{{account}}}", f"u:{ACCOUNTS[account]}", change)
+
+
+@pytest.mark.parametrize("account", list(ACCOUNTS))
+@pytest.mark.parametrize("change", [7, -7])
+async def test_what_differs_in_two_looks_in_a_row_is_recounted(
+    recount_rig: IndexRig, redis_standalone: Standalone, account: str, change: int
+) -> None:
+    recount = recount_of(recount_rig)
+    await recount.look()
+    spoil(recount_rig, redis_standalone, account, change)
+    recount_rig.clock.time += 5
+    await recount.look()
+    assert (await used(recount_rig))[account] == USED + change, "perhaps a report is on its way"
+    recount_rig.clock.time += 1
+    await recount.look()
+    assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
+
+
+async def test_what_is_right_again_at_the_second_look_is_left_alone(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    recount = recount_of(recount_rig)
+    for _ in range(3):
+        spoil(recount_rig, redis_standalone, "s.one")
+        await recount.look()
+        spoil(recount_rig, redis_standalone, "s.one", -7)
+        recount_rig.clock.time += 5
+        await recount.look()
+    assert await epochs(recount_rig) == {0}
+
+
+async def test_a_limit_on_what_was_written_before_accounts_were_kept_is_right_after_a_recount(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    """As in a store that an older release wrote."""
+    assert recount_rig.metadata.client is not None
+    with redis_standalone.server.admin() as client:
+        for account in ACCOUNTS:
+            client.delete(f"{recount_rig.metadata.client.prefix}:q{{{account}}}")
+    recount = recount_of(recount_rig)
+    for _ in range(2):
+        await recount.look()
+        recount_rig.clock.time += 5
+    assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
+
+
+async def test_a_recount_counts_what_another_manager_registered_and_wrote_meanwhile(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    """Invariant 4: what an instance uses that whoever recounts has not heard of yet stays counted."""
+    leader = Registry(ClosedStorages(), recount_rig.metadata.store.table("registry"), recount_rig.metadata.store.flush)
+    await leader.load()
+    recount = recount_of(recount_rig, leader)
+    spoil(recount_rig, redis_standalone, "a.all")
+    await recount.look()
+    await recount_rig.registry.instances.register(replace(recount_rig.registry.instances.get("i"), instance_id="new"))
+    await recount_rig.put("new", chain(10, start=1000))
+    assert not await recount.different(["g.g", "s.one"]), "nothing is wrong with what was written"
+    recount_rig.clock.time += 1
+    await recount.recount(list(ACCOUNTS))
+    assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED + 100)
+
+
+async def test_a_difference_that_is_another_one_at_the_second_look_is_left_alone(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    """As in an account whose reports are always on their way."""
+    recount = recount_of(recount_rig)
+    for _ in range(4):
+        spoil(recount_rig, redis_standalone, "a.all")
+        await recount.look()
+        recount_rig.clock.time += 5
+    assert (await epochs(recount_rig), (await used(recount_rig))["a.all"]) == ({0}, USED + 4 * 7)
+
+
+async def test_a_reservation_is_no_reason_for_a_recount_before_its_deadline(recount_rig: IndexRig) -> None:
+    recount, usage = recount_of(recount_rig), recount_rig.metadata.usage
+    assert isinstance(usage, SharedLedger)
+    limits = Limits(recount_rig.registry.groups.get("g"))
+    index = MetaIndex(recount_rig.backend("i"), ClosedStorages(), shard_count=SHARDS)
+    wanted = {Place("one", StorageType.ST_DUMMY): 70}
+    assert await usage.reserve(Reservation("died", limits, 1, wanted, 7, recount_rig.clock.now() + 20), index)
+    for _ in range(4):
+        await recount.look()
+        recount_rig.clock.time += 5
+    assert await epochs(recount_rig) == {0}
+    for _ in range(2):
+        recount_rig.clock.time += 5
+        await recount.look()
+    heard = (await usage.refresh(["g.g"]))["g.g"]
+    assert (heard.epoch, any(heard.reserved.values())) == (2, False)
+
+
+async def test_reports_that_were_dropped_are_made_up_for(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
+    assert recount_rig.metadata.client is not None
+    recount = recount_of(recount_rig)
+    with redis_standalone.server.admin() as client:
+        client.hincrby(f"{recount_rig.metadata.client.prefix}:q{{s.one}}", "dropped", 1)
+    for _ in range(2):
+        await recount.look()
+        recount_rig.clock.time += 5
+    assert await epochs(recount_rig) == {0, 2}
+
+
+class _Leader:
+    """Looks after the counters while a verification waits, once in as many of its pauses."""
+
+    def __init__(self, recount_rig: IndexRig, every: int) -> None:
+        self._recount = recount_of(recount_rig)
+        self._clock = recount_rig.clock
+        self._every = every
+        self._pauses = 0
+
+    async def pause(self) -> None:
+        self._pauses += 1
+        self._clock.time += 1
+        if self._pauses % self._every == 0:
+            await self._recount.look()
+
+
+async def test_a_verification_leaves_the_leader_the_time_to_recount(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    spoil(recount_rig, redis_standalone, "g.g")
+    assert (await recount_rig.verified(pause=_Leader(recount_rig, every=5).pause)).is_clean
+    assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
+
+
+async def test_what_nobody_recounts_is_found(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
+    spoil(recount_rig, redis_standalone, "g.g")
+    (finding,) = (await recount_rig.verified(pause=_Leader(recount_rig, every=1_000).pause)).findings
+    assert (finding.check, finding.where) == ("usage", "group 'g'")
+
+
+async def test_counters_that_change_all_the_time_are_said_to_be_unsettled(
+    recount_rig: IndexRig, redis_standalone: Standalone
+) -> None:
+    spoil(recount_rig, redis_standalone, "a.all")
+
+    async def pause() -> None:
+        spoil(recount_rig, redis_standalone, "a.all", change=1)
+
+    report = await recount_rig.verified(pause=pause)
+    assert (report.findings, report.unsettled) == ([], ["shared counters of all groups, which change all the time"])

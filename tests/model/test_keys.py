@@ -1,0 +1,163 @@
+"""Block keys, masks and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_int64, c_uint64
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
+
+from kvcm.model.keys import block_keys_from_tokens, key_hex
+from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.masks import NO_MASK, BlockMask
+from kvcm.model.runs import BlockRun
+from kvcm.model.storages import StorageType
+
+# ── Block keys ──
+
+
+FIXED = settings(max_examples=examples(200))
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def slow_keys(tokens: Sequence[int], block_size: int) -> list[int]:
+    """The formula in C's own types, one operation at a time."""
+    keys: list[int] = []
+    state = c_int64(0)
+    for position, token in enumerate(tokens, start=1):
+        left = c_uint64(state.value << 12)
+        right = c_int64(state.value >> 32)
+        total = c_uint64(token + 0x9E3779B97F4A7C15)
+        total = c_uint64(total.value + left.value)
+        total = c_uint64(total.value + right.value)
+        state = c_int64(state.value ^ c_int64(total.value).value)
+        if position % block_size == 0:
+            keys.append(state.value)
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys"),
+    [
+        (list(range(1, 10)), [455111481605203084, 6902853672176602142]),
+        ([-5, 2**62, -(2**63), 2**63 - 1], [5066827860753437846]),
+    ],
+)
+def test_the_vectors_of_wire_md(tokens: list[int], keys: list[int]) -> None:
+    assert block_keys_from_tokens(tokens, 4) == keys
+    assert slow_keys(tokens, 4) == keys
+
+
+@FIXED
+@given(tokens=st.lists(st.one_of(INT64, st.integers(0, 200_000)), max_size=80), block_size=st.integers(1, 20))
+def test_keys_equal_the_slow_formula(tokens: list[int], block_size: int) -> None:
+    keys = block_keys_from_tokens(tokens, block_size)
+    assert keys == slow_keys(tokens, block_size)
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert len(keys) == len(tokens) // block_size
+
+
+@FIXED
+@given(tokens=st.lists(INT64, min_size=12, max_size=12), changed=st.integers(0, 11))
+def test_a_key_depends_on_the_whole_prefix_and_on_nothing_behind_it(tokens: list[int], changed: int) -> None:
+    other = [token ^ 1 if i == changed else token for i, token in enumerate(tokens)]
+    differs = [a != b for a, b in zip(block_keys_from_tokens(tokens, 3), block_keys_from_tokens(other, 3), strict=True)]
+    assert differs == [block >= changed // 3 for block in range(4)]
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2, 3), (1,)])
+def test_less_than_a_block_has_no_key(tokens: tuple[int, ...]) -> None:
+    assert block_keys_from_tokens(tokens, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [(0, "0"), (-1, "ffffffffffffffff"), (255, "ff"), (-(2**63), "8000000000000000"), (2**63 - 1, "7" + "f" * 15)],
+)
+def test_hex_is_that_of_the_unsigned_value(key: int, text: str) -> None:
+    assert key_hex(key) == text
+
+
+# ── Block masks ──
+
+
+FLAGS = st.lists(st.booleans(), max_size=12)
+
+
+@FIXED
+@given(offset=st.integers(-20, 20), count=st.integers(0, 12))
+def test_an_offset_masks_the_positions_before_it(offset: int, count: int) -> None:
+    """A negative one masks everything: the original casts it to unsigned."""
+    kept = BlockMask(offset=offset).unmasked(count)
+    assert list(kept) == [i for i in range(count) if 0 <= offset <= i]
+
+
+@FIXED
+@given(flags=FLAGS, count=st.integers(0, 14))
+def test_flags_mask_where_they_are_true_and_nothing_behind_their_end(flags: list[bool], count: int) -> None:
+    kept = BlockMask(flags=flags).unmasked(count)
+    assert list(kept) == [i for i in range(count) if not (i < len(flags) and flags[i])]
+
+
+@pytest.mark.parametrize("mask", [NO_MASK, BlockMask(), BlockMask(flags=()), BlockMask(offset=0)])
+def test_nothing_is_masked_by_default(mask: BlockMask) -> None:
+    assert list(mask.unmasked(5)) == [0, 1, 2, 3, 4]
+    assert list(mask.unmasked(0)) == []
+
+
+@FIXED
+@given(flags=FLAGS)
+def test_of_masks_exactly_the_flagged_positions(flags: list[bool]) -> None:
+    mask = BlockMask.of(flags)
+    assert list(mask.unmasked(len(flags))) == [i for i, flag in enumerate(flags) if not flag]
+
+
+@FIXED
+@given(flags=FLAGS)
+def test_of_is_an_offset_where_the_masked_positions_are_a_prefix(flags: list[bool]) -> None:
+    is_prefix = flags == sorted(flags, reverse=True)
+    mask = BlockMask.of(flags)
+    assert (mask.offset is not None) == is_prefix
+    assert (mask.flags is None) == is_prefix
+
+
+@pytest.mark.parametrize(
+    ("flags", "mask"),
+    [
+        ([], BlockMask(offset=0)),
+        ([False, False], BlockMask(offset=0)),
+        ([True, True], BlockMask(offset=2)),
+        ([True, False], BlockMask(offset=1)),
+        ([False, True], BlockMask(flags=(False, True))),
+    ],
+)
+def test_of_by_example(flags: list[bool], mask: BlockMask) -> None:
+    assert BlockMask.of(flags) == mask
+
+
+# ── Block runs ──
+
+
+ALIKE = Location("l", "nfs", StorageType.ST_NFS, LocationStatus.WRITING, ("tp0",), b"", 10, 5.0, "s", 60.0)
+KEYS = [11, 12, 13, 14]
+CHUNKS = [b"a", b"b", b"c", b"d"]
+
+
+@pytest.mark.parametrize("parent", [None, 10])
+def test_each_block_is_the_parent_of_the_next(parent: int | None) -> None:
+    records = BlockRun(KEYS, parent, 3, ALIKE, CHUNKS).records()
+    assert records == [
+        BlockRecord(before, 3 + number, (ALIKE._replace(chunk=CHUNKS[number]),))
+        for number, before in enumerate([parent, 11, 12, 13])
+    ]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 4), (0, 2), (1, 3), (3, 4), (2, 9)])
+def test_a_part_of_a_run_stands_for_the_same_blocks(begin: int, end: int) -> None:
+    run = BlockRun(KEYS, 10, 3, ALIKE, CHUNKS)
+    part = run.cut(begin, end)
+    assert part.keys == KEYS[begin:end]
+    assert part.records() == run.records()[begin:end]
