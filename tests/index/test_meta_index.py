@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_rig import CountingBackend, TableView, location, record
+from thoroughness import examples
 
 from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
@@ -195,16 +196,6 @@ async def test_known_keys_are_never_refused() -> None:
 # Usage.
 
 
-async def test_usage_follows_every_change(rig: Rig) -> None:
-    nfs, fs = location("a", size_bytes=10), location("b", "fs", StorageType.ST_3FS, size_bytes=7)
-    await rig.index.put({1: record(nfs), 2: record(nfs, fs)})
-    assert dict(rig.index.usage_bytes) == {NFS: 20, FS: 7}
-    await rig.index.put({1: record(fs)})
-    assert dict(rig.index.usage_bytes) == {NFS: 10, FS: 14}
-    await rig.index.delete([1, 2])
-    assert not any(rig.index.usage_bytes.values())
-
-
 async def test_a_change_of_status_moves_no_usage(rig: Rig) -> None:
     await rig.index.put({1: record(location(status=LocationStatus.WRITING))})
     rig.told.clear()
@@ -223,7 +214,7 @@ RECORDS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(batches=st.lists(st.dictionaries(st.integers(0, 6), RECORDS, max_size=6), max_size=8), limit=st.integers(1, 8))
 async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRecord | None]], limit: int) -> None:
     rig = Rig(max_key_count=limit)
@@ -319,7 +310,7 @@ async def test_one_that_shrinks_hides_none_that_grows() -> None:
 # ── Which keys share a lock, and in which batches a call takes them (invariant 8) ──
 
 
-FIXED = settings(max_examples=200, deadline=None, derandomize=True)
+FIXED = settings(max_examples=examples(200), deadline=None, derandomize=True)
 KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60, unique=True)
 SHARD_COUNTS = st.sampled_from([1, 2, 4, 16, 1024, 65536])
 

@@ -15,6 +15,7 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis_servers import Standalone, standalone
+from thoroughness import examples
 from waiting import until
 
 from kvcm.index.backends.backend import Access, Change
@@ -115,7 +116,10 @@ BATCHES = st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(-2, 5), 
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batches=BATCHES)
 async def test_all_keys_of_a_shard_agree_whoever_wins(
@@ -516,10 +520,7 @@ async def test_a_write_that_ends_after_the_sums_were_heard_counts_once() -> None
     assert sums.usage[PLACE] == 15
 
 
-async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overlap(
-    redis_standalone: Standalone,
-) -> None:
-    client = RedisClient.of(parse_redis_uri(redis_standalone.uri(f"test-{secrets.token_hex(8)}", timeout_ms=10_000)))
+async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overlap(client: RedisClient) -> None:
     backend, random = RedisBackend(client, 7, 4), Random(1)
     known: dict[int, BlockRecord] = {}
 
@@ -535,11 +536,9 @@ async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overla
         await asyncio.gather(*writes, *(backend.refresh() for _ in range(random.randrange(4))))
         assert backend.usage_bytes == Counter({PLACE: sum(each.locations[0].size_bytes for each in known.values())})
         assert backend.key_count == len(known)
-    await client.close()
 
 
-async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(redis_standalone: Standalone) -> None:
-    client = RedisClient.of(parse_redis_uri(redis_standalone.uri(f"test-{secrets.token_hex(8)}", timeout_ms=10_000)))
+async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(client: RedisClient) -> None:
     backend, record = RedisBackend(client, 7, 1), BlockRecord(None, 0, (SUMMED,))
     await backend.write_many([Change(1, None, record)])
     (stored,) = await backend.get_many([1])
@@ -547,7 +546,6 @@ async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(redis_sta
     outcome = await backend.write_many([Change(1, stored, record._replace(depth=3))])  # of a manager that comes late
     assert list(outcome.lost) == [1]
     assert await client.execute([(b"KEYS", client.prefix.encode() + b"*")]) == [[]]
-    await client.close()
 
 
 async def _turns() -> None:

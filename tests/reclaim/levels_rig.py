@@ -193,6 +193,11 @@ class Levels:
             await self.write([key], to, **fields)
             self.wait(seconds)
 
+    async def fill(self, **blocks: int) -> None:
+        """Write so many blocks of each instance, a second after each other."""
+        for to, count in blocks.items():
+            await self.write_each(range(count), to)
+
     async def read(self, keys: Sequence[int], to: str = "i") -> int:
         """Match a prefix and write down that it was read; return how many blocks were found."""
         found = await self.manager.match(to, MatchQuery(MatchMode.PREFIX_MATCH, keys))

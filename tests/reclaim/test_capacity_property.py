@@ -314,6 +314,7 @@ async def test_limits_hold_and_no_more_is_evicted_than_they_ask_for(
     await Run(bounds, backends).go(steps)
 
 
+@pytest.mark.parametrize("backends", ["memory", "redis"], indirect=True)
 @EXAMPLES
 @given(policy=st.sampled_from(POLICIES), steps=STEPS)
 async def test_the_delay_before_deletions_changes_nothing(backends: Rig, policy: str, steps: list[Step]) -> None:

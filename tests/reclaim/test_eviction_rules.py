@@ -157,8 +157,7 @@ async def test_an_instance_that_is_registered_later_is_followed() -> None:
 
 async def test_an_instance_that_was_removed_leaves_its_room_to_the_others() -> None:
     with levels(ordered("lru", blocks=20), [instance("i"), instance("j")]) as rig:
-        await rig.write_each(range(10), "i")
-        await rig.write_each(range(6), "j")
+        await rig.fill(i=10, j=6)
         await rig.manager.remove_instance("i")
         assert await rig.reclaim() == 0
         await rig.delete()
@@ -212,7 +211,7 @@ async def test_an_instance_may_be_removed_while_another_one_is_being_reclaimed(r
     with levels(configured, [instance("i"), instance("j")]) as rig:
         kept = "j" if removed == "i" else "i"
         await rig.write(list(range(10)), removed)
-        await rig.write(list(range(5000)), kept)
+        await rig.write(list(range(2000)), kept)
         if age:
             rig.wait(101)
         tasks = removing(rig, removed)
@@ -457,19 +456,18 @@ async def chains(rig: Levels, count: int, length: int, to: str = "i") -> None:
 # Classes.
 
 
-async def test_a_class_by_depth_goes_last_with_a_higher_priority() -> None:
-    with levels(classed(PrefixClass("heads", end_depth=2, priority=5), mark=0.2)) as rig:
+@pytest.mark.parametrize(
+    ("found", "mark", "goes"),
+    [
+        (PrefixClass("heads", end_depth=2, priority=5), 0.2, (2, 3, 4)),
+        (PrefixClass("tails", min_depth=3, priority=-5), 0.3, (3, 4)),
+    ],
+)
+async def test_a_class_by_depth_goes_by_its_priority(found: PrefixClass, mark: float, goes: tuple[int, ...]) -> None:
+    with levels(classed(found, mark=mark)) as rig:
         await chains(rig, 10, 5)
         await rig.reclaim()
-        left = [100 * number + depth for number in range(1, 11) for depth in range(2)]
-        assert await rig.left([100 * number + depth for number in range(1, 11) for depth in range(5)]) == left
-
-
-async def test_a_class_by_depth_goes_first_with_a_lower_priority() -> None:
-    with levels(classed(PrefixClass("tails", min_depth=3, priority=-5), mark=0.3)) as rig:
-        await chains(rig, 10, 5)
-        await rig.reclaim()
-        assert sorted(rig.order()) == [100 * number + depth for number in range(1, 11) for depth in (3, 4)]
+        assert sorted(rig.order()) == [100 * number + depth for number in range(1, 11) for depth in goes]
 
 
 async def test_a_class_by_reads_takes_a_block_when_it_was_read_often_enough() -> None:
@@ -502,8 +500,7 @@ async def test_a_class_by_reads_holds_for_a_new_leader() -> None:
 async def test_a_class_of_one_instance_leaves_the_others_alone() -> None:
     only = PrefixClass("only", instance_ids=("i",), priority=1)
     with levels(classed(only, mark=0.3), [instance("i"), instance("j")]) as rig:
-        await rig.write_each(range(30), "i")
-        await rig.write_each(range(30), "j")
+        await rig.fill(i=30, j=30)
         await rig.reclaim()
         assert (rig.remaining("i"), rig.remaining("j")) == (30 * BLOCK, 0)
 

@@ -156,8 +156,7 @@ async def test_used_size_is_a_mark_in_bytes() -> None:
 async def test_the_blocks_of_one_instance_have_a_mark() -> None:
     """The other instance of the group has fewer and gives nothing, though its blocks are older."""
     with levels(group(blocks=1000, max_keys=10, hysteresis=0.2), [instance("i"), instance("j")]) as rig:
-        await rig.write_each(range(8), "j")
-        await rig.write_each(range(9), "i")
+        await rig.fill(j=8, i=9)
         assert await rig.reclaim() == 3
         assert rig.order() == [0, 1, 2]
         assert {each.instance.instance_id for each in rig.evicted} == {"i"}
@@ -178,9 +177,7 @@ async def test_a_storage_takes_from_the_group_furthest_above_its_share() -> None
     groups = [group(name, blocks=1000) for name in ("big", "middle", "small")]
     with levels(groups, [instance(each.name, each.name) for each in groups]) as rig:
         await rig.limit_storage("a", 100 * BLOCK, 0.9)  # low: 88 blocks, a share of 29 each
-        await rig.write_each(range(5), "small")
-        await rig.write_each(range(29), "middle")
-        await rig.write_each(range(57), "big")
+        await rig.fill(small=5, middle=29, big=57)
         assert rig.remaining("big") == 57 * BLOCK
         assert await rig.reclaim() == 3
         assert {each.instance.instance_id for each in rig.evicted} == {"big"}
@@ -191,8 +188,7 @@ async def test_a_guarantee_is_kept_while_others_are_above_theirs() -> None:
     kept = group("kept", blocks=1000, storage_guarantees=(StorageGuarantee("a", 70 * BLOCK),))
     with levels([kept, group("other", blocks=1000)], [instance("k", "kept"), instance("o", "other")]) as rig:
         await rig.limit_storage("a", 100 * BLOCK, 0.9)
-        await rig.write_each(range(70), "k")
-        await rig.write_each(range(21), "o")
+        await rig.fill(k=70, o=21)
         assert await rig.reclaim() == 3
         assert {each.instance.instance_id for each in rig.evicted} == {"o"}
 
@@ -236,9 +232,7 @@ async def test_a_global_quota_takes_from_the_groups_that_draw_from_it() -> None:
     groups = [group("x", blocks=1000, quota="q"), group("y", blocks=1000, quota="q"), group("z", blocks=1000)]
     with levels(groups, [instance(each.name, each.name) for each in groups]) as rig:
         await rig.registry.quotas.set(GlobalQuota("q", 100 * BLOCK, 0.5))
-        await rig.write_each(range(60), "z")
-        await rig.write_each(range(10), "x")
-        await rig.write_each(range(40), "y")
+        await rig.fill(z=60, x=10, y=40)
         assert await rig.reclaim() == 0
         await rig.write([40], "y")
         assert await rig.reclaim() == 3
@@ -529,7 +523,7 @@ def rules(draw: st.DrawFn) -> Rules:
     return plain._replace(active=draw(st.frozensets(st.sampled_from(labels))))
 
 
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(rules())
 def test_what_has_to_go_is_what_the_rules_say(plain: Rules) -> None:
     expected = list(plain.needs())
@@ -611,9 +605,7 @@ async def test_a_weight_multiplies_the_time_that_blocks_stay() -> None:
 
 async def test_proportional_takes_the_same_part_of_each() -> None:
     with levels(shared("proportional"), THREE) as rig:
-        await rig.write_each(range(50), "i")
-        await rig.write_each(range(30), "j")
-        await rig.write_each(range(10), "k")
+        await rig.fill(i=50, j=30, k=10)
         await rig.update(shared("proportional", mark=0.45))
         assert await rig.reclaim() == 45
         assert counts(rig) == {"i": 25, "j": 15, "k": 5}
@@ -621,8 +613,7 @@ async def test_proportional_takes_the_same_part_of_each() -> None:
 
 async def test_proportional_takes_less_of_a_greater_weight() -> None:
     with levels(shared("proportional", instance_overrides=weights(i=3.0)), [instance("i"), instance("j")]) as rig:
-        await rig.write_each(range(40), "i")
-        await rig.write_each(range(40), "j")
+        await rig.fill(i=40, j=40)
         await rig.update(shared("proportional", mark=0.6, instance_overrides=weights(i=3.0)))
         assert await rig.reclaim() == 20
         assert (rig.remaining("i"), rig.remaining("j")) == (35 * BLOCK, 25 * BLOCK)
@@ -631,9 +622,7 @@ async def test_proportional_takes_less_of_a_greater_weight() -> None:
 async def test_fixed_takes_from_whoever_is_furthest_above_its_share() -> None:
     configured = shared("fixed", mark=0.6, instance_overrides=weights(i=2.0))
     with levels(shared("fixed", instance_overrides=weights(i=2.0)), THREE) as rig:
-        await rig.write_each(range(30), "i")
-        await rig.write_each(range(40), "j")
-        await rig.write_each(range(10), "k")
+        await rig.fill(i=30, j=40, k=10)
         await rig.update(configured)
         assert await rig.reclaim() == 20  # of 60: shares 30, 15, 15
         assert counts(rig) == {"i": 30, "j": 20, "k": 10}
@@ -741,8 +730,7 @@ async def test_a_step_that_just_suffices_holds_nothing_back() -> None:
 async def test_a_step_of_one_group_does_not_hold_another_one_back() -> None:
     groups = [stepped(reclaim_step_size=BLOCK), stepped(name="free")]
     with levels(groups, [instance("i"), instance("f", "free")]) as rig:
-        await rig.write_each(range(80), "i")
-        await rig.write_each(range(80), "f")
+        await rig.fill(i=80, f=80)
         assert await rig.reclaimer.look() == 41
         assert rig.remaining("f") == 40 * BLOCK
         assert rig.reclaimer.is_held_back
@@ -752,8 +740,7 @@ async def test_a_storage_takes_no_more_than_a_step_of_each_group() -> None:
     groups = [stepped(0, name, reclaim_step_size=3 * BLOCK) for name in ("x", "y")]
     with levels(groups, [instance("i", "x"), instance("j", "y")]) as rig:
         await rig.limit_storage("a", 100 * BLOCK, 0.5)
-        await rig.write_each(range(40), "i")
-        await rig.write_each(range(40), "j")
+        await rig.fill(i=40, j=40)
         assert await rig.reclaimer.look() == 6
         assert (rig.remaining("i"), rig.remaining("j")) == (37 * BLOCK, 37 * BLOCK)
         assert rig.reclaimer.is_held_back

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -187,60 +188,29 @@ async def nodes(count: int = 3) -> list[Node]:
     return found
 
 
-async def test_the_leader_hears_its_own_writes_at_once() -> None:
-    leader, *_ = await nodes()
-    leader.wakes.press()
-    assert leader.woken == 1
-
-
-async def test_the_leader_hears_of_a_write_at_another_manager_once() -> None:
-    leader, other, third = await nodes()
-    other.wakes.press("g")
-    assert leader.woken == 0
-    for _ in range(3):
-        for each in (other, third, leader):
-            await each.wakes.exchange()
-    assert (leader.woken, other.woken, third.woken) == (1, 0, 0)
-
-
-async def test_every_later_write_is_heard_again() -> None:
-    leader, other, third = await nodes()
-    for expected, each in enumerate((other, third, other, other), start=1):
-        each.wakes.press()
-        await each.wakes.exchange()
-        await leader.wakes.exchange()
-        assert leader.woken == expected
-
-
-async def test_managers_that_press_at_the_same_time_are_heard() -> None:
-    leader, *others = await nodes(5)
-    for each in others:
-        each.wakes.press()
-    await asyncio.gather(*(each.wakes.exchange() for each in others))
-    await leader.wakes.exchange()
-    assert leader.woken == 1
-
-
-async def test_whoever_leads_next_looks_at_once() -> None:
-    """What was pressed while nobody led must not be lost."""
-    leader, other, third = await nodes()
-    leader.leads = False
-    other.wakes.press()
-    await other.wakes.exchange()
-    third.leads = True
-    await third.wakes.exchange()
-    assert third.woken == 1
-
-
-async def test_whoever_leads_again_hears_what_was_pressed_meanwhile() -> None:
-    leader, other, _ = await nodes()
-    leader.leads = False
-    other.wakes.press()
-    await other.wakes.exchange()
-    await leader.wakes.exchange()
-    leader.leads = True
-    await leader.wakes.exchange()
-    assert leader.woken == 1
+@pytest.mark.parametrize(
+    ("steps", "woken"),
+    [
+        ("a!", (1, 0, 0)),
+        ("b! b c a b c a b c a", (1, 0, 0)),  # another manager's write is heard of once
+        ("b! b a c! c a b! b a b! b a", (4, 0, 0)),  # and every later one again
+        ("b! c! b c a", (1, 0, 0)),
+        ("-a b! b +c c", (0, 0, 1)),  # the next leader hears of what was requested while nobody led
+        ("-a b! b a +a a", (1, 0, 0)),
+    ],
+)
+async def test_the_leader_is_woken_by_writes_at_any_manager(steps: str, woken: tuple[int, ...]) -> None:
+    """A step: `b!` is a write at b, `b` an exchange of b; `-a` ends the lead of a, `+a` begins it."""
+    named = dict(zip("abc", await nodes(), strict=True))
+    for step in steps.split():
+        node = named[step.strip("!+-")]
+        if step.endswith("!"):
+            node.wakes.press("g")
+        elif step[0] in "+-":
+            node.leads = step[0] == "+"
+        else:
+            await node.wakes.exchange()
+    assert tuple(each.woken for each in named.values()) == woken
 
 
 class Outage:
@@ -288,10 +258,19 @@ async def turns(enough: Callable[[], bool], seconds: float = 30.0) -> bool:
     return True
 
 
+@asynccontextmanager
+async def reclaiming(rig: Levels, is_leader: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+    """The reclaimer's loop, inside the block."""
+    running = asyncio.create_task(rig.reclaimer.run(is_leader))
+    try:
+        yield
+    finally:
+        running.cancel()
+
+
 async def test_a_reclaimer_that_was_woken_looks_once_and_waits_again() -> None:
     with levels(group(), instance()) as rig:
-        running = asyncio.create_task(rig.reclaimer.run())
-        try:
+        async with reclaiming(rig):
             await turns(lambda: rig.reclaimer.stats.looks == 1)
             await rig.write_each(range(9))
             assert await rig.left(range(9)) == list(range(9))
@@ -299,8 +278,6 @@ async def test_a_reclaimer_that_was_woken_looks_once_and_waits_again() -> None:
                 rig.reclaimer.wake()
             await turns(lambda: bool(rig.order()))
             assert rig.reclaimer.stats.looks == 2
-        finally:
-            running.cancel()
 
 
 async def test_a_wake_during_a_look_is_not_lost() -> None:
@@ -308,37 +285,28 @@ async def test_a_wake_during_a_look_is_not_lost() -> None:
     with levels(group(), instance()) as rig:
         rig.reclaimer = rig.new_reclaimer(lambda evicted: (rig.evicted.append(evicted), rig.reclaimer.wake())[0])
         await rig.write_each(range(9))
-        running = asyncio.create_task(rig.reclaimer.run())
-        try:
+        async with reclaiming(rig):
             await turns(lambda: rig.reclaimer.stats.looks == 2)
-        finally:
-            running.cancel()
 
 
 async def test_only_the_leader_looks() -> None:
     with levels(group(), instance()) as rig:
         leads: list[bool] = []
-        running = asyncio.create_task(rig.reclaimer.run(lambda: bool(leads)))
-        try:
+        async with reclaiming(rig, lambda: bool(leads)):
             rig.reclaimer.wake()
             await asyncio.sleep(0)
             assert rig.reclaimer.stats.looks == 0
             leads.append(True)
             rig.reclaimer.wake()
             await turns(lambda: rig.reclaimer.stats.looks == 1)
-        finally:
-            running.cancel()
 
 
 async def test_a_step_limit_is_followed_by_the_next_look_without_a_wake() -> None:
     with levels(group(blocks=100, mark=0.5, hysteresis=0.0, reclaim={"reclaim_step_size": 200}), instance()) as rig:
         await rig.write_each(range(90))
-        running = asyncio.create_task(rig.reclaimer.run())
-        try:
+        async with reclaiming(rig):
             await turns(lambda: len(rig.order()) == 40)
             assert rig.reclaimer.stats.looks >= 2
-        finally:
-            running.cancel()
 
 
 # ── What is remembered of an index between two looks is what a look at it would find ──

@@ -61,18 +61,6 @@ async def test_orphans_go_and_what_is_known_stays(site: Deployment) -> None:
     assert (await scrub(site)).orphans == 0
 
 
-async def test_a_dry_run_counts_and_changes_nothing(site: Deployment) -> None:
-    await site.store(KEYS)
-    await site.forget(KEYS[4:])
-    before = files_below(site.disk.root)
-    expected = await scrub(site, dry_run=True)
-    assert files_below(site.disk.root) == before
-    assert expected.deleted == 0
-    found = await scrub(site)
-    assert (found.orphans, found.orphan_bytes) == (expected.orphans, expected.orphan_bytes)
-    assert found.deleted == found.orphans > 0
-
-
 async def test_whatever_status_a_location_has_its_bytes_are_known(site: Deployment) -> None:
     """A writer at work and a deletion under way are not the scrub's business, however old the files are."""
     await site.store([1, 2, 3, 4])
@@ -245,18 +233,6 @@ async def test_an_instance_that_cannot_be_read_stops_the_scrub(site: Deployment)
 def packed(tmp_path: Path) -> Iterator[Deployment]:
     with deployed(Disk(tmp_path, keys_per_file=4)) as made:
         yield made
-
-
-@pytest.mark.parametrize("known", [1, 2, 3, 4])
-async def test_a_packed_file_stays_for_any_of_its_blocks(packed: Deployment, known: int) -> None:
-    """The name tells only the first one."""
-    await packed.store([1, 2, 3, 4])
-    await packed.forget([key for key in (1, 2, 3, 4) if key != known])
-    assert (await scrub(packed)).orphans == 0
-    await packed.assert_readable([known])
-    await packed.forget([known])
-    assert (await scrub(packed)).deleted == 1
-    assert files_below(packed.disk.root) == set()
 
 
 async def test_what_is_noted_beside_a_file_belongs_to_it(packed: Deployment) -> None:

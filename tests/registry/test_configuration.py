@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_rig import GROUP, INSTANCE, Opener
+from thoroughness import examples
 
 from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError, UnsupportedError
 from kvcm.model.groups import (
@@ -736,7 +737,7 @@ SPECS: st.SearchStrategy[StorageSpec] = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(name=TEXTS, spec=SPECS, available=st.booleans())
 def test_a_printed_storage_reads_back(name: str, spec: StorageSpec, available: bool) -> None:
     config = StorageConfig(name, spec, is_available=available)

@@ -129,16 +129,6 @@ def test_the_limit_is_never_exceeded_and_no_seat_is_lost(
     asyncio.run(play())
 
 
-async def test_of_simultaneous_registrations_exactly_so_many_succeed() -> None:
-    table = WatchedTable()
-    managers = [Registry(Opener(), SuspendingTable(table)) for _ in range(3)]
-    await managers[0].groups.create(replace(GROUP, max_instance_count=4))
-    calls = [managers[i % 3].instances.register(instance(f"i{i}")) for i in range(12)]
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert sum(isinstance(each, Instance) for each in outcomes) == 4
-    assert sum(isinstance(each, CapacityError) for each in outcomes) == 8
-
-
 async def test_a_limit_that_is_set_later_counts_what_was_registered_before() -> None:
     """Also by a release that knew no seats."""
     table = MemoryTable()
@@ -234,15 +224,6 @@ async def test_what_was_completed_and_removed_by_others_is_not_registered_again(
     with pytest.raises(NotReadyError, match="register it again"):
         await call
     assert await table.get("instance/a") is None
-
-
-async def test_two_managers_that_register_the_same_instance_take_one_seat() -> None:
-    table = WatchedTable()
-    managers = [Registry(Opener(), SuspendingTable(table)) for _ in range(2)]
-    await managers[0].groups.create(replace(GROUP, max_instance_count=2))
-    await asyncio.gather(*(each.instances.register(instance("a")) for each in managers))
-    await managers[0].instances.register(instance("b"))
-    assert table.registered() == ["instance/a", "instance/b"]
 
 
 # ── Whatever two managers do at the same time, in whatever order their calls reach the store ──

@@ -9,6 +9,7 @@ import pytest
 from election_rig import ENDPOINT, LEASE_SECONDS, FakeClock, UnreliableLease, elector, endpoint_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.model.errors import NotLeaderError, StorageIOError
 from kvcm.model.nodes import Endpoint
@@ -308,7 +309,7 @@ async def act(cluster: Cluster, which: int, action: str, slowly: Callable[[], No
         way.on_answer = slowly
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(actions=ACTIONS, delay_ms=st.sampled_from([0, 500, 20_000]))
 def test_never_two_lead_at_once(actions: list[tuple[int, str]], delay_ms: int) -> None:
     """Invariant 1, with ways that are cut off, lose answers or take seconds; checked while answers are under way too.

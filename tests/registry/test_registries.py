@@ -139,14 +139,6 @@ async def test_storages_are_added_and_updated_while_serving(registry: Registry, 
     assert registry.storages.all()[0].spec == NfsStorageSpec("/other")
 
 
-async def test_two_at_once_cannot_add_one_storage(registry: Registry, opener: Opener) -> None:
-    """Opening happens in threads; both calls saw the name free."""
-    adds = [registry.storages.add_while_serving(replace(NFS, spec=NfsStorageSpec(root))) for root in ("/a", "/b")]
-    outcomes = await asyncio.gather(*adds, return_exceptions=True)
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["DuplicateEntityError", "NoneType"]
-    assert opener.calls == [("open", "nfs")]
-
-
 async def test_a_storage_removed_during_its_update_stays_removed(registry: Registry, opener: Opener) -> None:
     await registry.storages.add(NFS)
     update = asyncio.create_task(registry.storages.update_while_serving(replace(NFS, spec=NfsStorageSpec("/other"))))
@@ -544,12 +536,6 @@ async def test_of_two_who_create_the_same_one_wins(pair: Pair, create: Change) -
     assert pair.a.accounts.all() == pair.b.accounts.all()
 
 
-async def test_of_two_who_update_from_one_version_one_wins(pair: Pair) -> None:
-    await pair.a.groups.create(GROUP)
-    updates = [each.groups.update(replace(GROUP, version=2), 1) for each in (pair.a, pair.b)]
-    assert await outcomes(*updates) == ["InvalidArgumentError", "NoneType"]
-
-
 async def test_changes_begin_with_what_the_store_holds_not_with_the_view(pair: Pair) -> None:
     """No refresh happens here: each change reads what the other manager made a moment ago."""
     a, b = pair.a, pair.b
@@ -575,31 +561,6 @@ async def test_changes_begin_with_what_the_store_holds_not_with_the_view(pair: P
 async def grouped(pair: Pair) -> Pair:
     await pair.a.groups.create(GROUP)
     return pair
-
-
-async def test_two_registrations_of_one_instance_are_one(grouped: Pair) -> None:
-    a, b = grouped.a, grouped.b
-    assert await outcomes(a.instances.register(INSTANCE), b.instances.register(INSTANCE)) == ["Instance"] * 2
-    assert a.instances.placement(ID) == b.instances.placement(ID)
-    assert a.instances.get(ID) == b.instances.get(ID)
-
-
-async def test_of_two_layouts_of_one_instance_one_wins(grouped: Pair) -> None:
-    calls = [each.instances.register(replace(INSTANCE, block_size=n)) for n, each in enumerate(grouped[:2], 1)]
-    assert await outcomes(*calls) == ["DuplicateEntityError", "Instance"]
-
-
-async def test_no_two_registrations_ever_share_a_uid(grouped: Pair) -> None:
-    """Also those of one id: what the first one left in the store is not the second one's."""
-    a, b = grouped.a, grouped.b
-    names = [f"i{n}" for n in range(12)]
-    calls = [(a, b)[n % 2].instances.register(replace(INSTANCE, instance_id=name)) for n, name in enumerate(names)]
-    await asyncio.gather(*calls)
-    await a.refresh()
-    uids = {a.instances.placement(name).uid for name in names}
-    await b.instances.remove("i0")
-    await a.instances.register(replace(INSTANCE, instance_id="i0"))
-    assert len(uids | {a.instances.placement("i0").uid}) == 13
 
 
 @pytest.mark.parametrize(("configured", "shards"), [(0, 16), (64, 64)])

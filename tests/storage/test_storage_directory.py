@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from connectors.transfer.file import FileMover
 from connectors.transfer.mover import TransferItem
@@ -330,7 +331,12 @@ def test_slashes_become_one_where_mountpoint_and_root_dir_meet(mountpoint: str, 
         assert normpath(spec.root) == normpath(f"{mountpoint.rstrip('/')}/{root_dir.lstrip('/')}")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     names=st.lists(st.sampled_from(["a", "b.c", "d e"]), min_size=1, max_size=4),
     slashes=st.lists(st.sampled_from(["/", "//", "///"]), min_size=5, max_size=5),

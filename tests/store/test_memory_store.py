@@ -5,15 +5,11 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.store.due_queue import DueQueue
 from kvcm.store.memory import MemoryLease, MemoryStore, MemoryTable
 from kvcm.store.outcomes import Outcomes
-from kvcm.store.store import LeaseState
-
-NAMES = ["a", "b", "c", "d"]
-BODIES = st.one_of(st.none(), st.sampled_from([b"1", b"2", b""]))
-REPLACEMENTS = st.tuples(st.sampled_from(NAMES), BODIES, BODIES, st.integers(0, 6).map(float))
 
 
 class SetClock:
@@ -25,44 +21,12 @@ class SetClock:
         return self.seconds
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(replacements=st.lists(REPLACEMENTS, max_size=40), most=st.integers(0, 5))
-async def test_any_history_leaves_what_a_dict_would_hold(
-    replacements: list[tuple[str, bytes | None, bytes | None, float]], most: int
-) -> None:
-    table = MemoryTable()
-    expected: dict[str, tuple[bytes, float]] = {}
-    for name, old, new, due in replacements:
-        version = await table.version()
-        wins = expected.get(name, (None, 0))[0] == old
-        assert await table.replace(name, old, new, due) is wins
-        if wins:
-            expected.pop(name, None)
-            expected |= {name: (new, due)} if new is not None else {}
-            assert await table.version() > version
-        assert await table.get(name) == expected.get(name, (None, 0))[0]
-    assert await table.all() == {name: body for name, (body, _) in expected.items()}
-    for now in (0.0, 2.5, 4.0, 9.0):
-        times = sorted((due, name) for name, (_, due) in expected.items() if 0 < due <= now)
-        assert await table.due(now, most) == [name for _, name in times][:most]
-
-
 async def test_what_was_listed_does_not_change_with_the_table() -> None:
     table = MemoryTable()
     await table.replace("a", None, b"1")
     before = await table.all()
     await table.replace("b", None, b"2")
     assert before == {"a": b"1"}
-
-
-async def test_a_table_is_found_by_its_name() -> None:
-    store = MemoryStore()
-    await store.table("sessions").replace("a", None, b"1")
-    assert await store.table("sessions", 16).get("a") == b"1"
-    assert await store.table("leases").get("a") is None
-    assert store.is_shared is False
-    await store.flush()
-    await store.close()
 
 
 def test_nothing_suspends() -> None:
@@ -75,30 +39,13 @@ def test_nothing_suspends() -> None:
             call.send(None)
 
 
-async def test_a_lease_has_one_holder_until_it_expires() -> None:
-    clock = SetClock()
-    lease = MemoryLease(clock)
-    assert await lease.hold("a", 10) == LeaseState("a", 1)
-    clock.seconds += 9
-    assert await lease.hold("b", 10) == LeaseState("a", 1)
-    assert await lease.hold("a", 10) == LeaseState("a", 1)
-    clock.seconds += 9.5
-    assert await lease.hold("b", 10) == LeaseState("a", 1)
-    clock.seconds += 0.5
-    assert await lease.hold("b", 10) == LeaseState("b", 2)
-    await lease.release("a")
-    assert await lease.hold("a", 10) == LeaseState("b", 2)
-    await lease.release("b")
-    assert await lease.hold("a", 10) == LeaseState("a", 3)
-
-
 # ── Deadlines that move: the queue stays exact, and no longer than what it holds ──
 
 
 MOVES = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 4).map(float))), max_size=60)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(moves=MOVES, now=st.integers(0, 5).map(float), most=st.integers(0, 7))
 def test_any_moves_leave_what_sorting_would_find(moves: list[tuple[int, float | None]], now: float, most: int) -> None:
     queue: DueQueue[int] = DueQueue()
@@ -121,7 +68,7 @@ def test_any_moves_leave_what_sorting_would_find(moves: list[tuple[int, float | 
 ALIKE = st.tuples(st.lists(st.integers(0, 8), unique=True), st.one_of(st.none(), st.integers(0, 4).map(float)))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(moves=st.lists(ALIKE, max_size=30), now=st.integers(0, 5).map(float), most=st.integers(0, 9))
 def test_many_at_a_time_are_as_one_after_the_other(
     moves: list[tuple[list[int], float | None]], now: float, most: int

@@ -525,6 +525,7 @@ async def test_every_master_of_a_cluster_has_to_be_heard(redis_cluster: Cluster)
         await listener.live()
 
 
+@pytest.mark.ci
 async def test_another_master_is_followed(tmp_path: Path) -> None:
     """A handover in which no process dies: the old master stays and would go on answering pings."""
     with sentinel(tmp_path) as servers:
@@ -621,6 +622,7 @@ async def test_a_server_that_hangs_is_given_up_in_time(lone: Standalone) -> None
         assert await client.mget([[key_of(client)]]) == [[b"2"]]  # the refused write ran once the server went on
 
 
+@pytest.mark.ci
 async def test_by_default_a_hanging_server_costs_two_seconds_at_most(lone: Standalone) -> None:
     async with connected_to(lone) as client:
         await client.ping()
@@ -630,6 +632,7 @@ async def test_by_default_a_hanging_server_costs_two_seconds_at_most(lone: Stand
         await recovered(client.ping)
 
 
+@pytest.mark.ci
 async def test_a_dry_pool_waits_and_then_refuses(lone: Standalone) -> None:
     """A pause of all clients fills the pool; nothing crashes, and what waited briefly is served."""
     async with connected_to(lone, pool_size=4) as client:
@@ -697,6 +700,7 @@ async def test_a_server_that_became_a_replica_refuses_writes(lone: Standalone, t
             await increment(client)
 
 
+@pytest.mark.ci
 async def test_the_replica_takes_over_when_the_master_dies(tmp_path: Path) -> None:
     with sentinel(tmp_path) as servers:
         async with connected_to(servers) as client:
@@ -732,6 +736,7 @@ async def forgotten(client: RedisClient, port: int) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.ci
 async def test_a_sentinel_that_missed_a_failover_is_not_believed(tmp_path: Path) -> None:
     """Old news do not lead back to the old master."""
     with sentinel(tmp_path) as servers:
@@ -759,6 +764,7 @@ async def test_one_sentinel_is_enough(redis_sentinel: Sentinels) -> None:
                 paused.resume()
 
 
+@pytest.mark.ci
 async def test_a_cluster_node_that_restarts_is_found_again(redis_cluster: Cluster) -> None:
     async with connected_to(redis_cluster) as client:
         await asyncio.gather(*(increment(client, tag) for tag in range(100)))
@@ -772,6 +778,7 @@ async def test_a_cluster_node_that_restarts_is_found_again(redis_cluster: Cluste
         await recovered(lambda: asyncio.gather(*(increment(client, tag) for tag in range(100))))
 
 
+@pytest.mark.ci
 async def test_the_replica_of_a_dead_cluster_node_takes_over(tmp_path: Path) -> None:
     with cluster(tmp_path, replicas=1) as servers:
         async with connected_to(servers) as client:

@@ -491,16 +491,19 @@ def killed_after(directory: Path, fsync: str, count: int) -> list[str]:
         return lines + writer.stdout.readlines()
 
 
-@pytest.mark.parametrize("fsync", ["always", "everysec", "never"])
+@pytest.mark.parametrize(
+    "fsync", ["always", *(pytest.param(each, marks=pytest.mark.ci) for each in ("everysec", "never"))]
+)
 def test_a_killed_process_loses_nothing_that_was_flushed_and_leaves_no_half_batch(tmp_path: Path, fsync: str) -> None:
     random = Random(fsync)
-    for attempt in range(4):
+    for attempt in range(2):
         directory = tmp_path / str(attempt)
         said = latest(killed_after(directory, fsync, random.randrange(1, 400)))
         found = stored(directory)
         assert all(found.get(task, 0) >= number for task, number in said.items()), (said, found)
 
 
+@pytest.mark.ci
 def test_writing_goes_on_over_many_kills(tmp_path: Path) -> None:
     for count in (150, 20, 90):
         said = latest(killed_after(tmp_path, "always", count))
@@ -508,6 +511,7 @@ def test_writing_goes_on_over_many_kills(tmp_path: Path) -> None:
         assert all(found[task] >= number for task, number in said.items())
 
 
+@pytest.mark.ci
 def test_a_full_disk_stops_the_log_and_keeps_what_was_flushed(tmp_path: Path) -> None:
     with start_writer(tmp_path, "always", str(300_000)) as writer:
         output, _ = writer.communicate(timeout=60)
@@ -520,6 +524,7 @@ def test_a_full_disk_stops_the_log_and_keeps_what_was_flushed(tmp_path: Path) ->
     assert all(found[task] >= number for task, number in said.items()), (said, found)
 
 
+@pytest.mark.ci
 def test_two_processes_cannot_share_a_directory(tmp_path: Path) -> None:
     with start_writer(tmp_path, "always") as writer:
         assert writer.stdout is not None
