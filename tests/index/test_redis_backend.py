@@ -1,28 +1,36 @@
-"""What lies in Redis, whatever happened: all of a shard's keys agree, after losses, interruptions and a full server."""
+"""What lies in Redis, whatever happened: keys of a shard agree after losses, interruptions and on a full server."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+import redis
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis_servers import Standalone, standalone
+from thoroughness import examples
+from waiting import until
 
 from kvcm.index.backends.backend import Access, Change
 from kvcm.index.backends.redis import RedisBackend
+from kvcm.index.backends.redis_keys import BlockKeys, ShardKeys
+from kvcm.index.backends.redis_sums import SharedSums
+from kvcm.index.backends.tally import Sum
 from kvcm.index.codec import decode_record
 from kvcm.model.errors import StorageIOError
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
-from kvcm.store.redis.script import ScriptCall
+from kvcm.store.redis.lease import RedisLease
+from kvcm.store.redis.script import Script, ScriptCall
+from kvcm.store.redis.tables import RedisTable
 from kvcm.store.redis.uri import parse_redis_uri
 
 SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.9)
@@ -108,7 +116,10 @@ BATCHES = st.lists(st.tuples(st.booleans(), st.dictionaries(st.integers(-2, 5), 
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batches=BATCHES)
 async def test_all_keys_of_a_shard_agree_whoever_wins(
@@ -282,3 +293,337 @@ async def test_a_dead_server_is_an_error_of_storage(tmp_path: Path) -> None:
                 await call
         assert backend.key_count == 1
         await client.close()
+
+
+# ── A server at its `maxmemory` ──
+
+
+NFS = Place("nfs", StorageType.ST_NFS)
+FULL_SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
+FULL_WRITING = FULL_SERVING._replace(id="w", status=LocationStatus.WRITING, session_id="s", deadline=1700000030.0)
+DELETING = FULL_SERVING._replace(status=LocationStatus.DELETING, deadline=1700000060.0)
+MIB = 1 << 20
+FULL = "memory of the server is full"
+
+
+class FullServer:
+    """A server with some room, a client of it, and what takes the room away and gives it back."""
+
+    def __init__(self, admin: redis.Redis, client: RedisClient) -> None:
+        self._admin, self.client = admin, client
+        admin.config_set("maxmemory", self._used_bytes() + 4 * MIB)
+
+    def fill(self) -> None:
+        """Write until the server refuses; the last bytes by small values."""
+        for size_bytes in (MIB // 4, 1024, 16):
+            with pytest.raises(redis.exceptions.OutOfMemoryError):
+                self._write(size_bytes)
+
+    def free(self) -> None:
+        """Take the large values away."""
+        self._admin.delete(*(f"ballast{MIB // 4}.{number}" for number in range(100)))
+        until(lambda: self._used_bytes() < int(self._admin.config_get("maxmemory")["maxmemory"]))
+
+    def _write(self, size_bytes: int) -> None:
+        for number in range(100_000):
+            self._admin.set(f"ballast{size_bytes}.{number}", bytes(size_bytes))
+
+    def _used_bytes(self) -> int:
+        return int(self._admin.info("memory")["used_memory"])
+
+
+@pytest.fixture
+async def full(tmp_path: Path) -> AsyncIterator[FullServer]:
+    with standalone(tmp_path) as server, server.server.admin() as admin:
+        client = RedisClient.of(parse_redis_uri(server.uri("full", timeout_ms=10_000)))
+        await client.ping()
+        yield FullServer(admin, client)
+        await client.close()
+
+
+def placed_under(*locations: Location, parent: int | None = 9) -> BlockRecord:
+    return BlockRecord(parent, 0, locations)
+
+
+async def write(backend: RedisBackend, keys: Iterable[int], new: BlockRecord | None) -> None:
+    olds = await backend.get_many(list(keys))
+    written = await backend.write_many([Change(key, old, new) for key, old in zip(keys, olds, strict=True)])
+    assert not written.lost
+
+
+async def test_blocks_are_decided_marked_and_removed_on_a_full_server(full: FullServer) -> None:
+    """Invariant 4: what is refused changes nothing, what runs changes all that belongs together."""
+    backend = RedisBackend(full.client, 1, 1)
+    await write(backend, range(100), placed_under(FULL_WRITING))
+    await write(backend, range(100, 200), placed_under(FULL_SERVING))
+    full.fill()
+    with pytest.raises(StorageIOError, match=FULL):
+        await write(backend, range(190, 210), placed_under(FULL_SERVING, parent=8))
+    assert await backend.get_many([190, 200]) == [placed_under(FULL_SERVING), None]
+    await write(backend, range(100), placed_under(FULL_SERVING))
+    await write(backend, range(100, 200), placed_under(DELETING))
+    assert sorted(await backend.due(1700000060.0, 1000)) == [*range(100, 200)]
+    await write(backend, range(100, 200), None)
+    assert await backend.children(9) == [*range(100)]
+    assert await backend.due(1.8e9, 1000) == []
+    await backend.refresh()
+    assert (backend.key_count, backend.usage_bytes) == (100, {NFS: 1000})
+    full.free()
+    await write(backend, range(200, 210), placed_under(FULL_WRITING))
+    assert await backend.get_many(range(200, 210)) == [placed_under(FULL_WRITING)] * 10
+
+
+async def test_blocks_of_a_removed_instance_go_on_a_full_server(full: FullServer) -> None:
+    backend = RedisBackend(full.client, 1, 2)
+    await write(backend, range(600), placed_under(FULL_SERVING))
+    full.fill()
+    await backend.drop()
+    assert await RedisBackend(full.client, 1, 2).get_many(range(600)) == [None] * 600
+    assert await backend.children(9) == []
+
+
+async def test_documents_are_decided_and_ended_on_a_full_server(full: FullServer) -> None:
+    table = RedisTable(full.client, "sessions", 4)
+    assert await table.replace("open", None, b"open", 5.0)
+    assert await table.replace("late", None, b"open", 6.0)
+    full.fill()
+    version = await table.version()
+    with pytest.raises(StorageIOError, match=FULL):
+        await table.replace("new", None, b"open", 7.0)
+    assert await table.version() == version
+    assert not await table.replace("open", b"other", b"decided", 8.0)
+    assert await table.replace("open", b"open", b"decided", 8.0)
+    assert await table.replace("late", b"open", None)
+    assert (await table.all(), await table.due(9.0, 9)) == ({"open": b"decided"}, ["open"])
+    assert await table.version() == version + 2
+    full.free()
+    assert await table.replace("new", None, b"open", 7.0)
+
+
+async def test_leadership_changes_hands_on_a_full_server(full: FullServer) -> None:
+    full.fill()
+    lease = RedisLease(full.client)
+    assert await lease.hold("first", 60.0) == ("first", 1)
+    assert await lease.hold("first", 60.0) == ("first", 1)
+    assert await lease.hold("second", 60.0) == ("first", 1)
+    await lease.release("first")
+    assert await lease.hold("second", 60.0) == ("second", 2)
+
+
+async def test_only_scripts_that_say_so_run_on_a_full_server(full: FullServer) -> None:
+    text = "return redis.call('SET', KEYS[1], ARGV[1])"
+    full.fill()
+    with pytest.raises(StorageIOError, match=FULL):
+        await full.client.run([ScriptCall(Script(text), [b"full:x"], [b"value"])])
+    await full.client.run([ScriptCall(Script(text, allow_oom=True), [b"full:x"], [b"value"])])
+    assert await full.client.mget([[b"full:x"]]) == [[b"value"]]
+
+
+# ── Invariant 4 as one manager sees it ──
+
+
+PLACE = Place("nfs", StorageType.ST_NFS)
+USED = Sum(PLACE, is_deleting=False)
+SUMMED = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.0)
+SHARDS = [ShardKeys.of("p", 1, shard) for shard in range(2)]
+
+
+class Server:
+    """Two shards that take writes and are asked for their sums; answers arrive when the test lets them."""
+
+    def __init__(self) -> None:
+        self.turns = [0, 0]
+        self.bytes = [0, 0]
+        self.answers: list[tuple[asyncio.Future[list[Any]], list[Any]]] = []
+        self.unheard: list[tuple[int, int, int]] = []
+
+    def write(self, shard: int, size: int, *, is_ours: bool) -> None:
+        self.turns[shard] += 1
+        self.bytes[shard] += size
+        if is_ours:
+            self.unheard.append((shard, self.turns[shard], size))
+
+    async def run(self, _calls: Sequence[ScriptCall]) -> list[Any]:
+        now = [
+            (0, [b"#", str(turn).encode(), USED.field.encode(), str(size).encode()])
+            for turn, size in zip(self.turns, self.bytes, strict=True)
+        ]
+        arrival: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.answers.append((arrival, now))
+        return await arrival
+
+    def answer(self) -> None:
+        """Let the earliest answer arrive."""
+        if self.answers:
+            arrival, now = self.answers.pop(0)
+            arrival.set_result(now)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["ours", "theirs"]), st.integers(0, 1), st.integers(1, 50)),
+        st.tuples(st.sampled_from(["hear", "ask", "arrive"]), st.integers(0, 5), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+async def play(events: list[tuple[str, int, int]]) -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    asking: list[asyncio.Task[None]] = []
+    for name, number, size in events:
+        if name in {"ours", "theirs"}:
+            server.write(number, size, is_ours=name == "ours")
+        elif name == "hear" and server.unheard:  # answers to writes come in any order
+            hear(server, sums, number % len(server.unheard))
+        elif name == "ask":
+            asking.append(asyncio.create_task(sums.refresh(server.run)))
+        elif name == "arrive":
+            server.answer()
+        await settle()
+        assert sums.usage[PLACE] <= sum(server.bytes), "something counts twice"
+    while server.unheard:
+        hear(server, sums, 0)
+    asking.append(asyncio.create_task(sums.refresh(server.run)))
+    while not all(task.done() for task in asking):
+        await settle()
+        server.answer()
+    assert sums.usage[PLACE] == sum(server.bytes)
+
+
+def hear(server: Server, sums: SharedSums, index: int) -> None:
+    shard, turn, size = server.unheard.pop(index)
+    sums.note(shard, turn, {USED: size}, 1)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@settings(deadline=None)
+@given(events=EVENTS)
+def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, int, int]]) -> None:
+    asyncio.run(play(events))
+
+
+async def test_a_write_that_ends_after_the_sums_were_heard_counts_once() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    server.write(0, 10, is_ours=True)
+    asking = asyncio.create_task(sums.refresh(server.run))
+    await settle()
+    server.write(1, 5, is_ours=True)
+    sums.note(1, 1, {USED: 5}, 1)  # told while the answer, which is of before, is under way
+    server.answer()
+    await asking
+    sums.note(0, 1, {USED: 10}, 1)
+    assert sums.usage[PLACE] == 15
+
+
+async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overlap(client: RedisClient) -> None:
+    backend, random = RedisBackend(client, 7, 4), Random(1)
+    known: dict[int, BlockRecord] = {}
+
+    async def write(keys: list[int]) -> None:
+        olds = await backend.get_many(keys)
+        new = BlockRecord(None, 0, (SUMMED._replace(size_bytes=random.randrange(1, 99)),))
+        outcome = await backend.write_many([Change(key, old, new) for key, old in zip(keys, olds, strict=True)])
+        known.update({key: new for key in keys if key not in outcome.lost})
+
+    for _ in range(60):
+        keys = random.sample(range(400), 120)
+        writes = [write(keys[start : start + 30]) for start in range(0, 120, 30)]
+        await asyncio.gather(*writes, *(backend.refresh() for _ in range(random.randrange(4))))
+        assert backend.usage_bytes == Counter({PLACE: sum(each.locations[0].size_bytes for each in known.values())})
+        assert backend.key_count == len(known)
+
+
+async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(client: RedisClient) -> None:
+    backend, record = RedisBackend(client, 7, 1), BlockRecord(None, 0, (SUMMED,))
+    await backend.write_many([Change(1, None, record)])
+    (stored,) = await backend.get_many([1])
+    await backend.drop()
+    outcome = await backend.write_many([Change(1, stored, record._replace(depth=3))])  # of a manager that comes late
+    assert list(outcome.lost) == [1]
+    assert await client.execute([(b"KEYS", client.prefix.encode() + b"*")]) == [[]]
+
+
+async def _turns() -> None:
+    """Let what can go on go on."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+async def _refreshed(server: Server, sums: SharedSums, count: int) -> list[asyncio.Task[None]]:
+    """Return so many refreshes that began while another one was under way."""
+    tasks = [asyncio.create_task(sums.refresh(server.run))]
+    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(sums.refresh(server.run)) for _ in range(count)]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_who_comes_while_sums_are_asked_for_shares_what_is_asked_next() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    tasks = await _refreshed(server, sums, 5)
+    server.write(0, 7, is_ours=False)  # after what is under way, before the others hear
+    server.answer()
+    await tasks[0]
+    assert sums.usage[PLACE] == 0
+    await _turns()
+    server.answer()
+    await asyncio.gather(*tasks)
+    assert (sums.usage[PLACE], server.answers) == (7, []), "asked twice, not six times"
+
+
+async def test_who_waits_behind_a_store_that_does_not_answer_shares_its_failure() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    tasks = await _refreshed(server, sums, 5)
+    for _ in range(2):
+        await _turns()
+        server.answers.pop(0)[0].set_exception(StorageIOError("no answer"))
+    assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [StorageIOError] * 6
+    again = asyncio.create_task(sums.refresh(server.run))
+    await asyncio.sleep(0)
+    server.answer()
+    await again
+
+
+async def test_who_goes_away_leaves_the_others_their_answer() -> None:
+    server, sums = Server(), SharedSums(SHARDS)
+    tasks = await _refreshed(server, sums, 2)
+    server.answer()
+    await _turns()
+    tasks[1].cancel()
+    server.answers.clear()
+    await _turns()
+    server.answer()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in results] == [type(None), asyncio.CancelledError, type(None)]
+
+
+# ── Names of block records: those of the backend are understood, others are none ──
+
+
+KEYS = BlockKeys("a.b(")
+
+
+@given(uid=st.integers(0, 2**40), shard=st.integers(0, 4095), key=st.integers(-(2**63), 2**63 - 1))
+@example(uid=1, shard=2, key=0x0A0A7D2E0A0A7D0A)  # newlines, brace and dot
+def test_a_name_is_taken_apart(uid: int, shard: int, key: int) -> None:
+    name = f"a.b(:b{{{uid}.{shard}}}".encode() + key.to_bytes(8, "big", signed=True)
+    assert name.startswith(KEYS.prefix)
+    assert KEYS.parse(name) == (uid, key)
+
+
+FOREIGN = (
+    *(b"", b"7", b"7.1", b"7.1}", b"7.1}1234567", b"7.1}123456789", b"7}12345678", b"x.1}12345678", b"7.x}12345678"),
+    *(b"-7.1}12345678", b"7 .1}12345678", b"9" * 5000 + b".1}12345678", b"\xff\xfe.1}12345678"),
+)
+
+
+@pytest.mark.parametrize("rest", FOREIGN)
+def test_a_foreign_name_below_the_prefix_is_none(rest: bytes) -> None:
+    assert KEYS.parse(KEYS.prefix + rest) is None
+    assert KEYS.parse(b"another:b{7.1}12345678") is None
+    assert KEYS.parse(KEYS.prefix + b"7.1}12345678") is not None

@@ -167,6 +167,11 @@ def opened(directory: Path) -> tuple[RocksStore, RocksIndex]:
         raise
 
 
+async def reopened(store: RocksStore, directory: Path) -> tuple[RocksStore, RocksIndex]:
+    await store.close()
+    return opened(directory)
+
+
 async def do(backend: RocksBackend, model: Model, at: int, verb: str, values: Any) -> None:
     """Do a step with a backend and its model."""
     if verb == "write":
@@ -190,7 +195,7 @@ async def do(backend: RocksBackend, model: Model, at: int, verb: str, values: An
             model.requeue(key, count, at)
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(steps=st.lists(st.tuples(st.sampled_from(UIDS), STEPS), min_size=4, max_size=40))
 async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
     steps: list[tuple[int, tuple[str, Any]]],
@@ -204,12 +209,10 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
                 await index.backend(uid).drop()
                 models[uid] = Model()
             elif verb == "restart":
-                await store.close()
-                store, index = opened(Path(directory))
+                store, index = await reopened(store, Path(directory))
             else:
                 await do(index.backend(uid), models[uid], at, verb, values)
-        await store.close()
-        store, index = opened(Path(directory))
+        store, index = await reopened(store, Path(directory))
         assert index.uids() == [uid for uid in UIDS if models[uid].records]
         for uid in UIDS:
             await models[uid].agrees_with(index.backend(uid))
@@ -226,8 +229,7 @@ async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_toge
     assert backend.begin(run_of([1, 2], None, 5.0)) is not None
     await backend.touch({1: 3}, 50.0)
     assert backend.serve([2, 1], partial(serving, 0.0)) is not None
-    await store.close()
-    store, index = opened(tmp_path)
+    store, index = await reopened(store, tmp_path)
     assert await index.backend(1).accesses([1, 2]) == [Access(5, 0)] * 2
     await store.close()
 
@@ -241,8 +243,7 @@ async def after_restart(directory: Path, *records: BlockRecord | None) -> Access
         if number == 0:
             await backend.touch({1: 1}, 50.0)
     before = await backend.accesses([1])
-    await store.close()
-    store, index = opened(directory)
+    store, index = await reopened(store, directory)
     after = await index.backend(1).accesses([1])
     await store.close()
     assert before == after
@@ -255,29 +256,6 @@ async def test_reads_outlive_updates_but_not_the_block(tmp_path: Path) -> None:
     assert await after_restart(tmp_path / "back", written_at(7.0), None, written_at(9.0)) == Access(9, 0)
 
 
-async def test_reads_are_dropped_with_the_blocks(tmp_path: Path) -> None:
-    store, index = opened(tmp_path)
-    backend = index.backend(1)
-    await write(backend, {1: written_at(7.0)})
-    await backend.touch({1: 1}, 50.0)
-    await backend.drop()
-    await write(backend, {1: written_at(9.0)})
-    await store.close()
-    store, index = opened(tmp_path)
-    assert await index.backend(1).accesses([1]) == [Access(9, 0)]
-    await store.close()
-
-
-async def test_an_update_leaves_the_time_of_storage_of_a_block_never_read(tmp_path: Path) -> None:
-    store, index = opened(tmp_path)
-    await write(index.backend(1), {1: written_at(7.0)})
-    await write(index.backend(1), {1: written_at(9.0)})
-    await store.close()
-    store, index = opened(tmp_path)
-    assert await index.backend(1).accesses([1]) == [Access(7, 0)]
-    await store.close()
-
-
 async def test_what_lost_is_neither_in_memory_nor_on_disk(tmp_path: Path) -> None:
     store, index = opened(tmp_path)
     backend = index.backend(3)
@@ -285,8 +263,7 @@ async def test_what_lost_is_neither_in_memory_nor_on_disk(tmp_path: Path) -> Non
     await write(backend, {1: first})
     written = await backend.write_many([Change(1, None, second), Change(2, None, second), Change(3, first, None)])
     assert sorted(written.lost) == [1, 3]
-    await store.close()
-    store, index = opened(tmp_path)
+    store, index = await reopened(store, tmp_path)
     assert await index.backend(3).get_many([1, 2, 3]) == [first, second, None]
     await store.close()
 

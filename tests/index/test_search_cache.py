@@ -1,4 +1,4 @@
-"""The search cache by itself: it never shows an old record, and never holds more than it may."""
+"""The search cache: it never returns an old record and stays within its budget; and what an answer is composed of."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,11 +10,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from index_rig import TableView, location, record
 from thoroughness import examples
 
-from kvcm.index.answers import compose_answer
+from kvcm.index.answers import compose_answer, filter_specs
 from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.chunk_memo import ChunkMemo
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.search_cache import CacheBudget, ReadInFlight, SearchCache
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.locations import (
+    BlockRecord,
+    Location,
+    LocationStatus,
+    SpecUri,
+    decode_chunk,
+    encode_chunk,
+    with_checksums,
+)
+from kvcm.model.storages import StorageType
 
 KEYS = range(6)
 ENTRY_BYTES = 150 + len(location("v0").chunk)
@@ -89,15 +99,6 @@ def test_a_storage_that_changes_empties_everything() -> None:
     assert rig.known([1, 2, 3]) == []
     rig.view.change("nfs", None)
     assert rig.cache.note(1, version(0)) is None
-
-
-def test_an_answer_noted_while_a_storage_changes_is_not_kept() -> None:
-    """The change comes between the last lookup and the note; the next lookup must not trust the note."""
-    rig = Rig()
-    rig.cache.lookup([])
-    rig.cache.note(1, version(0))
-    rig.view.change("nfs", None)
-    assert rig.known([1]) == []
 
 
 def test_nothing_is_kept_while_changes_of_others_are_not_heard_of() -> None:
@@ -273,3 +274,143 @@ async def test_hits_and_misses_are_counted() -> None:
         rig.budget.hits = rig.budget.misses = 0
         await index.answers(range(5), stop_at_miss=stop_at_miss)
         assert (rig.budget.hits, rig.budget.misses) == (hits, misses)
+
+
+# ── What a match returns for one block (invariant 1, decision 14) ──
+
+
+SERVING, WRITING, DELETING = LocationStatus.SERVING, LocationStatus.WRITING, LocationStatus.DELETING
+VIEW = TableView({"pool": 0, "mc": 1, "fs": 2, "nfs": 3, "nfs2": 3, "off": None})
+TYPES = {
+    "pool": StorageType.ST_TAIRMEMPOOL,
+    "mc": StorageType.ST_MOONCAKE,
+    "fs": StorageType.ST_3FS,
+    "nfs": StorageType.ST_NFS,
+    "nfs2": StorageType.ST_NFS,
+    "off": StorageType.ST_NFS,
+    "unknown": StorageType.ST_NFS,
+}
+
+
+def at(storage: str, *specs: str, status: LocationStatus = SERVING) -> Location:
+    return location(storage, storage, TYPES[storage], status, specs or ("kv",))
+
+
+def answered(*locations: Location) -> tuple[StorageType, int, dict[str, str]] | None:
+    chunk = compose_answer(record(*locations), VIEW)
+    if chunk is None:
+        return None
+    decoded = decode_chunk(chunk)
+    assert len({spec.name for spec in decoded.specs}) == len(decoded.specs)
+    return decoded.storage_type, decoded.spec_size, {spec.name: spec.uri.split("/")[2] for spec in decoded.specs}
+
+
+def test_a_single_location_is_answered_with_its_own_bytes() -> None:
+    """Nearly every block has one location; no second copy of its chunk may exist."""
+    only = at("nfs", "tp0", "tp1")
+    assert compose_answer(record(only, at("pool", status=WRITING)), VIEW) is only.chunk
+
+
+LOCATIONS = st.lists(
+    st.builds(
+        lambda storage, status, specs: at(storage, *specs, status=status),
+        st.sampled_from(sorted(TYPES)),
+        st.sampled_from([SERVING, SERVING, WRITING, DELETING]),
+        st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
+@given(locations=LOCATIONS)
+def test_any_record_is_answered_by_decision_14(locations: list[Location]) -> None:
+    ranks = [VIEW.rank(each.storage) if each.status is SERVING else None for each in locations]
+    expected = {}
+    for spec in "abc":
+        having = [(rank, i) for i, rank in enumerate(ranks) if rank is not None and spec in locations[i].spec_names]
+        if having:
+            expected[spec] = locations[min(having)[1]].storage
+    first = min(((rank, i) for i, rank in enumerate(ranks) if rank is not None), default=None)
+    if first is None:
+        assert answered(*locations) is None
+    else:
+        assert answered(*locations) == (locations[first[1]].storage_type, len(expected), expected)
+
+
+def test_checksums_stay_with_their_specs() -> None:
+    """Where specs of several locations are joined, and where some are asked for."""
+    slow, fast = at("nfs", "tp0", "tp1"), at("pool", "tp1")
+    checked = [
+        each._replace(chunk=with_checksums(each.chunk, dict.fromkeys(each.spec_names, checksum)))
+        for each, checksum in ((slow, 1), (fast, 2**64 - 1))
+    ]
+    chunk = compose_answer(record(*checked), VIEW)
+    assert chunk is not None
+    assert {spec.name: spec.checksum for spec in decode_chunk(chunk).specs} == {"tp1": 2**64 - 1, "tp0": 1}
+    (kept,) = decode_chunk(filter_specs(chunk, frozenset(["tp0"]))).specs
+    assert kept.checksum == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [({"a"}, ["a"]), ({"b", "a"}, ["a", "b"]), ({"nothing"}, []), (set(), []), ({"c", "x"}, ["c"])],
+)
+def test_filtered_specs_keep_their_order_and_spec_size_counts_all(wanted: set[str], kept: list[str]) -> None:
+    chunk = encode_chunk(StorageType.ST_3FS, 3, [SpecUri(name, f"u-{name}") for name in "abc"])
+    filtered = decode_chunk(filter_specs(chunk, frozenset(wanted)))
+    assert filtered == (StorageType.ST_3FS, 3, tuple(SpecUri(name, f"u-{name}") for name in kept))
+
+
+# ── What a pure function makes of encoded locations is remembered ──
+
+
+CHUNKS = st.lists(st.lists(st.sampled_from([b"a", b"bb", b"ccc", b"dddd", b""]), max_size=8), max_size=8)
+
+
+class Time:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@given(batches=CHUNKS, most_bytes=st.integers(0, 2000), pause=st.sampled_from([0.0, 25.0, 90.0]))
+def test_results_are_those_of_the_function_in_order(batches: list[list[bytes]], most_bytes: int, pause: float) -> None:
+    time = Time()
+    memo = ChunkMemo(bytes.upper, most_bytes, time)
+    for batch in batches:
+        assert memo.map(batch) == [chunk.upper() for chunk in batch]
+        time.seconds += pause
+
+
+def test_a_known_chunk_is_not_computed_again() -> None:
+    calls: list[bytes] = []
+    memo = ChunkMemo(lambda chunk: calls.append(chunk) or chunk.upper())  # type: ignore[func-returns-value]
+    assert memo.map([b"a", b"b", b"a"]) == [b"A", b"B", b"A"]
+    assert memo.map([b"b", b"a"]) == [b"B", b"A"]
+    assert calls == [b"a", b"b"]
+
+
+def test_memory_is_bounded() -> None:
+    memo = ChunkMemo(bytes.upper, most_bytes=100_000)
+    most = 0
+    for number in range(10_000):
+        memo.map([b"%d" % number * 100])
+        most = max(most, sum(len(key) + len(value) for part in (memo._young, memo._old) for key, value in part.items()))
+    assert 50_000 < most <= 100_000
+
+
+def test_what_nobody_asks_for_any_more_goes_before_the_memory_is_full() -> None:
+    """Blocks come and go all the time, so a memo of all that ever was grows as long as a manager runs."""
+    time, calls = Time(), list[bytes]()
+    memo = ChunkMemo(lambda chunk: calls.append(chunk) or chunk.upper(), clock=time)  # type: ignore[func-returns-value]
+    for second in range(1000):
+        time.seconds = float(second)
+        memo.map([b"hot", b"cold%d" % second])
+        assert len(memo) <= 125, second
+    assert calls.count(b"hot") == 1

@@ -1,4 +1,4 @@
-"""What is evicted next, written down a second time: plain lists and searches instead of linked arrays and cursors.
+"""Which block is evicted next, by the plain models of the policies.
 
 One instance of blocks of one size. The order of a policy is asked for one victim at a time; while blocks follow that
 victim, its coldest descendant leaf goes instead (design.md decision 18).
@@ -6,10 +6,12 @@ victim, its coldest descendant leaf goes instead (design.md decision 18).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "Block", "Model", "Order"]
+from policy_models import MODELS as ORDERS
+
+__all__ = ["MODELS", "Block", "Model"]
 
 
 @dataclass
@@ -27,147 +29,11 @@ class Block:
     read_at: int
 
 
-class Order:
-    """First in, first out; other policies change what a read does, or who comes first."""
-
-    def __init__(self, is_leaf: Callable[[int], bool]) -> None:
-        self.is_leaf = is_leaf
-        self.queue: list[int] = []
-
-    def insert(self, key: int) -> None:
-        self.queue.append(key)
-
-    def touch(self, key: int, reads: int) -> None:
-        """Nothing changes."""
-
-    def remove(self, key: int, evicted: bool) -> None:
-        self.queue.remove(key)
-
-    def victim(self) -> int:
-        return self.queue[0]
-
-
-class LruOrder(Order):
-    def touch(self, key: int, reads: int) -> None:
-        self.queue.remove(key)
-        self.queue.append(key)
-
-
-class LeafLruOrder(LruOrder):
-    def victim(self) -> int:
-        return next(key for key in self.queue if self.is_leaf(key))
-
-
-class LfuOrder(LruOrder):
-    """Every access gives a block its frequency plus the worth of the best block that was evicted so far."""
-
-    def __init__(self, is_leaf: Callable[[int], bool]) -> None:
-        super().__init__(is_leaf)
-        self.frequency: dict[int, int] = {}
-        self.worth: dict[int, int] = {}
-        self.allowance = 0
-
-    def insert(self, key: int) -> None:
-        super().insert(key)
-        self.frequency[key] = 0
-        self.touch(key, 1)
-
-    def touch(self, key: int, reads: int) -> None:
-        super().touch(key, reads)
-        self.frequency[key] += reads
-        self.worth[key] = self.frequency[key] + self.allowance
-
-    def remove(self, key: int, evicted: bool) -> None:
-        super().remove(key, evicted)
-        if evicted:
-            self.allowance = max(self.allowance, self.worth[key])
-
-    def victim(self) -> int:
-        return min(self.queue, key=lambda key: self.worth[key])  # of equals the first: the least recently accessed
-
-
-class SieveOrder(Order):
-    def __init__(self, is_leaf: Callable[[int], bool]) -> None:
-        super().__init__(is_leaf)
-        self.visited: set[int] = set()
-        self.hand: int | None = None
-
-    def touch(self, key: int, reads: int) -> None:
-        self.visited.add(key)
-
-    def after(self, key: int) -> int | None:
-        behind = self.queue[self.queue.index(key) + 1 :]
-        return behind[0] if behind else None
-
-    def remove(self, key: int, evicted: bool) -> None:
-        if key == self.hand:
-            self.hand = self.after(key)
-        self.visited.discard(key)
-        super().remove(key, evicted)
-
-    def victim(self) -> int:
-        while True:
-            hand = self.hand if self.hand is not None else self.queue[0]
-            if hand not in self.visited:
-                self.hand = hand
-                return hand
-            self.visited.remove(hand)
-            self.hand = self.after(hand)
-
-
-class S3FifoOrder(Order):
-    def __init__(self, is_leaf: Callable[[int], bool]) -> None:
-        super().__init__(is_leaf)
-        self.main: list[int] = []
-        self.reads: dict[int, int] = {}
-        self.ghost: list[int] = []
-        self.ghost_room = 0
-
-    def insert(self, key: int) -> None:
-        came_back = key in self.ghost
-        if came_back:
-            self.ghost.remove(key)
-        self.ghost = self.ghost[max(0, len(self.ghost) - self.ghost_room) :]
-        (self.main if came_back else self.queue).append(key)
-        self.reads[key] = 0
-
-    def touch(self, key: int, reads: int) -> None:
-        self.reads[key] = min(3, self.reads[key] + reads)
-
-    def remove(self, key: int, evicted: bool) -> None:
-        if key in self.main:
-            self.main.remove(key)
-            return
-        if evicted:
-            self.ghost_room = int(0.9 * (len(self.queue) + len(self.main)))
-            self.ghost = [name for name in self.ghost if name != key] + [key]
-        self.queue.remove(key)
-
-    def victim(self) -> int:
-        total = len(self.queue) + len(self.main)
-        if len(self.main) <= total - int(0.1 * total):
-            while self.queue:
-                oldest = self.queue[0]
-                if self.reads[oldest] < 2:
-                    return oldest
-                self.main.append(self.queue.pop(0))
-                self.reads[oldest] = 0
-        while self.reads[self.main[0]]:
-            oldest = self.main.pop(0)
-            self.main.append(oldest)
-            self.reads[oldest] -= 1
-        return self.main[0]
-
-
 MODELS = {
-    "fifo": Order,
-    "leaf_lru": LeafLruOrder,
-    "lfu": LfuOrder,
-    "lru": LruOrder,
-    "s3fifo": S3FifoOrder,
-    "sieve": SieveOrder,
-    "ttl": Order,
+    **{name: ORDERS[name] for name in ("fifo", "leaf_lru", "lru", "s3fifo", "sieve")},
+    "lfu": ORDERS["lfu ageing"],
 }
+MODELS["ttl"] = MODELS["fifo"]
 
 
 class Model:
@@ -217,7 +83,10 @@ class Model:
         """Evict so many blocks; return them in order."""
         evicted: list[int] = []
         while len(evicted) < count:
-            victim = self.order.victim()
+            walk = self.order.begin()
+            victim = self.order.next(walk)
+            self.order.end(walk)
+            assert victim is not None
             while victim in self.blocks and len(evicted) < count:
                 leaf = self._coldest_leaf(victim)
                 self.remove(leaf, evicted=True)

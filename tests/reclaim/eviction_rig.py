@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import NamedTuple
 
 from fake_clock import FakeClock
 
+from kvcm.cache.instance_cache import IndexInCustody
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
@@ -34,7 +34,7 @@ from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.storage.directory import StorageDirectory
 
-__all__ = ["BLOCK", "STUCK", "EvictionRig", "Kept", "group_of", "policy_named"]
+__all__ = ["BLOCK", "STUCK", "EvictionRig", "group_of", "policy_named"]
 
 BLOCK = 10
 """Bytes of a block."""
@@ -78,18 +78,6 @@ def group_of(
     )
 
 
-class Kept(NamedTuple):
-    """An index and whose it is."""
-
-    uid: int
-    instance: Instance
-    meta_index: MetaIndex
-
-    @property
-    def instance_id(self) -> str:
-        return self.instance.instance_id
-
-
 @dataclass
 class EvictionRig:
     """Indexes of some instances, their reclaimer and their executor.
@@ -104,7 +92,7 @@ class EvictionRig:
     groups: dict[str, InstanceGroup]
     limits: Limits = field(default_factory=lambda: Limits((), ()))
     clock: FakeClock = field(default_factory=FakeClock)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[IndexInCustody] = field(default_factory=list)
     evicted: list[Evicted] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -122,10 +110,10 @@ class EvictionRig:
         instance = Instance("", group, instance_id, 16, (spec,), ModelDeployment("m", "bf16"))
         limit = self.groups[group].cache_config.meta_indexer_config.max_key_count or 1 << 62
         index = MetaIndex(backend if backend is not None else MemoryBackend(), self.storages, max_key_count=limit)
-        self.kept.append(Kept(len(self.kept) + 1, instance, index))
+        self.kept.append(IndexInCustody(instance, len(self.kept) + 1, index))
         return index
 
-    def indexes(self) -> Iterator[Kept]:
+    def indexes(self) -> Iterator[IndexInCustody]:
         return iter(self.kept)
 
     def delay_seconds(self, instance: Instance) -> float:

@@ -23,6 +23,7 @@ from kvcm.model.groups import (
     CacheConfig,
     CachePreferStrategy,
     CacheReclaimStrategy,
+    GlobalQuota,
     InstanceGroup,
     InstanceGroupQuota,
     MetaIndexerConfig,
@@ -117,7 +118,13 @@ class Levels:
 
     new_backend: Callable[[Placement], IndexBackend] = staticmethod(lambda _placement: MemoryBackend())
 
-    def __init__(self, groups: Sequence[InstanceGroup], instances: Sequence[Instance]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[InstanceGroup],
+        instances: Sequence[Instance],
+        storages: Sequence[StorageConfig] = (),
+        quotas: Sequence[GlobalQuota] = (),
+    ) -> None:
         self.clock = FakeClock()
         self.storages = StorageDirectory("cluster", openers={**OPENERS, **_STAND_INS})
         self.registry = Registry(self.storages)
@@ -140,8 +147,11 @@ class Levels:
         self.executor.serve(self.manager)
         self.reclaimer = self.new_reclaimer()
         specs: dict[str, StorageSpec] = {name: DummyStorageSpec() for name in ("a", "b")}
-        for name, spec in {**specs, LEVELS_POOL: TairMemPoolStorageSpec(domain="d")}.items():
-            now(self.registry.storages.add(StorageConfig(name, spec)))
+        specs[LEVELS_POOL] = TairMemPoolStorageSpec(domain="d")
+        for config in storages or [StorageConfig(name, spec) for name, spec in specs.items()]:
+            now(self.registry.storages.add(config))
+        for quota in quotas:
+            now(self.registry.quotas.set(quota))
         for each in groups:
             now(self.registry.groups.create(each))
         for registered in instances:
@@ -183,6 +193,11 @@ class Levels:
             await self.write([key], to, **fields)
             self.wait(seconds)
 
+    async def fill(self, **blocks: int) -> None:
+        """Write so many blocks of each instance, a second after each other."""
+        for to, count in blocks.items():
+            await self.write_each(range(count), to)
+
     async def read(self, keys: Sequence[int], to: str = "i") -> int:
         """Match a prefix and write down that it was read; return how many blocks were found."""
         found = await self.manager.match(to, MatchQuery(MatchMode.PREFIX_MATCH, keys))
@@ -219,8 +234,9 @@ class Levels:
 
     # What the leader does.
 
-    async def reclaim(self) -> int:
-        """Look until there is nothing to do; return how many blocks were marked."""
+    async def reclaim(self, after: float = 0.0) -> int:
+        """Look some seconds from now until there is nothing to do; return how many blocks were marked."""
+        self.wait(after)
         total = 0
         while blocks := await self.reclaimer.look():
             total += blocks

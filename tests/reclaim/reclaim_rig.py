@@ -1,13 +1,12 @@
 """A deletion executor over a real index and dummy storages, whose deletions can be made to fail or hang."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from fake_clock import FakeClock
 
+from kvcm.cache.instance_cache import IndexInCustody
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.deletion import DeletionItem
@@ -86,17 +85,10 @@ class FaultyDirectory:
         return self.faults.get(storage)
 
 
-class OwnedIndex(NamedTuple):
-    """An index and whose it is."""
-
-    instance_id: str
-    uid: int
-    meta_index: MetaIndex
-
-    @property
-    def instance(self) -> Instance:
-        specs = (LocationSpecInfo("tp0", 8), LocationSpecInfo("tp1", 8))
-        return Instance("group", "group", self.instance_id, 16, specs, ModelDeployment())
+def owned_index(instance_id: str, uid: int, meta_index: MetaIndex) -> IndexInCustody:
+    """An index of an instance of two specs."""
+    specs = (LocationSpecInfo("tp0", 8), LocationSpecInfo("tp1", 8))
+    return IndexInCustody(Instance("group", "group", instance_id, 16, specs, ModelDeployment()), uid, meta_index)
 
 
 class Rig:
@@ -122,7 +114,7 @@ class Rig:
         self.executor = self.new_executor()
         self.backend = MemoryBackend()
         self.index = MetaIndex(self.backend, self.directory)
-        self.owned = [OwnedIndex("i", 1, self.index)]
+        self.owned = [owned_index("i", 1, self.index)]
 
     def new_executor(self, is_configured: Callable[[str], bool] = lambda _storage: False) -> DeletionExecutor:
         executor = DeletionExecutor(
@@ -137,7 +129,7 @@ class Rig:
     def delay_seconds(self, instance: Instance) -> float:
         return self.delay
 
-    def indexes(self) -> Iterator[OwnedIndex]:
+    def indexes(self) -> Iterator[IndexInCustody]:
         yield from self.owned
 
     async def end_writers(self, uid: int, overdue: Mapping[str, Sequence[int]]) -> None:
@@ -154,6 +146,11 @@ class Rig:
 
         (index,) = [each.meta_index for each in self.owned if each.uid == uid]
         await index.read_modify_write([key for keys in overdue.values() for key in keys], renew)
+
+    async def run_due(self, after: float = 0.0) -> int:
+        """Delete what is due some seconds from now."""
+        self.clock.time += after
+        return await self.executor.run_due()
 
     async def held_until(self, items: Sequence[DeletionItem]) -> list[float]:
         return [self.held.get(item.key, 0.0) for item in items]
@@ -210,14 +207,3 @@ class Rig:
                 return True
             await asyncio.sleep(0)
         return enough()
-
-
-@asynccontextmanager
-async def running(rig: Rig) -> AsyncIterator[None]:
-    """Delete inside the block, as a manager does that leads."""
-    task = asyncio.create_task(rig.executor.run(0.0))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -220,7 +220,7 @@ class Run:
         before = await self.records()
         crossed = [each for each in self.levels if each.count(alive(before)) > each.high()]
         seen = len(self.rig.evicted)
-        await self.rig.settle()
+        await self.rig.reclaim()
         after = await self.records()
         told = self.rig.evicted[seen:]
         assert gone(before, after) == Counter(
@@ -314,6 +314,7 @@ async def test_limits_hold_and_no_more_is_evicted_than_they_ask_for(
     await Run(bounds, backends).go(steps)
 
 
+@pytest.mark.parametrize("backends", ["memory", "redis"], indirect=True)
 @EXAMPLES
 @given(policy=st.sampled_from(POLICIES), steps=STEPS)
 async def test_the_delay_before_deletions_changes_nothing(backends: Rig, policy: str, steps: list[Step]) -> None:
@@ -328,9 +329,9 @@ async def test_the_delay_before_deletions_changes_nothing(backends: Rig, policy:
         run.levels = []
         for step in steps:
             if step.verb == "settle":
-                await run.rig.settle()
+                await run.rig.reclaim()
             else:
                 await getattr(run, step.verb)(replace(step, pick=step.pick // 5 * 5))
-        await run.rig.settle()
+        await run.rig.reclaim()
         orders.append([change.key for evicted in run.rig.evicted for change in evicted.changes])
     assert orders[0] == orders[1] == orders[2]

@@ -80,11 +80,9 @@ async def test_what_is_pinned_stays_until_its_deadline() -> None:
         await rig.write_each(range(10, 30))
         await rig.reclaim()
         assert await rig.left([*range(5), *range(10, 30)]) == [*range(5), *range(25, 30)]
-        rig.wait(200)
-        await rig.reclaim()
+        await rig.reclaim(after=200)
         assert await rig.left([*range(5), *range(10, 30)]) == list(range(5))
-        rig.wait(300)
-        await rig.reclaim()
+        await rig.reclaim(after=300)
         assert await rig.left(range(5)) == []
 
 
@@ -98,8 +96,7 @@ async def test_a_short_age_of_a_class_is_kept_behind_many_older_blocks() -> None
                 await rig.write([key])
         rig.wait(100)
         await rig.write([5000, 5001, 5002])
-        rig.wait(51)
-        await rig.reclaim()
+        await rig.reclaim(after=51)
         assert await rig.left([5000, 5001, 5002]) == [5000]
 
 

@@ -1,22 +1,34 @@
-"""When a write wakes the reclaimer: marks that several groups share, against what groups hold."""
+"""What wakes the reclaimer: a write that crosses a mark, another manager; and what is cached of usage."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from at_once import now
 from hypothesis import example, given
 from hypothesis import strategies as st
-from levels_rig import BLOCK, LEVELS_POOL, group, instance, levels
+from levels_rig import BLOCK, LEVELS_POOL, Levels, group, instance, levels
 
+from kvcm.cache.instance_cache import IndexInCustody
+from kvcm.index.backends.backend import Change
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup, StorageGuarantee
 from kvcm.model.locations import Place
+from kvcm.model.masks import NO_MASK
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.needs import Holding, Limits, Reason, needs
+from kvcm.reclaim.holdings import Holding, Holdings
+from kvcm.reclaim.needs import Limits, Reason, needs
 from kvcm.reclaim.pressure import Pressure
+from kvcm.reclaim.wakes import SharedWakes
+from kvcm.store.memory import MemoryStore
+from kvcm.store.store import Table
 
 A = Place("a", StorageType.ST_DUMMY)
 NAMES = ("x", "y", "z")
@@ -145,3 +157,238 @@ async def test_what_a_quota_forbids_is_kept_from_nobody_by_the_mark() -> None:
         await rig.write(range(45), "j")
         assert rig.woken == []
         assert await rig.reclaim() == 0
+
+
+# ── How managers of one store wake the reclaimer of the one that leads ──
+
+
+@dataclass
+class Node:
+    """A manager: whether it leads, and how often its reclaimer was woken."""
+
+    table: Table
+    leads: bool = False
+    woken: int = 0
+    wakes: SharedWakes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wakes = SharedWakes(self.table, self._wake, lambda: self.leads)
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+
+async def nodes(count: int = 3) -> list[Node]:
+    """Managers of one store; the first one leads, and has heard of everything up to now."""
+    table = MemoryStore().table("wakes")
+    found = [Node(table) for _ in range(count)]
+    found[0].leads = True
+    await found[0].wakes.exchange()
+    found[0].woken = 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "woken"),
+    [
+        ("a!", (1, 0, 0)),
+        ("b! b c a b c a b c a", (1, 0, 0)),  # another manager's write is heard of once
+        ("b! b a c! c a b! b a b! b a", (4, 0, 0)),  # and every later one again
+        ("b! c! b c a", (1, 0, 0)),
+        ("-a b! b +c c", (0, 0, 1)),  # the next leader hears of what was requested while nobody led
+        ("-a b! b a +a a", (1, 0, 0)),
+    ],
+)
+async def test_the_leader_is_woken_by_writes_at_any_manager(steps: str, woken: tuple[int, ...]) -> None:
+    """A step: `b!` is a write at b, `b` an exchange of b; `-a` ends the lead of a, `+a` begins it."""
+    named = dict(zip("abc", await nodes(), strict=True))
+    for step in steps.split():
+        node = named[step.strip("!+-")]
+        if step.endswith("!"):
+            node.wakes.press("g")
+        elif step[0] in "+-":
+            node.leads = step[0] == "+"
+        else:
+            await node.wakes.exchange()
+    assert tuple(each.woken for each in named.values()) == woken
+
+
+class Outage:
+    """A table that cannot be asked so many times."""
+
+    def __init__(self, inner: Table, failures: int) -> None:
+        self._inner = inner
+        self._failures = failures
+
+    def _ask(self) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise StorageIOError("the store is away")
+
+    async def version(self) -> int:
+        self._ask()
+        return await self._inner.version()
+
+    async def get(self, key: str) -> bytes | None:
+        self._ask()
+        return await self._inner.get(key)
+
+    async def replace(self, key: str, expected: bytes | None, new: bytes | None) -> bool:
+        self._ask()
+        return await self._inner.replace(key, expected, new)
+
+
+async def test_a_store_that_fails_loses_no_wake() -> None:
+    leader, *_ = await nodes()
+    other = Node(Outage(leader.table, failures=2))  # type: ignore[arg-type]
+    other.wakes.press()
+    for _ in range(2):
+        with pytest.raises(StorageIOError):
+            await other.wakes.exchange()
+    await other.wakes.exchange()
+    await leader.wakes.exchange()
+    assert leader.woken == 1
+
+
+async def turns(enough: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Let the loop run until something holds; return whether it did."""
+    async with asyncio.timeout(seconds):
+        while not enough():  # noqa: ASYNC110 - what is waited for says nothing
+            await asyncio.sleep(0.001)
+    return True
+
+
+@asynccontextmanager
+async def reclaiming(rig: Levels, is_leader: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+    """The reclaimer's loop, inside the block."""
+    running = asyncio.create_task(rig.reclaimer.run(is_leader))
+    try:
+        yield
+    finally:
+        running.cancel()
+
+
+async def test_a_reclaimer_that_was_woken_looks_once_and_waits_again() -> None:
+    with levels(group(), instance()) as rig:
+        async with reclaiming(rig):
+            await turns(lambda: rig.reclaimer.stats.looks == 1)
+            await rig.write_each(range(9))
+            assert await rig.left(range(9)) == list(range(9))
+            for _ in range(5):
+                rig.reclaimer.wake()
+            await turns(lambda: bool(rig.order()))
+            assert rig.reclaimer.stats.looks == 2
+
+
+async def test_a_wake_during_a_look_is_not_lost() -> None:
+    """What is written while a look is under way may be just what that look did not see."""
+    with levels(group(), instance()) as rig:
+        rig.reclaimer = rig.new_reclaimer(lambda evicted: (rig.evicted.append(evicted), rig.reclaimer.wake())[0])
+        await rig.write_each(range(9))
+        async with reclaiming(rig):
+            await turns(lambda: rig.reclaimer.stats.looks == 2)
+
+
+async def test_only_the_leader_looks() -> None:
+    with levels(group(), instance()) as rig:
+        leads: list[bool] = []
+        async with reclaiming(rig, lambda: bool(leads)):
+            rig.reclaimer.wake()
+            await asyncio.sleep(0)
+            assert rig.reclaimer.stats.looks == 0
+            leads.append(True)
+            rig.reclaimer.wake()
+            await turns(lambda: rig.reclaimer.stats.looks == 1)
+
+
+async def test_a_step_limit_is_followed_by_the_next_look_without_a_wake() -> None:
+    with levels(group(blocks=100, mark=0.5, hysteresis=0.0, reclaim={"reclaim_step_size": 200}), instance()) as rig:
+        await rig.write_each(range(90))
+        async with reclaiming(rig):
+            await turns(lambda: len(rig.order()) == 40)
+            assert rig.reclaimer.stats.looks >= 2
+
+
+# ── What is remembered of an index between two looks is what a look at it would find ──
+
+
+STEPS = 300
+KEYS = range(12)
+
+
+class SharedMemory(MemoryBackend):
+    """Records that other managers change, too."""
+
+    is_shared = True
+
+
+def of_groups(rig: Levels) -> list[tuple[IndexInCustody, InstanceGroup]]:
+    return [(each, rig.registry.groups.get(each.instance.instance_group_name)) for each in rig.manager.indexes()]
+
+
+async def change(rig: Levels, generator: Random) -> None:
+    """Do one thing of those that change what instances hold."""
+    to, keys = generator.choice("ij"), generator.sample(KEYS, 3)
+    steps: list[Callable[[], Awaitable[object]]] = [
+        lambda: rig.write(keys, to),
+        lambda: rig.manager.remove(to, keys, NO_MASK),
+        lambda: rig.read(keys, to),
+        rig.reclaim,
+        rig.delete,
+        lambda: rig.manager.trim_meta(to),
+        lambda: rig.update(group(blocks=generator.randint(20, 40), max_keys=generator.randint(20, 40))),
+    ]
+    await generator.choice(steps)()
+
+
+async def test_what_is_remembered_is_what_is_there() -> None:
+    generator, known = Random(1), Holdings()
+    with levels(group(blocks=40), [instance("i"), instance("j")]) as rig:
+        held: set[tuple[int, ...]] = set()
+        for _ in range(STEPS):
+            await change(rig, generator)
+            found = known.of(of_groups(rig))
+            assert found == [Holding.of(*each) for each in of_groups(rig)]
+            held.add(tuple(sum(each.remaining.values()) for each in found))
+        assert len(held) > STEPS // 10
+
+
+async def test_what_did_not_change_is_not_looked_at_again() -> None:
+    known = Holdings()
+    with levels(group(blocks=40), [instance("i"), instance("j")]) as rig:
+        await rig.write([1, 2], "i")
+        i, j = known.of(of_groups(rig))
+        await rig.write([1], "j")
+        later_i, later_j = known.of(of_groups(rig))
+        assert later_i is i
+        assert later_j is not j
+
+
+async def test_another_registration_of_an_id_holds_nothing_yet() -> None:
+    known = Holdings()
+    with levels() as rig:
+        await rig.write([1])
+        known.of(of_groups(rig))
+        await rig.manager.remove_instance("i")
+        await rig.delete()
+        await rig.manager.purge_removed()
+        await rig.manager.register_instance(instance())
+        assert [each.keys for each in known.of(of_groups(rig))] == [0]
+
+
+@pytest.mark.parametrize("is_asked_before", [False, True])
+async def test_of_what_others_change_nothing_is_remembered(is_asked_before: bool) -> None:
+    class SharedLevels(Levels):
+        new_backend = staticmethod(lambda _placement: backend)
+
+    backend, known = SharedMemory(), Holdings()
+    rig = SharedLevels([group(blocks=40)], [instance()])
+    try:
+        await rig.write([1, 2])
+        if is_asked_before:
+            known.of(of_groups(rig))
+        records = await backend.get_many([1])
+        await MemoryBackend.write_many(backend, [Change(1, records[0], None)])  # by another manager
+        assert [each.keys for each in known.of(of_groups(rig))] == [1]
+    finally:
+        rig.storages.close_all()

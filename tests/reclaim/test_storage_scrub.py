@@ -1,19 +1,28 @@
-"""The scrub: bytes that no metadata knows go, and nothing else does, on a real file system (decisions 1 and 16)."""
+"""Bytes without metadata: the scrub, and slots of packed files that are handed out again (decision 16)."""
 
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fake_clock import FakeClock
-from garbage_rig import NFS, Deployment, Disk, deployed, files_below, put
+from garbage_rig import DAY_SECONDS, NFS, SIZE, Deployment, Disk, deployed, files_below, put
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reclaim_rig import Rig
+from thoroughness import examples
 
+from kvcm.cache.garbage_custody import GarbageCustody
+from kvcm.cache.sessions import WriteRequest
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
-from kvcm.model.locations import LocationStatus
+from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
+from kvcm.model.masks import BlockMask
 from kvcm.model.storages import NfsStorageSpec, StorageConfig
-from kvcm.reclaim.scrub import ScrubReport
+from kvcm.model.uri import LocationUri
+from kvcm.reclaim.scrub import ScrubReport, StorageScrubber
+from kvcm.storage.backend import StoredObject
 
 KEYS = list(range(-3, 9))
 
@@ -50,18 +59,6 @@ async def test_orphans_go_and_what_is_known_stays(site: Deployment) -> None:
     await site.assert_readable(KEYS)
     assert site.scrubber.found == {"without_metadata": len(lost)}
     assert (await scrub(site)).orphans == 0
-
-
-async def test_a_dry_run_counts_and_changes_nothing(site: Deployment) -> None:
-    await site.store(KEYS)
-    await site.forget(KEYS[4:])
-    before = files_below(site.disk.root)
-    expected = await scrub(site, dry_run=True)
-    assert files_below(site.disk.root) == before
-    assert expected.deleted == 0
-    found = await scrub(site)
-    assert (found.orphans, found.orphan_bytes) == (expected.orphans, expected.orphan_bytes)
-    assert found.deleted == found.orphans > 0
 
 
 async def test_whatever_status_a_location_has_its_bytes_are_known(site: Deployment) -> None:
@@ -238,18 +235,6 @@ def packed(tmp_path: Path) -> Iterator[Deployment]:
         yield made
 
 
-@pytest.mark.parametrize("known", [1, 2, 3, 4])
-async def test_a_packed_file_stays_for_any_of_its_blocks(packed: Deployment, known: int) -> None:
-    """The name tells only the first one."""
-    await packed.store([1, 2, 3, 4])
-    await packed.forget([key for key in (1, 2, 3, 4) if key != known])
-    assert (await scrub(packed)).orphans == 0
-    await packed.assert_readable([known])
-    await packed.forget([known])
-    assert (await scrub(packed)).deleted == 1
-    assert files_below(packed.disk.root) == set()
-
-
 async def test_what_is_noted_beside_a_file_belongs_to_it(packed: Deployment) -> None:
     await packed.store([1, 2, 3, 4])
     (path,) = await packed.paths(1)
@@ -288,3 +273,326 @@ async def test_a_discarded_slot_of_a_file_that_is_still_written(packed: Deployme
     assert (await scrub(packed)).orphans == 0
     packed.write(started)
     assert (await scrub(packed)).objects == 1
+
+
+# ── The scrub while others change what it looks at ──
+
+
+class Interrupting(GarbageCustody):
+    """Something happens between the first look and the second one."""
+
+    meanwhile: Callable[[], Awaitable[None]]
+    looks = 0
+
+    async def unreadable_instances(self) -> Sequence[str]:
+        self.looks += 1
+        if self.looks == 2:
+            await self.meanwhile()
+        return await super().unreadable_instances()
+
+
+def interrupted(site: Deployment, meanwhile: Callable[[], Awaitable[None]]) -> StorageScrubber:
+    custody = Interrupting(site.manager, site.registry, site.disk.store)
+    custody.meanwhile = meanwhile
+    return StorageScrubber(custody, site.storages, site.clock, site.disk.cluster_id)
+
+
+async def test_an_orphan_is_looked_for_again_right_before_it_goes(tmp_path: Path) -> None:
+    with deployed(Disk(tmp_path)) as site:
+        await site.store(KEYS)
+        records = dict(zip(KEYS, await site.index().get(KEYS), strict=True))
+        await site.forget(KEYS)
+
+        async def restore() -> None:
+            back: dict[int, BlockRecord] = {key: each for key, each in records.items() if each is not None and key > 0}
+            await site.index().put(back)
+
+        report = await interrupted(site, restore).scrub(NFS, dry_run=False)
+        assert report.deleted == sum(key <= 0 for key in KEYS)
+        await site.assert_readable([key for key in KEYS if key > 0])
+
+
+async def test_a_file_that_changed_since_it_was_listed_stays(site: Deployment) -> None:
+    await site.store(KEYS[:4])
+    paths = {path for key in KEYS[:4] for path in await site.paths(key)}
+    await site.forget(KEYS[:4])
+    (written, *_) = sorted(paths)
+
+    async def write() -> None:
+        os.utime(written, (site.clock.time, site.clock.time))
+
+    report = await interrupted(site, write).scrub(NFS, dry_run=False)
+    assert (report.deleted, report.failed) == (len(paths) - 1, 1)
+    assert files_below(site.disk.root) == {written}
+
+
+async def test_an_instance_damaged_meanwhile_stops_the_scrub(site: Deployment) -> None:
+    await site.store(KEYS[:4])
+    await site.forget(KEYS[:4])
+    before = files_below(site.disk.root)
+
+    async def damage() -> None:
+        await site.disk.store.table("registry").replace("instance/other", None, b"{}")
+
+    with pytest.raises(StorageIOError, match="cannot be read"):
+        await interrupted(site, damage).scrub(NFS, dry_run=False)
+    assert files_below(site.disk.root) == before
+
+
+async def test_files_that_vanish_meanwhile_count_as_deleted(site: Deployment) -> None:
+    await site.store(KEYS[:4])
+    await site.forget(KEYS[:4])
+
+    async def vanish() -> None:
+        shutil.rmtree(site.disk.root / "cluster-1" / "i")
+
+    report = await interrupted(site, vanish).scrub(NFS, dry_run=False)
+    assert (report.deleted, report.failed) == (report.orphans, 0)
+
+
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    keys_per_file=st.sampled_from([1, 2, 4]),
+    sessions=st.lists(st.tuples(st.sampled_from("ij"), st.integers(1, 6), st.booleans()), max_size=6),
+    forgotten=st.sets(st.integers(0, 40)),
+    dry_run=st.booleans(),
+)
+def test_what_is_left_is_what_a_plain_set_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    keys_per_file: int,
+    sessions: list[tuple[str, int, bool]],
+    forgotten: set[int],
+    dry_run: bool,
+) -> None:
+    """A file stays if some block of it is known or it is young."""
+
+    async def history() -> None:
+        with deployed(Disk(tmp_path_factory.mktemp("root"), keys_per_file=keys_per_file), instance_ids="ij") as site:
+            users: dict[Path, int] = {}
+            young: set[Path] = set()
+            first = 0
+            for instance_id, count, is_young in sessions:
+                keys = range(first, first + count)
+                first += count
+                await site.store(keys, instance_id, 60.0 if is_young else DAY_SECONDS)
+                for key in keys:
+                    for path in await site.paths(key, instance_id):
+                        users[path] = users.get(path, 0) + (key not in forgotten)
+                        young |= {path} if is_young else set()
+                await site.forget([key for key in keys if key in forgotten], instance_id)
+            orphans = {path for path, count in users.items() if not count}
+            report = await scrub(site, dry_run=dry_run)
+            assert (report.objects, report.failed) == (len(users), 0)
+            assert (report.orphans, report.too_young) == (len(orphans - young), len(orphans & young))
+            gone = set() if dry_run else orphans - young
+            assert (report.deleted, files_below(site.disk.root)) == (len(gone), users.keys() - gone)
+
+    asyncio.run(history())
+
+
+# ── What storages hear of places that nobody will delete again ──
+
+
+GRACE_SECONDS = 600.0
+
+
+@pytest.fixture
+def reusing(tmp_path: Path) -> Iterator[Deployment]:
+    with deployed(Disk(tmp_path / "root", keys_per_file=4), instance_ids=("i", "j")) as made:
+        hand_out_again(made)
+        yield made
+
+
+def hand_out_again(reusing: Deployment) -> None:
+    reusing.storages.slot_reuse.grace_seconds = GRACE_SECONDS
+    reusing.storages.slot_reuse.now = reusing.clock.now
+    reusing.storages.slot_reuse.term = lambda: 1
+
+
+async def places(reusing: Deployment, keys: list[int], instance_id: str = "i") -> set[tuple[str, int | None]]:
+    chunks = [each.chunk for key in keys for each in await reusing.locations(key, instance_id)]
+    found = [LocationUri.parse(spec.uri) for chunk in chunks for spec in decode_chunk(chunk).specs]
+    return {(place.path, place.blkid) for place in found}
+
+
+async def objects_of(site: Deployment) -> list[StoredObject]:
+    pages = site.storages.open_backends()[NFS].objects("cluster-1")
+    return [each async for page in pages for each in page.objects]
+
+
+async def delete_what_is_due(reusing: Deployment, seconds: float = 5.0) -> None:
+    reusing.clock.time += seconds
+    await reusing.executor.run_due()
+
+
+# ── the executor ──
+
+
+async def test_it_tells_what_served_once_its_metadata_is_gone(rig: Rig) -> None:
+    uris = await rig.block(1)
+    storage = rig.storages.faults["a"]
+    storage.outage = OSError("down")
+    await rig.executor.run_due()
+    assert storage.forgotten_uris == []
+    storage.outage = None
+    rig.clock.time += 1
+    await rig.executor.run_due()
+    assert (await rig.left(), storage.forgotten_uris) == ([], list(uris))
+
+
+async def test_it_tells_nothing_of_what_another_manager_dropped(rig: Rig) -> None:
+    """Its deletion hung meanwhile, and the place may be somebody else's by now."""
+    uris = {key: await rig.block(key) for key in (1, 2)}
+    storage = rig.storages.faults["a"]
+    storage.open_gate.clear()
+    assert await rig.executor._look() == 2
+    assert await rig.turns(lambda: bool(storage.under_way))
+    await rig.index.delete([1])
+    storage.open_gate.set()
+    await rig.executor._deletions.all_done()
+    assert storage.forgotten_uris == list(uris[2])
+
+
+async def test_it_tells_nothing_of_what_is_kept_or_never_served(rig: Rig) -> None:
+    await rig.block(1)
+    await rig.block(2)
+
+    def never_served(_key: int, old: BlockRecord | None) -> BlockRecord | None:
+        return old and old._replace(locations=tuple(each._replace(session_id="s") for each in old.locations))
+
+    await rig.index.read_modify_write([2], never_served)
+    await rig.block(3, status=LocationStatus.SERVING)
+    storage = rig.storages.faults["a"]
+    storage.stubborn = {(await rig.block(4))[0]}
+    await rig.executor.run_due()
+    assert await rig.left() == [3, 4]
+    assert len(storage.forgotten_uris) == 2
+    assert all("/1" in uri or "0001" in uri for uri in storage.forgotten_uris)
+
+
+# ── who is told of, from the session on ──
+
+
+async def test_a_slot_is_handed_out_again_after_the_delay_and_the_grace(reusing: Deployment) -> None:
+    await reusing.store([1, 2, 3, 4])
+    before = await places(reusing, [1, 2])
+    await reusing.manager.remove("i", [1, 2], BlockMask(offset=0))
+    await delete_what_is_due(reusing)
+    await reusing.store([5], age_seconds=0)
+    reusing.clock.time += GRACE_SECONDS
+    await reusing.store([6, 7], "j")
+    await reusing.store([8, 9])
+    assert await places(reusing, [8, 9]) == before
+    assert not (await places(reusing, [5]) | await places(reusing, [6, 7], "j")) & before
+    await reusing.assert_readable([3, 4, 5, 8, 9])
+
+
+@pytest.mark.parametrize("end", ["expired", "aborted", "removed while writing", "failed"])
+async def test_a_slot_whose_writer_may_come_back_is_never_handed_out(reusing: Deployment, end: str) -> None:
+    await reusing.store([1, 2, 3, 4])  # of one session, which ended well: its file has room for nobody
+    started = await reusing.manager.start_write("i", WriteRequest([11, 12, 13, 14], timeout_seconds=30))
+    reusing.write(started)
+    lost = await places(reusing, [11, 12])
+    name = started.session.id
+    if end == "removed while writing":
+        await reusing.manager.remove("i", [11, 12], BlockMask(offset=0))
+        await reusing.manager.finish_write("i", name, BlockMask(offset=4))
+    elif end == "expired":
+        reusing.clock.time += 31
+        await reusing.manager.expire()
+    else:
+        await reusing.manager.finish_write("i", name, BlockMask(flags=(False, False, end == "failed", False)))
+    await delete_what_is_due(reusing, 40)
+    assert await reusing.locations(11) == ()
+    reusing.clock.time += GRACE_SECONDS
+    await reusing.store(list(range(20, 32)))
+    assert not await places(reusing, list(range(20, 32))) & lost
+
+
+async def test_what_never_served_keeps_its_session_to_the_end_however_often_it_is_settled(reusing: Deployment) -> None:
+    started = await reusing.start([1, 2])
+    await reusing.manager.finish_write("i", started.session.id, BlockMask(offset=1))
+    (served,), (failed,) = await reusing.locations(1), await reusing.locations(2)
+    assert (served.has_served, failed.has_served) == (True, False)
+    assert failed.status is LocationStatus.DELETING
+    before = await reusing.index().get([2])
+    reusing.clock.time += 3
+    cache = reusing.manager.cache("i")
+    await reusing.manager.endings.end_writers(cache, {started.session.id: [2]})
+    assert await reusing.index().get([2]) == before
+
+
+async def test_a_manager_that_was_restarted_hands_out_nothing_of_before(reusing: Deployment) -> None:
+    await reusing.store([1, 2, 3, 4])
+    freed = await places(reusing, [1, 2])
+    await reusing.remove([1, 2])
+    again = await Deployment.restarted(reusing)
+    hand_out_again(again)
+    again.clock.time += GRACE_SECONDS
+    await again.store([5, 6])
+    assert not await places(again, [5, 6]) & freed
+    await again.remove([3, 4, 5, 6])
+    assert files_below(reusing.disk.root) == set()
+    again.close()
+
+
+# ── the scrub ──
+
+
+async def test_a_file_that_only_later_owners_live_in_is_no_orphan(reusing: Deployment) -> None:
+    """Its name tells of a block that is gone for long."""
+    await reusing.store([1, 2, 3, 4])
+    (path,) = await reusing.paths(1)
+    await reusing.remove([1, 2, 3])
+    reusing.clock.time += GRACE_SECONDS
+    await reusing.store([101, 102])
+    assert await reusing.paths(101) == [path]
+    await reusing.remove([4])
+    for each in files_below(reusing.disk.root):
+        os.utime(each, (0, 0))
+    report = await reusing.scrubber.scrub(NFS, dry_run=False)
+    assert (report.objects, report.orphans, report.too_young) == (1, 0, 0)
+    await reusing.assert_readable([101, 102])
+    await reusing.forget([101])
+    report = await reusing.scrubber.scrub(NFS, dry_run=False)
+    assert (report.orphans, report.too_young) == (0, 0)
+    await reusing.assert_readable([102])
+    await reusing.forget([102])
+    assert (await reusing.scrubber.scrub(NFS, dry_run=False)).deleted == 1
+    assert files_below(reusing.disk.root) == set()
+
+
+async def test_a_file_that_a_slot_is_handed_out_of_is_too_young_for_the_scrub(reusing: Deployment) -> None:
+    """Nobody knows the file; then a writer gets a slot of it between the two looks of the scrub."""
+    await reusing.store([1, 2, 3, 4])
+    (path,) = await reusing.paths(1)
+    await reusing.remove([1, 2])
+    await reusing.forget([3, 4])
+    reusing.clock.time += GRACE_SECONDS + 86400
+    listed = await objects_of(reusing)
+    await reusing.start([101])
+    assert await reusing.paths(101) == [path]
+    (reason,) = await reusing.storages.open_backends()[NFS].remove_objects("cluster-1", listed)
+    assert reason == "it changed since it was listed"
+    assert path.exists()
+
+
+async def test_a_file_that_the_scrub_removed_is_handed_out_no_more(reusing: Deployment) -> None:
+    await reusing.store([1, 2, 3, 4])
+    (path,) = await reusing.paths(1)
+    await reusing.remove([1, 2])
+    await reusing.forget([3, 4])
+    reusing.clock.time += GRACE_SECONDS
+    for each in (path, path.with_name(path.name + ".deleted")):
+        assert each.exists()
+    listed = await objects_of(reusing)
+    assert await reusing.storages.open_backends()[NFS].remove_objects("cluster-1", listed) == [None]
+    await reusing.store([101, 102])
+    assert await reusing.paths(101) != [path]
+    await reusing.assert_readable([101, 102])
+    assert sum(each.size_bytes for each in listed) >= 2 * SIZE

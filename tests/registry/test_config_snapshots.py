@@ -1,24 +1,45 @@
-"""A configuration is taken out and loaded as a whole: what a load changes, what it refuses, and that nothing is half
-done."""
+"""The whole configuration taken out and loaded, beside other managers, and without its secrets."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from registry_rig import INSTANCE, Opener
-from snapshot_rig import CONFIG, GROUPS, SECRET, documents, loaded, refused_without_a_trace, registry_over, without
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from registry_rig import INSTANCE, Opener, SuspendingTable
+from snapshot_rig import (
+    CONFIG,
+    GROUPS,
+    MOONCAKE,
+    SECRET,
+    BrokenTable,
+    DyingTable,
+    documents,
+    loaded,
+    refused_without_a_trace,
+    registry_over,
+    without,
+)
+from thoroughness import examples
 
 from kvcm.model.accounts import AccountRole
 from kvcm.model.errors import (
     CapacityError,
     DuplicateEntityError,
     InvalidArgumentError,
+    KvcmError,
     NotReadyError,
     StorageIOError,
 )
-from kvcm.model.storages import NfsStorageSpec, StorageConfig
+from kvcm.model.groups import GlobalQuota
+from kvcm.model.instances import ModelDeployment
+from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec, StorageConfig
+from kvcm.registry.audit_trail import described
 from kvcm.registry.configuration import AccountEntry, ConfigChange, Configuration
+from kvcm.registry.secrets import HIDDEN, redacted, redacted_text
 from kvcm.store.memory import MemoryTable
 
 
@@ -228,3 +249,310 @@ async def test_a_removed_storage_comes_back_with_its_own_medium_only() -> None:
         await refused_without_a_trace(registry, table, Configuration(storages=(moved,)))
     assert acts(await registry.snapshots.load(CONFIG)) == [("add", "storage", "nfs")]
     assert await registry.snapshots.take() == CONFIG
+
+
+# ── A load is there as a whole or not at all ──
+
+
+# ── all or nothing ──
+
+_SPOILT: list[Callable[[Configuration], Configuration]] = [
+    lambda c: replace(c, storages=(*c.storages, c.storages[0])),
+    lambda c: replace(c, storages=(replace(c.storages[0], global_unique_name="a/b"), *c.storages[1:])),
+    lambda c: replace(c, storages=(*c.storages, StorageConfig("x", NfsStorageSpec("")))),
+    lambda c: replace(c, groups=(*c.groups, replace(c.groups[0], name=""))),
+    lambda c: replace(c, groups=(replace(c.groups[0], quota=replace(c.groups[0].quota, capacity=-1)), *c.groups[1:])),
+    lambda c: replace(c, quotas=(GlobalQuota("q", 1, float("nan")), *c.quotas)),
+    lambda c: replace(c, instances=(*c.instances, replace(c.instances[0], location_spec_infos=()))),
+    lambda c: replace(c, instances=(*c.instances, c.instances[0])),
+    lambda c: replace(c, accounts=(*c.accounts, AccountEntry("", AccountRole.ROLE_USER))),
+    lambda c: replace(c, accounts=(*c.accounts, c.accounts[0])),
+]
+PARTS = st.fixed_dictionaries(
+    {
+        name: st.lists(st.sampled_from(getattr(CONFIG, name)), unique=True).map(tuple)
+        for name in ("storages", "groups", "quotas", "instances", "accounts")
+    }
+)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(before=PARTS, parts=PARTS, spoil=st.sampled_from(_SPOILT), prune=st.booleans())
+async def test_a_load_with_a_bad_part_anywhere_changes_nothing(
+    before: dict[str, tuple[object, ...]],
+    parts: dict[str, tuple[object, ...]],
+    spoil: Callable[[Configuration], Configuration],
+    prune: bool,
+) -> None:
+    table, opener = MemoryTable(), Opener()
+    await registry_over(table).snapshots.load(Configuration(**before))  # type: ignore[arg-type]
+    registry = registry_over(table, opener)
+    named = {name: parts[name] or getattr(CONFIG, name) for name in parts}
+    for dry_run in (True, False):
+        with pytest.raises(KvcmError):
+            await refused_without_a_trace(registry, table, spoil(Configuration(**named)), prune=prune, dry_run=dry_run)
+    assert opener.calls == []
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(before=PARTS, wanted=PARTS)
+async def test_after_a_load_all_of_it_is_configured_and_another_load_changes_nothing(
+    before: dict[str, tuple[object, ...]], wanted: dict[str, tuple[object, ...]]
+) -> None:
+    table = MemoryTable()
+    await registry_over(table).snapshots.load(Configuration(**before))  # type: ignore[arg-type]
+    registry = registry_over(table)
+    config = Configuration(**wanted)  # type: ignore[arg-type]
+    dry = await registry.snapshots.load(config, dry_run=True)
+    assert await registry.snapshots.load(config) == dry
+    taken = await registry.snapshots.take()
+    assert {entry[:2] for entry in taken.entries()} == {
+        entry[:2]
+        for part in (config, Configuration(**before))
+        for entry in part.entries()  # type: ignore[arg-type]
+    }
+    assert not [change for change in await registry.snapshots.load(config) if change.action != "keep"]
+    assert await (await loaded(taken)).snapshots.take() == taken
+
+
+async def test_a_store_that_fails_leaves_all_as_it_was() -> None:
+    table, opener = BrokenTable(), Opener()
+    registry = registry_over(table, opener)
+    with pytest.raises(StorageIOError):
+        await registry.snapshots.load(CONFIG)
+    assert await documents(table) == {}
+    assert await registry.snapshots.take() == Configuration()
+    assert [verb for verb, _ in opener.calls] == ["discard"] * 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_store_that_fails_at_any_call_has_all_of_a_load_or_nothing(is_late: bool) -> None:
+    outcomes = []
+    for calls in range(20):
+        table = MemoryTable()
+        await loaded(without(CONFIG, CONFIG.instances[0], GROUPS[2]), table)
+        before = await documents(table)
+        dying = registry_over(DyingTable(table, calls, is_late=is_late))
+        try:
+            await dying.snapshots.load(replace(CONFIG, groups=(replace(GROUPS[0], user_data="x"), *GROUPS[1:])))
+        except StorageIOError:
+            outcomes.append(await documents(table) == before)
+        else:
+            break
+        if not outcomes[-1]:
+            seen = (await registry_over(table).snapshots.take()).groups
+            assert [group.user_data for group in seen] == ["x", GROUPS[1].user_data, GROUPS[2].user_data]
+    assert len(outcomes) > 3
+    assert outcomes == [True] * (len(outcomes) - is_late) + [False] * is_late
+
+
+async def test_documents_that_cannot_be_read_refuse_snapshots() -> None:
+    table = MemoryTable()
+    registry = await loaded(table=table)
+    await table.replace("group/odd", None, b"{")
+    for call in (registry.snapshots.take(), registry.snapshots.load(CONFIG)):
+        with pytest.raises(StorageIOError, match="groups 'odd'"):
+            await call
+
+
+# ── others at the same time ──
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(pauses=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=3, max_size=3), at=st.integers(0, 3))
+async def test_a_load_and_changes_of_others_come_one_after_the_other(pauses: list[list[int]], at: int) -> None:
+    table = MemoryTable()
+    ways = [SuspendingTable(table, each) for each in pauses]
+    loader, other, third = (registry_over(way) for way in ways)
+    await loaded(without(CONFIG, CONFIG.instances[at]), table)
+    for registry in (loader, other, third):
+        await registry.load()
+    changed = replace(GROUPS[0], version=2, user_data="changed by hand")
+    results = await asyncio.gather(
+        loader.snapshots.load(replace(CONFIG, groups=(replace(GROUPS[0], user_data="loaded"), *GROUPS[1:]))),
+        other.groups.update(changed, 1),
+        third.instances.register(CONFIG.instances[at]),
+        third.instances.register(replace(INSTANCE, instance_id="new", instance_group_name="b")),
+        return_exceptions=True,
+    )
+    assert not isinstance(results[0], BaseException)
+    assert results[1] is None or isinstance(results[1], InvalidArgumentError)
+    seen = await registry_over(table).snapshots.take()
+    group = next(each for each in seen.groups if each.name == "a")
+    # By hand and then loaded over it, or loaded and the version was out of date.
+    assert (group.user_data, group.version) == ("loaded", 3 if results[1] is None else 2)
+    assert [each.instance_id for each in seen.instances] == ["i0", "i1", "i2", "i3", "new"]
+    await loader.refresh()
+    uids = {loader.instances.placement(each.instance_id).uid for each in seen.instances}
+    assert len(uids) == len(seen.instances)
+
+
+async def test_two_loads_at_a_time_end_as_one_after_the_other() -> None:
+    table = MemoryTable()
+    first, second = (registry_over(SuspendingTable(table)) for _ in range(2))
+    one = Configuration(quotas=(GlobalQuota("x", 1), GlobalQuota("y", 1)))
+    two = Configuration(quotas=(GlobalQuota("x", 2), GlobalQuota("y", 2)))
+    await asyncio.gather(first.snapshots.load(one), second.snapshots.load(two))
+    seen = await registry_over(table).snapshots.take()
+    assert seen in (one, two)
+
+
+async def test_a_configuration_that_never_rests_refuses_the_load() -> None:
+    class Busy(MemoryTable):
+        """Somebody is always faster."""
+
+        async def replace_together(self, replacements: object) -> bool:
+            await self.replace("quota/busy", await self.get("quota/busy"), None)
+            return False
+
+    with pytest.raises(NotReadyError, match="nothing was loaded"):
+        await registry_over(Busy()).snapshots.load(CONFIG)
+
+
+async def test_what_is_loaded_reaches_other_managers() -> None:
+    table = MemoryTable()
+    opener = Opener()
+    other = registry_over(table, opener)
+    await other.load()
+    await loaded(table=table)
+    assert await other.refresh()
+    assert await other.snapshots.take() == CONFIG
+    assert sorted(opener.calls) == [("open", "dummy"), ("open", "nfs"), ("open", "pool")]
+
+
+# ── Secrets leave the manager with no snapshot ──
+
+
+PLANTED = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"redis://:{PLANTED}@h:1/0?cluster_name=a", f"redis://{HIDDEN}@h:1/0?cluster_name=a"),
+        (f"redis://h/?password={PLANTED}&cluster_name=a", f"redis://h/?password={HIDDEN}&cluster_name=a"),
+        (f"etcd://a:{PLANTED}@h1,etcd://b:{PLANTED}@h2", f"etcd://{HIDDEN}@h2"),
+        (f"redis://u:a/b<{PLANTED} c@h", f"redis://{HIDDEN}@h"),
+        (f"redis://{PLANTED}@h", f"redis://{HIDDEN}@h"),
+        (f"root:{PLANTED}@tcp(h)/db", f"{HIDDEN}@tcp(h)/db"),
+        (f"redis://u:a/{PLANTED}/b@h:6379/0", f"redis://{HIDDEN}@h:6379/0"),
+        (f"corp/u:{PLANTED}@h:6379", f"{HIDDEN}@h:6379"),
+        (f"{PLANTED}@h:6379", f"{HIDDEN}@h:6379"),
+        (
+            f"http://h/?access_key={PLANTED}&a=1&api_key={PLANTED}",
+            f"http://h/?access_key={HIDDEN}&a=1&api_key={HIDDEN}",
+        ),
+        ("http://10.0.0.1:8080/metadata", "http://10.0.0.1:8080/metadata"),
+        ("P2PHANDSHAKE", "P2PHANDSHAKE"),
+    ],
+)
+def test_addresses_lose_their_logins_and_nothing_else(text: str, shown: str) -> None:
+    config = replace(MOONCAKE, spec=MooncakeStorageSpec("h", text, "tcp", "", "m"))
+    expected = replace(config, spec=MooncakeStorageSpec("h", shown, "tcp", "", "m"))
+    assert redacted(config) == expected == redacted(expected)
+    assert PLANTED not in str(described(config))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"password": "{PLANTED} and more {PLANTED}", "owner": "me@example.org"}}',
+        f"see redis://u:{PLANTED}@h, api-key={PLANTED}; Authorization: Bearer {PLANTED}",
+        f"DB_PASSWD='{PLANTED}' token: {PLANTED}",
+        f"dsn u:{PLANTED}@h:5432 then {PLANTED}@h:22",
+        f"redis://u:{PLANTED}/x@h, secret={PLANTED}, REDIS_PASS={PLANTED} token%3D{PLANTED}",
+        f'{{"tokens": ["{PLANTED}", "{PLANTED}"], "secret": {{"a": "{PLANTED}"}}, "password": "{PLANTED}',
+        f'{{\\"password\\": \\"a b {PLANTED}\\"}}',
+    ],
+)
+def test_free_texts_lose_what_is_called_a_secret(text: str) -> None:
+    group = redacted(replace(GROUPS[0], user_data=text))
+    assert PLANTED not in group.user_data
+    assert redacted(group) == group
+    deployment = ModelDeployment("m", "bf16", extra=text, user_data=text)
+    assert PLANTED not in repr(redacted(replace(CONFIG.instances[0], model_deployment=deployment)))
+
+
+@given(st.text(max_size=60), st.sampled_from(["", "a:b@c", "x://u:p@h", "password=", "token: "]))
+def test_leaving_out_twice_is_leaving_out_once(text: str, more: str) -> None:
+    group = redacted(replace(GROUPS[0], user_data=text + more + text))
+    assert redacted(group) == group
+    storage = redacted(replace(MOONCAKE, spec=MooncakeStorageSpec(text + more, more + text, "tcp", "", more)))
+    assert redacted(storage) == storage
+
+
+_IN_LOGIN = st.text("abcXYZ059/:@=&?;,-_.~%", max_size=12)
+_IN_VALUE = st.text("abcXYZ059/:@=-_.~%+", max_size=12)
+_NAMES = st.sampled_from(["password", "token", "access_key", "secret", "api_key", "apiKey", "DB_PASS", "SecretKey"])
+
+
+@given(_IN_LOGIN, _IN_LOGIN, st.sampled_from(["redis://u:", "u:", "//u:", "x=etcd://"]), st.booleans())
+def test_no_login_is_left_whatever_is_in_it(before: str, after: str, start: str, is_audited: bool) -> None:
+    login = f"{start}{before}{PLANTED}{after}@h:1"
+    text = f"see '{login}' and {login}"
+    assert PLANTED not in (described(text) if is_audited else redacted_text(text))
+    spec = MooncakeStorageSpec(metadata_connstring=login)
+    config = replace(MOONCAKE, spec=spec)
+    assert PLANTED not in (str(described(config)) if is_audited else repr(redacted(config)))
+
+
+@given(_NAMES, st.sampled_from(["=", ": ", " = ", '":"']), _IN_VALUE, _IN_VALUE, st.sampled_from(["?", "&", " ", "{"]))
+def test_no_value_of_a_name_is_left(name: str, sign: str, before: str, after: str, start: str) -> None:
+    closing = '"' if sign.endswith('"') else ""
+    text = f"a=1{start}{name}{sign}{before}{PLANTED}{after}{closing}&b=2 c=3"
+    assert PLANTED not in redacted_text(text)
+    assert redacted_text(text).endswith("&b=2 c=3")
+    assert PLANTED not in str(described(replace(GROUPS[0], user_data=text)))
+
+
+def test_what_is_audited_is_cut_after_secrets_are_left_out() -> None:
+    """Its end may be what says that it is a login."""
+    text = f"redis://u:{PLANTED}{'x' * 2000}@h"
+    assert described(text) == described(replace(GROUPS[0], user_data=text))["user_data"] == f"redis://{HIDDEN}@h"
+
+
+@pytest.mark.parametrize("unit", ["/", "//", "token", "token ", "a:", '"', 'token="', "\\", "token=[", "bearer ", "a-"])
+def test_a_text_made_to_be_slow_is_not(unit: str) -> None:
+    """With patterns that try again, this would take hours."""
+    text = unit * (50_000 // len(unit))
+    assert redacted_text(text).startswith(unit[:1])
+    assert redacted(replace(MOONCAKE, spec=MooncakeStorageSpec(metadata_connstring=text)))
+
+
+def test_names_and_paths_are_left_as_they_are() -> None:
+    config = StorageConfig("a.b", NfsStorageSpec("/mnt//token=1/u:p@h/"))
+    assert redacted(config) == config
+
+
+# ── secrets ──
+
+
+async def test_secrets_that_were_left_out_are_those_that_are_configured() -> None:
+    config = replace(CONFIG, storages=(MOONCAKE,))
+    registry = await loaded(config)
+    hidden = redacted(MOONCAKE)
+    assert SECRET not in repr(hidden)
+    assert await registry.snapshots.load(replace(config, storages=(hidden,))) == []
+    limited = replace(hidden, capacity_bytes=9)
+    await registry.snapshots.load(replace(config, storages=(limited,)))
+    assert registry.storages.all() == [replace(MOONCAKE, capacity_bytes=9)]
+
+
+async def test_a_secret_that_is_nowhere_refuses_the_load() -> None:
+    table = MemoryTable()
+    wanted = Configuration(storages=(redacted(MOONCAKE),))
+    text = rf"storages\[0\].mooncake.metadata_connstring lacks a secret, {HIDDEN}"
+    with pytest.raises(InvalidArgumentError, match=text):
+        await refused_without_a_trace(registry_over(table), table, wanted)
+    other = replace(MOONCAKE, spec=replace(MOONCAKE.spec, metadata_connstring="etcd://kvcm:x@another"))  # type: ignore[type-var]
+    registry = await loaded(Configuration(storages=(other,)), table)
+    with pytest.raises(InvalidArgumentError, match=text):
+        await refused_without_a_trace(registry, table, wanted)
+
+
+async def test_a_new_secret_replaces_the_old_one() -> None:
+    registry = await loaded(Configuration(storages=(MOONCAKE,)))
+    assert isinstance(MOONCAKE.spec, MooncakeStorageSpec)
+    other = replace(MOONCAKE, spec=replace(MOONCAKE.spec, metadata_connstring="etcd://kvcm:new@meta:2379"))
+    assert acts(await registry.snapshots.load(Configuration(storages=(other,)))) == [("change", "storage", "mc")]
+    assert registry.storages.all() == [other]

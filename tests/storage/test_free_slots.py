@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.storage.slot_notes import beside, note_owner, note_slots, remove_notes, shorten, slot_owners
 from kvcm.storage.slots import FreeSlots, InFile, Pool, SlotReuse
@@ -188,7 +189,7 @@ def test_a_term_forgets_what_was_free_in_another() -> None:
 _WORDS = st.lists(st.tuples(st.integers(0, 11), st.sampled_from(["", "", "a1", "b2"])), min_size=1, max_size=30)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(_WORDS, st.integers(0, 12))
 def test_a_note_that_was_cut_off_is_lost_and_is_never_another(words: list[tuple[int, str]], cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +206,7 @@ def test_a_note_that_was_cut_off_is_lost_and_is_never_another(words: list[tuple[
             assert slot_owners(path) == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(_WORDS)
 def test_shortened_notes_say_the_same(words: list[tuple[int, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -1,15 +1,15 @@
-"""Documents in memory: compare and set, due times, versions."""
+"""Documents in memory, deadlines, and outcomes that are kept for a while."""
+
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
+from kvcm.store.due_queue import DueQueue
 from kvcm.store.memory import MemoryLease, MemoryStore, MemoryTable
-from kvcm.store.store import LeaseState
-
-NAMES = ["a", "b", "c", "d"]
-BODIES = st.one_of(st.none(), st.sampled_from([b"1", b"2", b""]))
-REPLACEMENTS = st.tuples(st.sampled_from(NAMES), BODIES, BODIES, st.integers(0, 6).map(float))
+from kvcm.store.outcomes import Outcomes
 
 
 class SetClock:
@@ -21,44 +21,12 @@ class SetClock:
         return self.seconds
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(replacements=st.lists(REPLACEMENTS, max_size=40), most=st.integers(0, 5))
-async def test_any_history_leaves_what_a_dict_would_hold(
-    replacements: list[tuple[str, bytes | None, bytes | None, float]], most: int
-) -> None:
-    table = MemoryTable()
-    expected: dict[str, tuple[bytes, float]] = {}
-    for name, old, new, due in replacements:
-        version = await table.version()
-        wins = expected.get(name, (None, 0))[0] == old
-        assert await table.replace(name, old, new, due) is wins
-        if wins:
-            expected.pop(name, None)
-            expected |= {name: (new, due)} if new is not None else {}
-            assert await table.version() > version
-        assert await table.get(name) == expected.get(name, (None, 0))[0]
-    assert await table.all() == {name: body for name, (body, _) in expected.items()}
-    for now in (0.0, 2.5, 4.0, 9.0):
-        times = sorted((due, name) for name, (_, due) in expected.items() if 0 < due <= now)
-        assert await table.due(now, most) == [name for _, name in times][:most]
-
-
 async def test_what_was_listed_does_not_change_with_the_table() -> None:
     table = MemoryTable()
     await table.replace("a", None, b"1")
     before = await table.all()
     await table.replace("b", None, b"2")
     assert before == {"a": b"1"}
-
-
-async def test_a_table_is_found_by_its_name() -> None:
-    store = MemoryStore()
-    await store.table("sessions").replace("a", None, b"1")
-    assert await store.table("sessions", 16).get("a") == b"1"
-    assert await store.table("leases").get("a") is None
-    assert store.is_shared is False
-    await store.flush()
-    await store.close()
 
 
 def test_nothing_suspends() -> None:
@@ -71,18 +39,109 @@ def test_nothing_suspends() -> None:
             call.send(None)
 
 
-async def test_a_lease_has_one_holder_until_it_expires() -> None:
-    clock = SetClock()
-    lease = MemoryLease(clock)
-    assert await lease.hold("a", 10) == LeaseState("a", 1)
-    clock.seconds += 9
-    assert await lease.hold("b", 10) == LeaseState("a", 1)
-    assert await lease.hold("a", 10) == LeaseState("a", 1)
-    clock.seconds += 9.5
-    assert await lease.hold("b", 10) == LeaseState("a", 1)
-    clock.seconds += 0.5
-    assert await lease.hold("b", 10) == LeaseState("b", 2)
-    await lease.release("a")
-    assert await lease.hold("a", 10) == LeaseState("b", 2)
-    await lease.release("b")
-    assert await lease.hold("a", 10) == LeaseState("a", 3)
+# ── Deadlines that move: the queue stays exact, and no longer than what it holds ──
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 4).map(float))), max_size=60)
+
+
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
+@given(moves=MOVES, now=st.integers(0, 5).map(float), most=st.integers(0, 7))
+def test_any_moves_leave_what_sorting_would_find(moves: list[tuple[int, float | None]], now: float, most: int) -> None:
+    queue: DueQueue[int] = DueQueue()
+    expected: dict[int, float] = {}
+    for key, deadline in moves:
+        if deadline is None:
+            queue.discard(key)
+            expected.pop(key, None)
+        else:
+            queue.put(key, deadline)
+            expected[key] = deadline
+        assert len(queue) == len(expected)
+        assert queue.earliest <= min(expected.values(), default=inf)
+    due = [key for deadline, key in sorted((deadline, key) for key, deadline in expected.items()) if deadline <= now]
+    assert queue.until(now, most) == due[:most]
+    assert queue.until(now, most) == due[:most]
+    assert due or not most or queue.earliest > now, "who asked once knows that there is nothing"
+
+
+ALIKE = st.tuples(st.lists(st.integers(0, 8), unique=True), st.one_of(st.none(), st.integers(0, 4).map(float)))
+
+
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
+@given(moves=st.lists(ALIKE, max_size=30), now=st.integers(0, 5).map(float), most=st.integers(0, 9))
+def test_many_at_a_time_are_as_one_after_the_other(
+    moves: list[tuple[list[int], float | None]], now: float, most: int
+) -> None:
+    queue: DueQueue[int] = DueQueue()
+    expected: DueQueue[int] = DueQueue()
+    for keys, deadline in moves:
+        if deadline is None:
+            queue.discard_all(keys)
+        else:
+            queue.put_all(keys, deadline)
+        for key in keys:
+            expected.discard(key) if deadline is None else expected.put(key, deadline)
+        assert len(queue) == len(expected)
+        assert queue.until(now, most) == expected.until(now, most)
+    queue.clear()
+    queue.put_all([3, 1], 1.0)
+    assert queue.until(1.0, 9) == [1, 3]
+
+
+def test_sessions_that_end_in_time_leave_nothing_behind() -> None:
+    queue: DueQueue[int] = DueQueue()
+    for step in range(1_000):
+        queue.put_all(range(100), float(step))
+        queue.discard_all(range(100))
+    assert len(queue._heap) <= 64
+
+
+def test_deadlines_that_move_leave_nothing_behind() -> None:
+    queue: DueQueue[int] = DueQueue()
+    for step in range(20_000):
+        queue.put(step % 10, float(step))
+    assert len(queue._heap) <= 2 * 10 + 64
+    for key in range(10):
+        queue.discard(key)
+    assert len(queue._heap) <= 64
+    assert queue.until(1e9, 100) == []
+
+
+def test_what_was_cleared_is_gone() -> None:
+    queue: DueQueue[str] = DueQueue()
+    queue.put("a", 1.0)
+    queue.clear()
+    assert (len(queue), queue.until(2.0, 10)) == (0, [])
+
+
+# ── How documents ended, in memory ──
+
+
+def test_an_outcome_is_told_until_it_is_over() -> None:
+    outcomes = Outcomes()
+    assert outcomes.keep("a", b"1", until=10.0, now=0.0) == []
+    assert [outcomes.get("a", now) for now in (0.0, 9.99, 10.0)] == [b"1", b"1", None]
+    assert outcomes.get("b", 0.0) is None
+
+
+def test_what_is_over_goes_a_few_at_a_time_until_none_is_left() -> None:
+    outcomes = Outcomes()
+    for at in range(100):
+        outcomes.keep(f"n{at}", b"", until=10.0, now=0.0)
+    forgotten = []
+    for at in range(40):
+        some = outcomes.keep(f"late{at}", b"", until=90.0, now=50.0)
+        assert len(some) <= 4
+        forgotten += some
+    assert forgotten == [f"n{at}" for at in range(100)]
+    assert len(outcomes) == 40
+
+
+def test_a_name_that_ends_again_is_as_young_as_its_last_end() -> None:
+    outcomes = Outcomes()
+    outcomes.keep("a", b"1", until=10.0, now=0.0)
+    outcomes.keep("b", b"2", until=11.0, now=1.0)
+    assert outcomes.keep("a", b"3", until=70.0, now=10.0) == []
+    assert outcomes.keep("c", b"4", until=72.0, now=12.0) == ["b"]
+    assert outcomes.get("a", 12.0) == b"3"

@@ -1,20 +1,30 @@
-"""The client over a lone server, a cluster and a master behind sentinels."""
+"""The client of Redis and Valkey: uris, logins, tracking, and servers that fail."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 from uuid import uuid4
 
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_port
 from redis.crc import key_slot
-from redis_servers import Cluster, Standalone
+from redis_servers import Cluster, RedisServer, Sentinels, Standalone, cluster, sentinel, standalone
+from waiting import until
 
 from kvcm.model.errors import StorageIOError
+from kvcm.store.redis import tracking
 from kvcm.store.redis.client import RedisClient, Script, ScriptCall, slot_of
-from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.store.redis.tracking import Invalidations
+from kvcm.store.redis.uri import Address, RedisSettings, TlsFiles, parse_redis_uri
 
 KINDS = ["standalone", "cluster", "sentinel"]
 SET = Script("return redis.call('SET', KEYS[1], ARGV[1])")
@@ -139,3 +149,680 @@ async def test_operations_are_timed_by_kind(client: RedisClient) -> None:
     await client.ping()
     counts = {op: times.read().counts[-1] for op, times in client.times.items()}
     assert counts == {"read": 2, "script": 1, "command": 1, "other": 1}
+
+
+# ── Users, passwords, databases and encryption ──
+
+
+PASSWORD = "pa$$"
+ENCODED = "pa%24%24"
+
+
+@asynccontextmanager
+async def connected(uri: str) -> AsyncIterator[RedisClient]:
+    client = RedisClient.of(parse_redis_uri(uri))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def test_a_password_alone_is_of_the_default_user(tmp_path: Path) -> None:
+    with standalone(tmp_path, password=PASSWORD) as made:
+        port = made.server.port
+        async with connected(f"redis://:{ENCODED}@127.0.0.1:{port}/?cluster_name=c") as client:
+            await client.check()
+        async with connected(f"redis://127.0.0.1:{port}/?cluster_name=c") as client:
+            with pytest.raises(StorageIOError, match=r"Authentication required.*check user and password"):
+                await client.mget([[b"k"]])
+
+
+async def test_an_acl_user_may_do_what_it_was_allowed(redis_standalone: Standalone) -> None:
+    port = redis_standalone.server.port
+    with redis_standalone.server.admin() as admin:
+        admin.execute_command("ACL", "SETUSER", "app", "on", f">{PASSWORD}", "~mine:*", "+@all")
+    async with connected(f"redis://app:{ENCODED}@127.0.0.1:{port}/?cluster_name=c") as client:
+        await client.check()
+        assert await client.execute([(b"SET", b"mine:k", b"v"), (b"GET", b"mine:k")]) == [b"OK", b"v"]
+        with pytest.raises(StorageIOError, match="NOPERM"):
+            await client.mget([[b"other:k"]])
+
+
+async def test_a_wrong_password_is_refused_without_being_shown(redis_standalone: Standalone) -> None:
+    port = redis_standalone.server.port
+    async with connected(f"redis://nobody:wr0ng@127.0.0.1:{port}/?cluster_name=c") as client:
+        with pytest.raises(StorageIOError, match="invalid username-password") as caught:
+            await client.mget([[b"k"]])
+    assert "wr0ng" not in str(caught.value)
+
+
+async def test_databases_are_apart(redis_standalone: Standalone) -> None:
+    port = redis_standalone.server.port
+    async with (
+        connected(f"redis://127.0.0.1:{port}/4?cluster_name=c") as four,
+        connected(f"redis://127.0.0.1:{port}/5?cluster_name=c") as five,
+    ):
+        await four.execute([(b"SET", b"only-in-4", b"x")])
+        assert await four.mget([[b"only-in-4"]]) == [[b"x"]]
+        assert await five.mget([[b"only-in-4"]]) == [[None]]
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """Make a self-signed certificate for a host name, and its key."""
+    certificate, key = directory / f"{name}.crt", directory / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
+         "-addext", f"subjectAltName=DNS:{name}", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return certificate, key
+
+
+async def test_encryption_checks_both_sides(tmp_path: Path) -> None:
+    server_certificate, server_key = certificate(tmp_path, "localhost")
+    stranger, _ = certificate(tmp_path, "stranger")
+    tls_port = free_port()
+    options = ["--tls-port", str(tls_port), "--tls-cert-file", str(server_certificate), "--tls-key-file",
+               str(server_key), "--tls-ca-cert-file", str(server_certificate), "--tls-auth-clients", "yes"]  # fmt: skip
+    own = f"cert_file={server_certificate}&key_file={server_key}"
+    with standalone(tmp_path, extra=options):
+        base = f"rediss://localhost:{tls_port}/?cluster_name=c"
+        async with connected(f"{base}&ca_file={server_certificate}&{own}") as client:
+            await client.check()
+        for wrong in (f"&ca_file={stranger}&{own}", f"&{own}"):
+            async with connected(base + wrong) as client:
+                with pytest.raises(StorageIOError, match=r"(?i)certificate"):
+                    await client.mget([[b"k"]])
+        async with connected(f"{base}&ca_file={server_certificate}") as client:
+            with pytest.raises(StorageIOError):
+                await client.mget([[b"k"]])
+        by_number = base.replace("localhost", "127.0.0.1") + f"&ca_file={server_certificate}&{own}"
+        async with connected(by_number) as client:
+            with pytest.raises(StorageIOError, match=r"(?i)certificate"):
+                await client.mget([[b"k"]])
+        async with connected(by_number + "&check_hostname=false") as client:
+            await client.check()
+
+
+async def test_a_file_that_is_not_there_is_named(redis_standalone: Standalone) -> None:
+    port = redis_standalone.server.port
+    async with connected(f"rediss://127.0.0.1:{port}/?cluster_name=c&ca_file=/nowhere/ca.pem") as client:
+        with pytest.raises(StorageIOError, match=r"/nowhere/ca\.pem is not a file"):
+            await client.mget([[b"k"]])
+
+
+# ── Redis uris: every form ──
+
+
+URI_PASSWORD = "s3cret/@:?"
+URI_ENCODED = "s3cret%2F%40%3A%3F"
+
+
+def test_the_least_uri_gets_the_defaults() -> None:
+    assert parse_redis_uri("redis://cache?cluster_name=prod") == RedisSettings(
+        "standalone", (Address("cache", 6379),), "prod"
+    )
+
+
+def test_every_part_of_a_server_is_read() -> None:
+    uri = (
+        f"redis://us%40er:{URI_ENCODED}@[::1]:7000/3?cluster_name=a.b-c_1&timeout_ms=250&connect_timeout_ms=100"
+        "&retry_count=0&pool_size=7"
+    )
+    assert parse_redis_uri(uri) == RedisSettings(
+        "standalone", (Address("::1", 7000),), "a.b-c_1", "us@er", URI_PASSWORD, 3,
+        timeout_seconds=0.25, connect_timeout_seconds=0.1, retry_count=0, pool_size=7,
+    )  # fmt: skip
+
+
+def test_a_password_needs_no_user() -> None:
+    settings = parse_redis_uri(f"redis://:{URI_ENCODED}@h/?cluster_name=c")
+    assert (settings.user, settings.password) == ("", URI_PASSWORD)
+
+
+def test_connecting_may_take_as_long_as_an_answer_unless_told_otherwise() -> None:
+    assert parse_redis_uri("redis://h?cluster_name=c&timeout_ms=50").connect_timeout_seconds == 0.05
+
+
+def test_a_cluster_lists_nodes() -> None:
+    settings = parse_redis_uri("redis+cluster://a:1,b,[fe80::2]:3/?cluster_name=c")
+    assert settings.kind == "cluster"
+    assert settings.addresses == (Address("a", 1), Address("b", 6379), Address("fe80::2", 3))
+
+
+def test_sentinels_name_a_service_and_may_have_a_login_of_their_own() -> None:
+    settings = parse_redis_uri(
+        f"redis+sentinel://u:p@a,b:5/my-master/2?cluster_name=c&sentinel_user=su&sentinel_password={URI_ENCODED}"
+    )
+    assert settings.kind == "sentinel"
+    assert settings.addresses == (Address("a", 26379), Address("b", 5))
+    assert (settings.service, settings.database) == ("my-master", 2)
+    assert (settings.user, settings.password) == ("u", "p")
+    assert (settings.sentinel_user, settings.sentinel_password) == ("su", URI_PASSWORD)
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster", "rediss+sentinel"])
+def test_encryption_names_files(scheme: str) -> None:
+    settings = parse_redis_uri(
+        f"{scheme}://h{'/service' if 'sentinel' in scheme else '/'}?cluster_name=c&ca_file=/a%20b"
+        "&cert_file=/c&key_file=/k&check_hostname=false"
+    )
+    assert settings.tls == TlsFiles("/a b", "/c", "/k", check_hostname=False)
+
+
+def test_plain_text_has_no_tls() -> None:
+    assert parse_redis_uri("redis://h?cluster_name=c").tls is None
+    assert parse_redis_uri("rediss://h?cluster_name=c").tls == TlsFiles()
+
+
+def test_names_of_the_original_s_pool_are_understood() -> None:
+    settings = parse_redis_uri("redis://h/?client_max_pool_size=9&client_min_pool_size=2", cluster_name="given")
+    assert (settings.pool_size, settings.cluster_name) == (9, "given")
+
+
+def test_a_name_in_the_uri_wins_over_the_given_one() -> None:
+    assert parse_redis_uri("redis://h/?cluster_name=mine", cluster_name="given").cluster_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("uri", "named"),
+    [
+        ("redis://h", "cluster_name is missing"),
+        ("redis://h?cluster_name=", "cluster_name ''"),
+        ("redis://h?cluster_name=a%7Bb", "cluster_name 'a{b'"),
+        ("redis://h?cluster_name=" + "x" * 65, "1 to 64"),
+        ("redis://h?cluster_name=c&timeout_ms=0", "timeout_ms '0' is not a number from 1 to 600000"),
+        ("redis://h?cluster_name=c&timeout_ms=1e3", "timeout_ms '1e3'"),
+        ("redis://h?cluster_name=c&pool_size=-1", "pool_size '-1'"),
+        ("redis://h?cluster_name=c&time_ms=5", "'time_ms' is not known here; known are client_max_pool_size"),
+        ("redis://h?cluster_name=c&ca_file=/x", "'ca_file' is not known"),
+        ("redis://h?cluster_name=c&sentinel_password=x", "'sentinel_password' is not known"),
+        ("rediss://h?cluster_name=c&check_hostname=no", "check_hostname 'no' is not true or false"),
+        ("redis://h/x?cluster_name=c", "database 'x'"),
+        ("redis+cluster://h/1?cluster_name=c", "database '1' is not a number from 0 to 0"),
+        ("redis://a,b?cluster_name=c", "hosts 'a,b' are several"),
+        ("redis://h:0?cluster_name=c", "port 0"),
+        ("redis://h:70000?cluster_name=c", "port 70000"),
+        ("redis://?cluster_name=c", "host ''"),
+        ("redis://u@h:x?cluster_name=c", "host 'h:x'"),
+        ("redis+sentinel://h/?cluster_name=c", "service ''"),
+        ("valkey://h?cluster_name=c", "scheme 'valkey'"),
+        ("redis+://h?cluster_name=c", "scheme 'redis+'"),
+        ("redis+ring://h?cluster_name=c", "scheme 'redis+ring'"),
+        ("localhost:6379", "what was given is not one of redis://"),
+    ],
+)
+def test_a_mistake_is_named(uri: str, named: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_redis_uri(uri)
+    assert named in str(caught.value)
+
+
+def test_neither_messages_nor_repr_show_a_password() -> None:
+    for broken in ("nothing", "h:x/?cluster_name=c", "h/?cluster_name=c&x=1", "h/y?cluster_name=c"):
+        with pytest.raises(ValueError) as caught:
+            parse_redis_uri(f"redis://u:hidden1@{broken}")
+        assert "hidden1" not in str(caught.value)
+    with pytest.raises(ValueError) as caught:
+        parse_redis_uri("redis+sentinel://h/?cluster_name=c&sentinel_password=hidden2")
+    assert "hidden2" not in str(caught.value)
+    settings = parse_redis_uri("redis+sentinel://u:hidden1@h/s?cluster_name=c&sentinel_password=hidden2")
+    assert "hidden" not in repr(settings)
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for uri in (text, f"redis://{text}", f"redis+sentinel://h/{text}", f"rediss://h?cluster_name=c&{text}"):
+        try:
+            settings = parse_redis_uri(uri)
+        except ValueError:
+            continue
+        assert settings.addresses
+        assert settings.cluster_name
+
+
+# ── Invalidations: told of every change ──
+
+
+WAIT_SECONDS = 40.0
+SILENCE_SECONDS = 0.5 + 0.5 + 2.0  # from ping to ping, for an answer, and what a busy machine may add
+
+
+class Listener:
+    """What a cache would be told."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self.client = client
+        self.prefix = f"{client.prefix}:b{{".encode()
+        self.keys: set[bytes] = set()
+        self.resets = 0
+        self.reset_while_live = False
+        self.invalidations = Invalidations(client, self.prefix, self._on_keys, self._on_reset)
+
+    def _on_keys(self, keys: Sequence[bytes]) -> None:
+        self.keys.update(keys)
+
+    def _on_reset(self) -> None:
+        self.resets += 1
+        self.reset_while_live = self.invalidations.is_live
+
+    async def until(self, condition: Callable[[], bool]) -> float:
+        """Wait until a condition holds and return the seconds it took."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < WAIT_SECONDS
+            await asyncio.sleep(0.002)
+        return time.monotonic() - began
+
+    async def live(self) -> None:
+        await self.until(lambda: self.invalidations.is_live)
+
+
+@asynccontextmanager
+async def listening(servers: Standalone | Cluster | Sentinels) -> AsyncIterator[Listener]:
+    client = RedisClient.of(parse_redis_uri(servers.uri(uuid4().hex)))
+    listener = Listener(client)
+    running = asyncio.create_task(listener.invalidations.run())
+    try:
+        await listener.live()
+        yield listener
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
+    assert running.cancelled(), running
+    assert not listener.invalidations.is_live
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_changes_by_others_arrive_by_themselves(kind: str, request: pytest.FixtureRequest) -> None:
+    servers = request.getfixturevalue(f"redis_{kind}")
+    async with listening(servers) as listener:
+        other = RedisClient.of(listener.client.settings)
+        keys = {listener.prefix + b"%d}\r\n\x00\xff" % tag for tag in range(50)}
+        await other.execute([(b"SET", key, b"1") for key in keys])
+        await listener.until(lambda: listener.keys >= keys)
+        listener.keys.clear()
+        await other.execute([(b"DEL", key) for key in keys])
+        await listener.until(lambda: listener.keys >= keys)
+        await other.close()
+        assert listener.keys == keys
+        assert listener.resets == 1, "once, before it went live"
+
+
+async def test_only_keys_below_the_prefix_are_told(redis_standalone: Standalone) -> None:
+    async with listening(redis_standalone) as listener:
+        last = listener.prefix + b"last"
+        names = [listener.client.prefix.encode() + b":z{1}", b"foreign:b{1}", last]
+        await listener.client.execute([(b"SET", name, b"1") for name in names])
+        await listener.until(lambda: last in listener.keys)
+        assert listener.keys == {last}
+
+
+async def test_a_flushed_server_resets(tmp_path: Path) -> None:
+    with standalone(tmp_path) as servers:
+        async with listening(servers) as listener:
+            with servers.server.admin() as admin:
+                admin.flushall()
+            await listener.until(lambda: listener.resets == 2)
+            assert listener.invalidations.is_live
+
+
+@pytest.fixture
+def no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave it to the connections themselves to say that they are lost."""
+    monkeypatch.setattr(tracking, "_PING_SECONDS", 600.0)
+    monkeypatch.setattr(tracking, "_PONG_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("no_pings")
+async def test_a_lost_connection_resets_and_comes_back(tmp_path: Path) -> None:
+    with standalone(tmp_path) as servers:
+        async with listening(servers) as listener:
+            with servers.server.admin() as admin:
+                admin.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+            await listener.until(lambda: listener.resets == 2)
+            assert not listener.invalidations.is_live
+            await listener.live()
+            assert listener.resets == 3
+            assert not listener.reset_while_live, "what was missed is forgotten before anybody trusts the cache again"
+            key = listener.prefix + b"1}"
+            await listener.client.execute([(b"SET", key, b"1")])
+            await listener.until(lambda: key in listener.keys)
+
+
+@pytest.mark.usefixtures("no_pings")
+async def test_a_killed_server_is_noticed_at_once(tmp_path: Path) -> None:
+    with standalone(tmp_path) as servers:
+        async with listening(servers) as listener:
+            servers.server.kill()
+            await listener.until(lambda: not listener.invalidations.is_live)
+            assert listener.resets == 2
+            servers.server.restart()
+            await listener.live()
+
+
+async def test_silence_is_noticed_within_about_a_second(tmp_path: Path) -> None:
+    with standalone(tmp_path) as servers:
+        async with listening(servers) as listener:
+            servers.server.pause()
+            try:
+                assert await listener.until(lambda: not listener.invalidations.is_live) < SILENCE_SECONDS
+                assert listener.resets == 2
+            finally:
+                servers.server.resume()
+            await listener.live()
+
+
+async def test_every_master_of_a_cluster_has_to_be_heard(redis_cluster: Cluster) -> None:
+    async with listening(redis_cluster) as listener:
+        redis_cluster.nodes[2].pause()
+        try:
+            assert await listener.until(lambda: not listener.invalidations.is_live) < SILENCE_SECONDS
+        finally:
+            redis_cluster.nodes[2].resume()
+        await listener.until(redis_cluster.is_whole)
+        await listener.live()
+
+
+@pytest.mark.ci
+async def test_another_master_is_followed(tmp_path: Path) -> None:
+    """A handover in which no process dies: the old master stays and would go on answering pings."""
+    with sentinel(tmp_path) as servers:
+        async with listening(servers) as listener:
+            old = servers.master
+            with servers.sentinels[0].admin() as admin:
+                admin.execute_command("SENTINEL", "FAILOVER", "mymaster")
+            await listener.until(lambda: servers.master is not old and listener.resets > 2)
+            await listener.live()
+            key = listener.prefix + b"1}"
+            await listener.client.execute([(b"SET", key, b"1")])
+            await listener.until(lambda: key in listener.keys)
+
+
+# ── Servers that hang, die, come back or hand over ──
+
+
+INCREMENT = Script("return redis.call('INCR', KEYS[1])")
+TIMEOUT_SECONDS = 1.0  # the default of uris
+SPARE_SECONDS = 2.0  # that a busy machine may take beyond what a call may
+LONG_MS = 20_000  # of a client whose calls are over long before: they wait for no timeout
+SOON_SECONDS = 10.0
+RECOVERY_SECONDS = 40.0
+
+
+@asynccontextmanager
+async def connected_to(servers: Standalone | Cluster | Sentinels, **parameters: object) -> AsyncIterator[RedisClient]:
+    client = RedisClient.of(parse_redis_uri(servers.uri(uuid4().hex, **parameters)))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Standalone]:
+    """A durable server that the test may kill."""
+    with standalone(tmp_path, appendonly=True) as made:
+        yield made
+
+
+def key_of(client: RedisClient, tag: int = 0) -> bytes:
+    return f"{client.prefix}:b{{{tag}}}".encode()
+
+
+async def increment(client: RedisClient, tag: int = 0) -> int:
+    (count,) = await client.run([ScriptCall(INCREMENT, [key_of(client, tag)])])
+    assert isinstance(count, int)
+    return count
+
+
+async def refused_after(call: Awaitable[object]) -> float:
+    """Return after how many seconds a call ended with an error that says to try again."""
+    began = time.monotonic()
+    with pytest.raises(StorageIOError, match="try again"):
+        await call
+    return time.monotonic() - began
+
+
+async def recovered(call: Callable[[], Awaitable[object]]) -> None:
+    """Wait until a call succeeds; each that fails must do so in time."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while time.monotonic() < deadline:
+        began = time.monotonic()
+        if await is_done(call()):
+            return
+        assert time.monotonic() - began < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not recovered after {RECOVERY_SECONDS} s")
+
+
+async def is_done(call: Awaitable[object]) -> bool:
+    try:
+        await call
+    except StorageIOError:
+        return False
+    return True
+
+
+async def test_a_server_that_hangs_is_given_up_in_time(lone: Standalone) -> None:
+    async with connected_to(lone, timeout_ms=2500) as client:
+        assert await increment(client) == 1
+        lone.server.pause()
+        seconds = await asyncio.gather(
+            refused_after(increment(client)),
+            refused_after(client.mget([[key_of(client)]])),
+            refused_after(client.execute([(b"GET", key_of(client))])),
+            refused_after(client.ping()),
+        )
+        assert min(seconds) >= 2.5 - 0.01  # by default they would be over
+        assert max(seconds) < 2 * 2.5 + SPARE_SECONDS
+        lone.server.resume()
+        await recovered(client.ping)
+        assert await client.mget([[key_of(client)]]) == [[b"2"]]  # the refused write ran once the server went on
+
+
+@pytest.mark.ci
+async def test_by_default_a_hanging_server_costs_two_seconds_at_most(lone: Standalone) -> None:
+    async with connected_to(lone) as client:
+        await client.ping()
+        lone.server.pause()
+        assert await refused_after(client.mget([[key_of(client)]])) < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
+        lone.server.resume()
+        await recovered(client.ping)
+
+
+@pytest.mark.ci
+async def test_a_dry_pool_waits_and_then_refuses(lone: Standalone) -> None:
+    """A pause of all clients fills the pool; nothing crashes, and what waited briefly is served."""
+    async with connected_to(lone, pool_size=4) as client:
+        with lone.server.admin() as admin:
+            admin.execute_command("CLIENT", "PAUSE", 6000, "ALL")
+        seconds = await asyncio.gather(*(refused_after(increment(client)) for _ in range(100)))
+        assert max(seconds) < 2 * TIMEOUT_SECONDS + SPARE_SECONDS
+        with lone.server.admin() as admin:
+            assert int(admin.info("clients")["connected_clients"]) <= 4 + 1
+        await recovered(client.ping)
+        assert len(set(await asyncio.gather(*(increment(client) for _ in range(100))))) == 100
+
+
+async def test_a_killed_server_is_refused_at_once_and_found_again(lone: Standalone) -> None:
+    async with connected_to(lone, timeout_ms=LONG_MS) as client:
+        await asyncio.gather(*(increment(client) for _ in range(10)))
+        lone.server.kill()
+        assert await refused_after(increment(client)) < SOON_SECONDS
+        assert await refused_after(client.mget([[key_of(client)]])) < SOON_SECONDS
+        lone.server.restart()
+        assert await client.mget([[key_of(client)]]) == [[b"10"]]  # the very next call, with nothing left broken
+        counts = await asyncio.gather(*(increment(client) for _ in range(10)))
+        assert sorted(counts) == list(range(11, 21))  # each ran once, in any order: they go over several connections
+
+
+async def test_a_read_survives_connections_that_the_server_closed(redis_standalone: Standalone) -> None:
+    async with connected_to(redis_standalone) as client:
+        await asyncio.gather(*(increment(client) for _ in range(5)))
+        with redis_standalone.server.admin() as admin:
+            admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert await client.mget([[key_of(client)]]) == [[b"5"]]
+
+
+async def test_a_cancelled_call_leaves_no_answer_behind_for_the_next(redis_standalone: Standalone) -> None:
+    async with connected_to(redis_standalone, pool_size=1) as client:
+        await client.execute([(b"SET", key_of(client), b"right")])
+        for turns in range(12):
+            call = asyncio.create_task(client.execute([(b"ECHO", b"wrong")]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            assert await client.mget([[key_of(client)]]) == [[b"right"]]
+
+
+async def test_a_server_without_memory_refuses_writes_and_still_reads(lone: Standalone) -> None:
+    async with connected_to(lone) as client:
+        await increment(client)
+        with lone.server.admin() as admin:
+            admin.config_set("maxmemory", "1")
+        with pytest.raises(StorageIOError, match=r"OOM.*try again"):
+            await client.execute([(b"SET", key_of(client), b"x")])
+        assert await client.mget([[key_of(client)]]) == [[b"1"]]
+
+
+async def test_a_server_that_became_a_replica_refuses_writes(lone: Standalone, tmp_path: Path) -> None:
+    with standalone(tmp_path / "other") as other:
+        async with connected_to(lone) as client:
+            await increment(client)
+            with lone.server.admin() as admin:
+                admin.execute_command("REPLICAOF", "127.0.0.1", other.server.port)
+            await refused_after(increment(client))
+            with lone.server.admin() as admin:
+                admin.execute_command("REPLICAOF", "NO", "ONE")
+            await increment(client)
+
+
+@pytest.mark.ci
+async def test_the_replica_takes_over_when_the_master_dies(tmp_path: Path) -> None:
+    with sentinel(tmp_path) as servers:
+        async with connected_to(servers) as client:
+            assert await increment(client) == 1
+            old = servers.master
+            replicate(old, key_of(client))
+            old.kill()
+            await refused_after(increment(client))
+            await recovered(lambda: increment(client))
+            assert await increment(client) == 3
+            assert (await client.masters())[0].port != old.port
+
+
+def replicate(server: RedisServer, key: bytes) -> None:
+    """Return when the replica has everything that the master was told so far."""
+    with server.admin() as admin:
+        admin.set(key + b"-last", b"")
+        assert admin.wait(1, 20_000) == 1
+
+
+async def changed(client: RedisClient, old: list[Address]) -> list[Address]:
+    """Wait for other masters and return them."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while (new := await client.masters()) == old:
+        assert time.monotonic() < deadline
+    return new
+
+
+async def forgotten(client: RedisClient, port: int) -> None:
+    """Wait until a port is no master's: other nodes may not have heard of the promotion yet."""
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while port in {address.port for address in await client.masters()}:
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.ci
+async def test_a_sentinel_that_missed_a_failover_is_not_believed(tmp_path: Path) -> None:
+    """Old news do not lead back to the old master."""
+    with sentinel(tmp_path) as servers:
+        async with connected_to(servers) as client:
+            before = await client.masters()
+            behind = servers.sentinels[2]
+            behind.pause()
+            with servers.sentinels[0].admin() as admin:
+                admin.execute_command("SENTINEL", "FAILOVER", "mymaster")
+            new = await changed(client, before)
+            behind.resume()
+            assert [await client.masters() for _ in range(200)] == [new] * 200
+
+
+async def test_one_sentinel_is_enough(redis_sentinel: Sentinels) -> None:
+    async with connected_to(redis_sentinel, timeout_ms=LONG_MS) as client:
+        for paused in redis_sentinel.sentinels[:2]:
+            paused.pause()
+        try:
+            began = time.monotonic()
+            await increment(client)
+            assert time.monotonic() - began < SOON_SECONDS
+        finally:
+            for paused in redis_sentinel.sentinels[:2]:
+                paused.resume()
+
+
+@pytest.mark.ci
+async def test_a_cluster_node_that_restarts_is_found_again(redis_cluster: Cluster) -> None:
+    async with connected_to(redis_cluster) as client:
+        await asyncio.gather(*(increment(client, tag) for tag in range(100)))
+        redis_cluster.nodes[1].kill()
+        calls = [is_done(increment(client, tag)) for tag in range(100)]
+        done = await asyncio.gather(*calls)
+        assert any(done), "the other nodes go on"
+        assert not all(done)
+        redis_cluster.nodes[1].restart()
+        until(redis_cluster.is_whole)
+        await recovered(lambda: asyncio.gather(*(increment(client, tag) for tag in range(100))))
+
+
+@pytest.mark.ci
+async def test_the_replica_of_a_dead_cluster_node_takes_over(tmp_path: Path) -> None:
+    with cluster(tmp_path, replicas=1) as servers:
+        async with connected_to(servers) as client:
+            assert set(await asyncio.gather(*(increment(client, tag) for tag in range(50)))) == {1}
+            dead = owner(servers, slot_of(key_of(client)))
+            replicate(dead, key_of(client))
+            dead.kill()
+            await recovered(lambda: increment(client))
+            assert await increment(client) >= 3, "nothing was forgotten"
+            await forgotten(client, dead.port)
+
+
+async def test_keys_are_found_while_and_after_their_slot_moves(redis_cluster: Cluster) -> None:
+    """ASK for keys that are gone, TRYAGAIN for groups that are torn, MOVED at the end."""
+    async with connected_to(redis_cluster) as client:
+        keys = [f"{{{client.prefix}}}{at}".encode() for at in range(4)]
+        await client.execute([(b"SET", key, key) for key in keys])
+        slot = slot_of(keys[0])
+        source = owner(redis_cluster, slot)
+        target = next(node for node in redis_cluster.nodes if node is not source)
+        with source.admin() as old, target.admin() as new:
+            new_id, old_id = node_id(new), node_id(old)
+            new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
+            old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 1000, "KEYS", *keys[:2])
+            assert await client.execute([(b"GET", key) for key in keys]) == keys
+            assert await client.mget([keys[:2], keys[2:]]) == [keys[:2], keys[2:]]
+            torn = asyncio.create_task(client.mget([keys]))
+            await asyncio.sleep(0.05)
+            assert not torn.done()
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 1000, "KEYS", *keys[2:])
+            for admin in (new, old):
+                admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+            assert await torn == [keys]
+        assert await client.run([ScriptCall(Script("return redis.call('GET', KEYS[1])"), [keys[0]])]) == [keys[0]]
+
+
+def node_id(admin: redis.Redis) -> bytes:
+    answer: bytes = admin.execute_command("CLUSTER", "MYID")
+    return answer
+
+
+def owner(servers: Cluster, slot: int) -> RedisServer:
+    with servers.nodes[0].admin() as admin:
+        ranges = admin.execute_command("CLUSTER", "SLOTS")
+    (port,) = {master[1] for first, last, master, *_ in ranges if first <= slot <= last}
+    return next(server for server in servers.nodes if server.port == port)

@@ -1,0 +1,583 @@
+"""The memory backend: its columns against a dict, batches, observers, and what a block costs."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from index_rig import TableView, location, record
+from thoroughness import examples
+
+from kvcm.index.backends.alike import Alike
+from kvcm.index.backends.backend import Access, Change, IndexBackend
+from kvcm.index.backends.columns import BlockColumns
+from kvcm.index.backends.memory import MemoryBackend
+from kvcm.index.backends.packed import HeaderPool
+from kvcm.index.backends.rocks import load_index
+from kvcm.index.backends.rows import Rows
+from kvcm.index.backends.written_columns import WrittenColumns
+from kvcm.index.meta_index import MetaIndex
+from kvcm.model.clock import SystemClock
+from kvcm.model.locations import BlockRecord, Location, LocationStatus, Place, SpecUri, encode_chunk
+from kvcm.model.runs import BlockRun
+from kvcm.model.storages import StorageType
+from kvcm.store.rocks.store import RocksStore
+
+KEYS = st.sampled_from([*range(8), -1, 2**63 - 1, -(2**63)])
+PARENTS = st.sampled_from([None, 0, 0, 0, 1, -1, 2**63 - 1])  # few, so that blocks have many siblings
+LOCATIONS = st.builds(
+    location, st.sampled_from(["a", "b"]), status=st.sampled_from(LocationStatus), size_bytes=st.sampled_from([5, 10])
+).map(lambda place: place._replace(written_at=50.5))
+RECORDS = st.builds(
+    lambda parent, depth, locations: BlockRecord(parent, depth, tuple(locations)),
+    PARENTS,
+    st.integers(0, 3000),
+    st.lists(LOCATIONS, min_size=1, max_size=3),
+)
+COUNTS = st.dictionaries(KEYS, st.integers(1, 40_000))
+SESSIONS = st.sampled_from(["a1", "b2"])
+
+
+def run_location(session: str = "a1", size: int = 10) -> Location:
+    """What the blocks of a run have in common while they are being written."""
+    made = location(session[:1], status=LocationStatus.WRITING, size_bytes=size)
+    return made._replace(chunk=b"", session_id=session, written_at=50.5, deadline=60.0)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> BlockRun:
+    """Blocks of one chain, which may hang on one that others are the parents of, or on none."""
+    keys = draw(st.lists(KEYS, unique=True, min_size=1, max_size=6))
+    parent = draw(st.none() | KEYS.filter(lambda key: key not in keys))
+    session = draw(SESSIONS)
+    chunks = [f"{session}/{key}".encode() for key in keys]
+    return BlockRun(keys, parent, draw(st.integers(0, 3)), run_location(session, draw(st.sampled_from([1, 7]))), chunks)
+
+
+class Ends(NamedTuple):
+    """Lets the blocks of a session serve."""
+
+    session: str
+    deadline: float = 0.0
+    priority: int = 0
+    addition: bytes = b""
+
+    def __call__(self, blocks: Alike) -> Alike | None:
+        if blocks.location.session_id != self.session:
+            return None
+        served = self.serving(blocks.location)._replace(chunk=b"")
+        return Alike(blocks.keys, served, [chunk + self.addition for chunk in blocks.chunks])
+
+    def serving(self, one: Location) -> Location:
+        served = one._replace(status=LocationStatus.SERVING, session_id="", deadline=self.deadline)
+        return served._replace(priority=self.priority, chunk=one.chunk + self.addition)
+
+    def is_of(self, found: BlockRecord | None) -> bool:
+        """Whether these are the ends of a block."""
+        only = found.locations[0] if found is not None and len(found.locations) == 1 else None
+        return only is not None and only.status is LocationStatus.WRITING and only.session_id == self.session
+
+
+ENDS = st.builds(Ends, SESSIONS, st.sampled_from([0.0, 99.0]), st.integers(0, 1), st.sampled_from([b"", b"+"]))
+
+
+def is_resident(record: BlockRecord | None) -> bool:
+    return record is not None and any(place.status is LocationStatus.SERVING for place in record.locations)
+
+
+class Follower:
+    """Keeps what it is told, and checks that every event is true when it is told."""
+
+    def __init__(self, follow: Callable[[Follower], Rows | None], rows: Rows | None = None) -> None:
+        self.blocks: dict[int, int] = {}
+        self.events: list[tuple[str, int, int]] = []
+        followed = follow(self)
+        rows = rows if followed is None else followed
+        assert rows is not None
+        self.rows = rows
+        self.blocks = {row: rows.key(row) for row in range(len(rows)) if rows.is_resident(row)}
+
+    def added(self, row: int) -> None:
+        assert row not in self.blocks
+        assert self.rows.is_resident(row)
+        self.blocks[row] = self.rows.key(row)
+        self.note("added", row)
+
+    def added_together(self, rows: Sequence[int], keys: Sequence[int], priority: int) -> None:
+        for row in rows:
+            assert self.rows.priority(row) == priority
+            self.added(row)
+
+    def removed(self, row: int) -> None:
+        assert self.blocks[row] == self.rows.key(row)
+        self.note("removed", row)
+        del self.blocks[row]
+
+    def changed(self, row: int) -> None:
+        assert self.blocks[row] == self.rows.key(row)
+        assert self.rows.is_resident(row)
+        self.note("changed", row)
+
+    def moved(self, row: int, to: int) -> None:
+        assert to not in self.blocks
+        self.blocks[to] = self.blocks.pop(row)
+        assert self.blocks[to] == self.rows.key(to)
+        self.note("moved", to)
+
+    def touched_together(self, rows: Sequence[int], reads: Sequence[int]) -> None:
+        for row, count in zip(rows, reads, strict=True):
+            if row in self.blocks:
+                assert self.blocks[row] == self.rows.key(row)
+                self.note("touched", row, count)
+
+    def note(self, what: str, row: int, reads: int = 0) -> None:
+        self.events.append((what, self.blocks[row], reads))
+
+    def told(self, *, without_moves: bool = True) -> list[tuple[str, int, int]]:
+        """What was told since it was asked last."""
+        events, self.events = self.events, []
+        return [event for event in events if not (without_moves and event[0] == "moved")]
+
+
+class ColumnsMachine(RuleBasedStateMachine):
+    """Swaps and reads at random, beside a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = WrittenColumns()
+        self.follower = Follower(self.columns.follow, self.columns)
+        self.records: dict[int, BlockRecord] = {}
+        self.accesses: dict[int, Access] = {}
+
+    @rule(key=KEYS, new=RECORDS)
+    def store(self, key: int, new: BlockRecord) -> None:
+        """Add a block or change it."""
+        old = self.records.get(key)
+        assert self.columns.swap(key, old, new)
+        self.keep(key, new)
+        names = {(False, True): "added", (True, False): "removed", (True, True): "changed"}
+        name = names.get((is_resident(old), is_resident(new)))
+        assert self.follower.told() == ([(name, key, 0)] if name is not None else [])
+
+    def keep(self, key: int, new: BlockRecord) -> None:
+        """Store a record in the dicts."""
+        old = self.records.get(key)
+        self.records[key] = new
+        if old is None or (is_resident(new) and not is_resident(old)):
+            self.accesses[key] = Access(50, 0)
+
+    @rule(new=RECORDS)
+    def store_siblings(self, new: BlockRecord) -> None:
+        """Add siblings."""
+        for key in (3, 4, 5, 6):
+            self.store(key, new)
+
+    @rule(key=KEYS)
+    def remove(self, key: int) -> None:
+        """Remove a block, or nothing."""
+        old = self.records.pop(key, None)
+        assert self.columns.swap(key, old, None)
+        self.accesses.pop(key, None)
+        assert self.follower.told() == [("removed", key, 0)] * is_resident(old)
+
+    @rule(run=runs())
+    def begin(self, run: BlockRun) -> None:
+        """Add blocks that are being written, all or none."""
+        is_new = self.records.keys().isdisjoint(run.keys)
+        assert self.columns.begin(run) == is_new
+        if is_new:
+            for key, new in zip(run.keys, run.records(), strict=True):
+                self.keep(key, new)
+
+    @rule(keys=st.lists(KEYS, unique=True, min_size=1), ends=ENDS)
+    def serve(self, keys: list[int], ends: Ends) -> None:
+        """Let blocks serve, all or none, whatever became of them."""
+        served = self.columns.serve(keys, ends)
+        assert (served is not None) == all(ends.is_of(self.records.get(key)) for key in keys)
+        if served is None:
+            return
+        assert [key for blocks in served for key in blocks.keys] == keys
+        found = [blocks.location._replace(chunk=chunk) for blocks in served for chunk in blocks.chunks]
+        for key, place in zip(keys, found, strict=True):
+            old = self.records[key]
+            assert place == ends.serving(old.locations[0])
+            self.keep(key, old._replace(locations=(place,)))
+        assert self.follower.told() == [("added", key, 0) for key in keys]
+
+    @rule(ends=ENDS, random=st.randoms(use_true_random=False))
+    def serve_those_of_a_session(self, ends: Ends, random: Random) -> None:
+        """Let all blocks of a session serve, in any order."""
+        keys = [key for key, found in self.records.items() if ends.is_of(found)]
+        random.shuffle(keys)
+        self.serve(keys, ends)
+
+    @rule(key=KEYS, old=st.one_of(st.none(), RECORDS), new=st.one_of(st.none(), RECORDS))
+    def lose(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
+        """Expect something else than what is there."""
+        if self.records.get(key) != old:
+            assert not self.columns.swap(key, old, new)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data(), change=st.sampled_from(["parent", "depth", "id", "chunk", "deadline", "more", "less"]))
+    def lose_by_one_field(self, data: st.DataObject, change: str) -> None:
+        """Expect what is there but for one field: every field is compared."""
+        key = data.draw(st.sampled_from(sorted(self.records)))
+        there = self.records[key]
+        first, *others = there.locations
+        olds: Mapping[str, BlockRecord] = {
+            "parent": there._replace(parent=0 if there.parent is None else None),
+            "depth": there._replace(depth=there.depth + 1),
+            "id": there._replace(locations=(first._replace(id="x"), *others)),
+            "chunk": there._replace(locations=(first._replace(chunk=b"x"), *others)),
+            "deadline": there._replace(locations=(first._replace(deadline=1.5), *others)),
+            "more": there._replace(locations=(*there.locations, first)),
+            "less": there._replace(locations=there.locations[:-1]),
+        }
+        assert not self.columns.swap(key, olds[change], None)
+
+    @rule(counts=COUNTS, at=st.sampled_from([40, 60, 80]), moves=st.booleans())
+    def touch(self, counts: Mapping[int, int], at: int, moves: bool) -> None:
+        """Read blocks, some of which are not there; times go back too."""
+        self.columns.touch(counts, at, moves=moves)
+        told = [("touched", key, count) for key, count in counts.items() if is_resident(self.records.get(key))]
+        assert self.follower.told() == told
+        for key in counts.keys() & self.accesses.keys():
+            before, reads = self.accesses[key]
+            self.accesses[key] = Access(max(before, at) if moves else before, min(reads + counts[key], 65_535))
+
+    @rule(counts=COUNTS, at=st.sampled_from([40, 60, 80]))
+    def requeue(self, counts: Mapping[int, int], at: int) -> None:
+        """Set accesses, also of blocks that are not there."""
+        self.columns.requeue(counts, at)
+        for key in counts.keys() & self.records.keys():
+            if is_resident(self.records[key]):
+                self.accesses[key] = Access(at, counts[key])
+
+    @rule()
+    def clear(self) -> None:
+        """Remove all."""
+        self.columns.clear()
+        told = [("removed", key, 0) for key, found in self.records.items() if is_resident(found)]
+        assert sorted(self.follower.told()) == sorted(told)
+        self.records.clear()
+        self.accesses.clear()
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        """All that can be asked agrees with the dict."""
+        keys = [*range(9), -1, 2**63 - 1, -(2**63)]
+        assert len(self.columns) == len(self.records)
+        assert sorted(self.columns.keys()) == sorted(self.records)
+        assert self.columns.get(keys) == [self.records.get(key) for key in keys]
+        assert self.columns.accesses(keys) == [self.accesses.get(key) for key in keys]
+        for key in keys:
+            assert self.columns.family(key) == sorted(k for k, r in self.records.items() if r.parent == key)
+        self.holds_the_same_by_row()
+        assert self.follower.told() == []
+        resident = sorted(key for key, found in self.records.items() if is_resident(found))
+        assert sorted(self.follower.blocks.values()) == resident
+        assert all(self.columns.row(key) == row for row, key in self.follower.blocks.items())
+        coldest = [access.at for _, access in self.columns.coldest(3)]
+        assert coldest == sorted(self.accesses[key].at for key in resident)[:3]
+        sample = self.columns.sample(3, Random(len(self.records)))
+        assert len(set(sample)) == len(sample) == min(3, len(self.records))
+        assert set(sample) <= self.records.keys()
+        assert {len(column) for column in self.columns._columns} == {len(self.records)}
+        parents = {made.parent for made in self.records.values()} - {None}
+        assert self.columns._orphans.keys() == parents - self.records.keys()
+
+    def holds_the_same_by_row(self) -> None:
+        """What can be asked by row agrees with what can be asked by key; rows are dense."""
+        rows = {key: self.columns.row(key) for key in self.records}
+        assert sorted(row for row in rows.values() if row is not None) == list(range(len(self.columns)))
+        for key, row in rows.items():
+            assert row is not None
+            made = self.records[key]
+            assert (self.columns.key(row), self.columns.depth(row)) == (key, made.depth)
+            assert self.columns.locations(row) == made.locations
+            assert self.columns.access(row) == self.accesses[key]
+            assert self.columns.is_resident(row) == is_resident(made)
+            assert sorted(map(self.columns.key, self.columns.children(row))) == self.columns.family(key)
+
+
+TestColumns = ColumnsMachine.TestCase
+TestColumns.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def test_times_and_counts_beyond_their_columns_are_the_most_that_fits() -> None:
+    columns = BlockColumns()
+    columns.swap(1, None, record(location()._replace(written_at=1e12)))
+    columns.swap(2, None, record(location()._replace(written_at=-7.0)))
+    columns.touch({2: 1 << 40}, -5, moves=True)
+    assert columns.accesses([1, 2]) == [Access(2**32 - 1, 0), Access(0, 65_535)]
+
+
+def test_an_access_is_loaded_with_its_record() -> None:
+    columns = BlockColumns()
+    columns.insert(7, record(), Access(1234, 56))
+    columns.insert(8, record())
+    assert columns.accesses([7, 8]) == [Access(1234, 56), Access(0, 0)]
+
+
+def test_blocks_of_several_kinds_serve_together() -> None:
+    columns = WrittenColumns()
+    one = run_location()
+    other = one._replace(spec_names=("tp0", "tp1"))
+    for first, alike in ((1, one), (3, other), (5, one)):
+        keys = [first, first + 1]
+        assert columns.begin(BlockRun(keys, first - 1 or None, first - 1, alike, [b"%d" % key for key in keys]))
+    follower = Follower(columns.follow, columns)
+    served = columns.serve([6, 5, 4, 3, 2, 1], Ends("a1", priority=3))
+    assert served is not None
+    assert [(list(blocks.keys), list(blocks.chunks)) for blocks in served] == [
+        ([6, 5], [b"6", b"5"]),
+        ([4, 3], [b"4", b"3"]),
+        ([2, 1], [b"2", b"1"]),
+    ]
+    assert follower.told() == [("added", key, 0) for key in (6, 5, 4, 3, 2, 1)]
+
+
+@pytest.mark.parametrize("field", ["storage", "size_bytes", "spec_names", "written_at", "id"])
+def test_an_end_that_moves_blocks_is_a_defect(field: str) -> None:
+    columns = WrittenColumns()
+    assert columns.begin(BlockRun([1], None, 0, run_location(), [b"1"]))
+    ends, others = Ends("a1"), {"storage": "b", "size_bytes": 9, "spec_names": (), "written_at": 1.0}
+
+    def moving(blocks: Alike) -> Alike | None:
+        served = ends(blocks)
+        assert served is not None
+        return served._replace(location=served.location._replace(**{field: others.get(field, "x")}))
+
+    before = columns.get([1]), columns.accesses([1])
+    with pytest.raises(AssertionError):
+        columns.serve([1], moving)
+    assert (columns.get([1]), columns.accesses([1])) == before
+
+
+async def write(backend: IndexBackend, states: Mapping[int, BlockRecord | None]) -> None:
+    olds = await backend.get_many(list(states))
+    written = await backend.write_many([Change(key, old, states[key]) for key, old in zip(states, olds, strict=True)])
+    assert not written.lost
+
+
+async def test_a_block_that_loses_takes_nobody_along() -> None:
+    """What lost to another change is not told."""
+    backend = MemoryBackend()
+    await write(backend, {1: record()})
+    follower = Follower(backend.follow)
+    written = await backend.write_many([Change(1, record(parent=3), None), Change(2, record(), None)])
+    assert sorted(written.lost) == [1, 2]
+    assert follower.told(without_moves=False) == []
+
+
+async def test_only_the_last_who_asked_is_told() -> None:
+    backend = MemoryBackend()
+    first = Follower(backend.follow)
+    second = Follower(backend.follow)
+    await write(backend, {1: record()})
+    backend.follow(None)
+    await write(backend, {2: record()})
+    assert (first.told(), second.told()) == ([], [("added", 1, 0)])
+
+
+async def test_what_was_loaded_is_followed_too(tmp_path: Path) -> None:
+    made = {key: record(location(status=Random(key).choice(list(LocationStatus)))) for key in range(30)}
+    store = RocksStore(tmp_path, "never", SystemClock())
+    await write(load_index(store).backend(1), made)
+    await store.close()
+    store = RocksStore(tmp_path, "never", SystemClock())
+    backend = load_index(store).backend(1)
+    follower = Follower(backend.follow)
+    assert sorted(follower.blocks.values()) == [key for key in made if is_resident(made[key])]
+    await backend.drop()
+    assert follower.blocks == {}
+    await store.close()
+
+
+class SharedMemory(MemoryBackend):
+    """What several managers would change."""
+
+    is_shared = True
+
+
+async def test_an_index_that_others_change_cannot_be_followed() -> None:
+    alone = MetaIndex(MemoryBackend(), TableView({"nfs": 1}))
+    follower = Follower(alone.follow)
+    await alone.put({1: record()})
+    await alone.touch({1: 3}, 5.0)
+    assert follower.told() == [("added", 1, 0), ("touched", 1, 3)]
+    assert not alone.is_shared
+    shared = MetaIndex(SharedMemory(), TableView({"nfs": 1}))
+    assert shared.follow(follower) is None
+    await shared.put({2: record()})
+    assert (follower.told(), shared.is_shared) == ([], True)
+
+
+# ── What the memory backend promises beyond the contract ──
+
+
+NFS = Place("nfs", StorageType.ST_NFS)
+
+PAGE = 1024
+STATUSES = (LocationStatus.WRITING, LocationStatus.DELETING, LocationStatus.SERVING)
+
+
+def page_of(random: Random, parent: int | None, depth: int) -> dict[int, BlockRecord]:
+    """Records as a start of 1,024 blocks makes them: one chain, one session, a file uri each."""
+    location_id, session_id = f"{random.getrandbits(64):016x}", f"{random.getrandbits(128):032x}"
+    records = {}
+    for position in range(PAGE):
+        key = random.getrandbits(64) - (1 << 63)
+        uri = f"file://nfs/mnt/kvcache/cluster-8f3a/instance/tp0/{key % 2**64:016x}.{location_id}?size=1048576"
+        place = Location(
+            location_id, "nfs", StorageType.ST_NFS, LocationStatus.WRITING, ("tp0",),
+            encode_chunk(StorageType.ST_NFS, 1, [SpecUri("tp0", uri)]), 1 << 20, 1.7e9, session_id, 1.7e9 + 30,
+        )  # fmt: skip
+        records[key] = BlockRecord(parent, depth + position, (place,))
+        parent = key
+    return records
+
+
+async def write_pages(backend: MemoryBackend, pages: int) -> dict[int, bytes]:
+    """Start and finish chains of four pages; return the chunks, as a book of answers holds them."""
+    random, answers = Random(5), dict[int, bytes]()
+    parent: int | None = None
+    for number in range(pages):
+        depth = number % 4 * PAGE
+        new = page_of(random, parent if depth else None, depth)
+        await backend.write_many([Change(key, None, made) for key, made in new.items()])
+        olds = await backend.get_many(list(new))
+        finished = [
+            Change(
+                key,
+                old,
+                old._replace(locations=(old.locations[0]._replace(status=LocationStatus.SERVING, deadline=0.0),)),
+            )
+            for key, old in zip(new, olds, strict=True)
+            if old is not None
+        ]
+        await backend.write_many(finished)
+        answers |= {key: change.locations[0].chunk for key, _, change, _ in finished if change is not None}
+        parent = next(reversed(new))
+    return answers
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start(1)
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
+async def test_a_block_costs_less_than_400_bytes_with_its_answer() -> None:
+    before, _ = tracemalloc.get_traced_memory()
+    backend = MemoryBackend()
+    answers = await write_pages(backend, 10)
+    after, _ = tracemalloc.get_traced_memory()
+    assert len(answers) == backend.key_count == 10 * PAGE
+    assert (after - before) / backend.key_count < 400
+
+
+async def test_an_answer_and_its_record_share_the_chunk() -> None:
+    backend = MemoryBackend()
+    made = record()
+    await backend.write_many([Change(1, None, made)])
+    (read,) = await backend.get_many([1])
+    assert read is not None
+    assert read.locations[0].chunk is made.locations[0].chunk
+
+
+async def test_loaded_records_count_like_written_ones() -> None:
+    written, loaded = MemoryBackend(), MemoryBackend()
+    places = [location(status=STATUSES[key % 3])._replace(deadline=5.0 * (key % 3 < 2)) for key in range(9)]
+    records = {key: record(place, parent=1) for key, place in enumerate(places)}
+    await written.write_many([Change(key, None, made) for key, made in records.items()])
+    await written.touch(dict.fromkeys(records, 3), 77.7)
+    for key, made in records.items():
+        loaded.load(key, made, Access(77, 3))
+    for backend in (written, loaded):
+        assert await backend.get_many(list(records)) == list(records.values())
+        assert await backend.accesses([0, 8]) == [Access(77, 3), Access(77, 3)]
+        assert await backend.due(5.0, 10) == [0, 1, 3, 4, 6, 7]
+        assert await backend.children(1) == list(records)
+        assert backend.usage_bytes == {NFS: 90}
+        assert (backend.deleting_bytes, backend.deleting_keys) == ({NFS: 30}, 3)
+
+
+async def test_keys_that_come_and_go_leave_nothing_behind() -> None:
+    backend = MemoryBackend()
+    for start in range(0, 10_000, 500):
+        new = {
+            key: record(location(f"l{start}", status=LocationStatus.WRITING), parent=key - 1)
+            for key in range(start, start + 500)
+        }
+        await backend.write_many([Change(key, None, made) for key, made in new.items()])
+        await backend.write_many([Change(key, made, None) for key, made in new.items()])
+    blocks = backend._blocks
+    assert (backend.key_count, backend.usage_bytes) == (0, {NFS: 0})
+    assert [len(column) for column in blocks._columns] == [0] * len(blocks._columns)
+    assert (blocks._rows, blocks._orphans, len(backend._due)) == ({}, {}, 0)
+    assert len(backend._due._heap) <= 64
+    assert len(blocks._pool) <= 1024 + 1
+
+
+class CountingRandom(Random):
+    """Counts the draws."""
+
+    draws = 0
+
+    def getrandbits(self, k: int, /) -> int:
+        self.draws += 1
+        return super().getrandbits(k)
+
+
+async def test_a_sample_costs_a_few_draws_per_key_after_most_keys_are_gone() -> None:
+    backend = MemoryBackend()
+    await backend.write_many([Change(key, None, record()) for key in range(20_000)])
+    await backend.write_many([Change(key, record(), None) for key in range(3_000, 20_000)])
+    random = CountingRandom(3)
+    assert len(await backend.random_sample(100, random)) == 100
+    assert 100 <= random.draws < 100 * 8
+
+
+def test_headers_in_use_are_shared_and_others_are_forgotten() -> None:
+    """Sessions come and go; those whose blocks stay keep one header each, however many others passed."""
+    pool = HeaderPool()
+    kept = [pool.pack((location(f"kept{number}"),))[0] for number in range(1500)]
+    for number in range(5_000):
+        pool.pack((location(f"gone{number}"),))
+    assert len(pool) <= 2 * len(kept) + 1024 + 1
+    assert all(pool.pack((location(f"kept{number}"),))[0] is header for number, header in enumerate(kept))
+
+
+class CountingColumn(list[int]):
+    """Counts how often one of its items is read."""
+
+    reads = 0
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def,override]
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_prefix_loses_one_of_its_many_continuations_in_constant_time() -> None:
+    columns = BlockColumns()
+    records = {key: record(parent=0) for key in range(1, 5001)}
+    for key, made in records.items():
+        columns.swap(key, None, made)
+    counting = CountingColumn(columns._next)
+    columns._columns = tuple(counting if column is columns._next else column for column in columns._columns)
+    columns._next = counting  # type: ignore[assignment]
+    for key in Random(9).sample(sorted(records), 1000):
+        counting.reads = 0
+        assert columns.swap(key, records.pop(key), None)
+        assert 0 < counting.reads < 10
+    assert columns.family(0) == sorted(records)

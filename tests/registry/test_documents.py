@@ -1,0 +1,448 @@
+"""Documents of the registry: their encoding, the cached view, the schema, the vitals of managers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from dataclasses import replace
+from enum import IntEnum
+from pathlib import Path
+from random import Random
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from fake_clock import FakeClock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis_servers import Standalone
+from registry_rig import GROUP, INSTANCE, SuspendingTable
+from thoroughness import examples
+
+from kvcm import __version__
+from kvcm.app import Manager
+from kvcm.cache.audit_report import Repair
+from kvcm.config import ConfigError, Settings
+from kvcm.index_tools import IndexTools
+from kvcm.metadata import open_metadata
+from kvcm.model.accounts import Account, AccountRole, PasswordHash
+from kvcm.model.clock import SystemClock
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.model.instances import Instance, Placement, Registration
+from kvcm.model.nodes import Endpoint
+from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageSpec
+from kvcm.model.vitals import GroupTotals, Vitals
+from kvcm.registry.codec import decode_document, encode_document
+from kvcm.registry.schema import NEWEST_SCHEMA, Schema, check_schema, keep_schema
+from kvcm.registry.seats import SeatsTaken
+from kvcm.registry.shelf import Shelf
+from kvcm.registry.vitals import VitalsBoard
+from kvcm.store.memory import MemoryTable
+from kvcm.store.store import Table
+
+PLAIN: dict[object, st.SearchStrategy[Any]] = {
+    str: st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    int: st.integers(-(1 << 63), (1 << 63) - 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    bytes: st.binary(max_size=6),
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Draw values of a class of the model, all fields at random."""
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if isinstance(kind, UnionType):
+        return st.one_of(*map(values, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return st.lists(values(get_args(kind)[0]), max_size=3).map(tuple)
+    if issubclass(kind, IntEnum):
+        return st.sampled_from(list(kind))
+    return st.builds(kind, **{name: values(hint) for name, hint in get_type_hints(kind).items()})
+
+
+VALUES = st.one_of(
+    *map(values, (StorageConfig, InstanceGroup, GlobalQuota, Registration, Account, Endpoint, int, str)),
+    st.builds(SeatsTaken, st.dictionaries(values(int), values(str), max_size=3), values(tuple[Registration, ...])),
+)
+
+
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
+@given(value=VALUES)
+def test_every_value_reads_back_and_prints_the_same_again(value: Any) -> None:
+    document = encode_document(value)
+    again = decode_document(type(value), document)
+    assert (again, type(again)) == (value, type(value))
+    assert encode_document(again) == document
+
+
+def test_the_values_hold_every_kind_of_storage() -> None:
+    """The test above draws from all members of the union, so that none lacks its printed form."""
+    for spec in StorageSpec.__args__:
+        config = StorageConfig("s", spec(), check_storage_available_when_open=True, is_available=False)
+        assert decode_document(StorageConfig, encode_document(config)) == config
+
+
+def test_documents_look_as_other_releases_find_them() -> None:
+    assert json.loads(encode_document(StorageConfig("s", NfsStorageSpec("/r é", 8)))) == {
+        "version": 1,
+        "value": {
+            "global_unique_name": "s",
+            "spec_type": "NfsStorageSpec",
+            "spec": {"root_path": "/r é", "key_count_per_file": 8},
+            "check_storage_available_when_open": False,
+            "is_available": True,
+            "capacity_bytes": 0,
+            "used_percentage": 0.0,
+        },
+    }
+    account = Account("ann", AccountRole.ROLE_ADMIN, PasswordHash(b"\x00\xff", b"\x01"))
+    assert json.loads(encode_document(account))["value"] == {
+        "user_name": "ann",
+        "role": 1,
+        "password": {"salt": "AP8=", "digest": "AQ=="},
+    }
+    registration = json.loads(encode_document(Registration(INSTANCE, Placement(7, 16))))["value"]
+    assert registration["placement"] == [7, 16]
+    assert registration["instance"]["location_spec_infos"][0] == {"name": "tp0", "size": 64, "kind": 0}
+
+
+def test_what_an_older_release_did_not_write_has_its_default() -> None:
+    storage = (
+        b'{"version":1,"value":{"global_unique_name":"s","spec_type":"NfsStorageSpec","spec":{"root_path":"/r"},'
+        b'"check_storage_available_when_open":true,"is_available":false}}'
+    )
+    assert decode_document(StorageConfig, storage) == StorageConfig(
+        "s", NfsStorageSpec("/r"), check_storage_available_when_open=True, is_available=False
+    )
+    assert decode_document(InstanceGroup, b'{"version":1,"value":{"name":"g"}}') == InstanceGroup("g")
+
+
+def test_a_document_of_another_version_says_so() -> None:
+    with pytest.raises(StorageIOError, match=r"version 2.*reads version 1.*another release"):
+        decode_document(InstanceGroup, b'{"version":2,"value":{"anything":[]}}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "document"),
+    [
+        (InstanceGroup, b""),
+        (InstanceGroup, b"\xff\xfe"),
+        (InstanceGroup, b"[]"),
+        (InstanceGroup, b'{"version":1}'),
+        (InstanceGroup, b'{"version":1,"value":{}}'),
+        (InstanceGroup, b'{"version":1,"value":{"name":5}}'),
+        (InstanceGroup, b'{"version":1,"value":{"name":"\xff"}}'),
+        (Account, b'{"version":1,"value":{"user_name":"a","role":77,"password":{"salt":"","digest":""}}}'),
+        (StorageConfig, b'{"version":1,"value":{"global_unique_name":"s"}}'),
+    ],
+)
+def test_a_damaged_document_is_refused(kind: type[Any], document: bytes) -> None:
+    with pytest.raises(StorageIOError, match="damaged"):
+        decode_document(kind, document)
+
+
+def test_an_unknown_storage_spec_is_named() -> None:
+    document = encode_document(StorageConfig("s", NfsStorageSpec("/r"))).replace(b"NfsStorageSpec", b"TapeStorageSpec")
+    with pytest.raises(StorageIOError, match=r"'TapeStorageSpec'.*NfsStorageSpec"):
+        decode_document(StorageConfig, document)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        replace(GROUP, user_data="\ud800"),
+        replace(INSTANCE, instance_id="\udfff"),
+        StorageConfig("s", NfsStorageSpec("/\ud800")),
+    ],
+)
+def test_texts_that_are_not_utf8_are_refused(value: InstanceGroup | Instance | StorageConfig) -> None:
+    with pytest.raises(InvalidArgumentError, match="UTF-8"):
+        encode_document(value)
+
+
+def test_an_account_without_a_password_is_nothing_that_an_older_release_takes_for_one_with() -> None:
+    locked = Account("ann", AccountRole.ROLE_ADMIN, None)
+    assert json.loads(encode_document(locked))["version"] == 2
+    assert decode_document(Account, encode_document(locked)) == locked
+    stored = b'{"version":1,"value":{"user_name":"ann","role":1,"password":{"salt":"AAE=","digest":"/w=="}}}'
+    assert decode_document(Account, stored) == replace(locked, password=PasswordHash(b"\x00\x01", b"\xff"))
+    assert encode_document(decode_document(Account, stored)) == stored
+
+
+# ── The local view of one kind of documents never goes back in time ──
+
+
+class Site:
+    """A shelf, its slow way to the table, and another manager's fast one."""
+
+    def __init__(self) -> None:
+        table = MemoryTable()
+        self.way = SuspendingTable(table)
+        self.shelf = Shelf(self.way, "n/", int)
+        self.other = Shelf(table, "n/", int)
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+async def put(shelf: Shelf[int], value: int | None) -> None:
+    await shelf.change("x", lambda _: value)
+
+
+async def reached(task: asyncio.Task[object], way: SuspendingTable, call: str) -> None:
+    """Wait until a task's call is at the table, its answer held."""
+    count = way.asked.count(call)
+    while way.asked.count(call) == count:  # noqa: ASYNC110 - in steps, to see each one
+        await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+@pytest.mark.parametrize("value", [2, None])
+async def test_an_old_answer_to_a_read_replaces_no_later_change(site: Site, value: int | None) -> None:
+    """Invariant 2."""
+    await put(site.shelf, 1)
+    await put(site.other, 3)
+    answer = site.way.hold("get")
+    read = asyncio.create_task(site.shelf.read("x"))
+    await reached(read, site.way, "get")
+    await put(site.shelf, value)
+    answer.set()
+    assert await read == value
+    assert site.shelf.get("x") == value
+
+
+@pytest.mark.parametrize("value", [2, None])
+async def test_an_old_answer_to_a_refresh_replaces_no_later_change(site: Site, value: int | None) -> None:
+    """Invariant 2."""
+    await put(site.shelf, 1)
+    answer = site.way.hold("all")
+
+    async def refresh() -> None:
+        with site.shelf.watching() as changed:
+            documents = await site.way.all()
+        site.shelf.take(documents, changed)
+
+    refreshing = asyncio.create_task(refresh())
+    await reached(refreshing, site.way, "all")
+    await put(site.shelf, value)
+    answer.set()
+    await refreshing
+    assert site.shelf.get("x") == value
+
+
+async def test_an_old_answer_to_a_change_replaces_no_later_one(site: Site) -> None:
+    """Invariant 2: the change was made, another manager went on from it, and that is known here already."""
+    answer = site.way.hold("replace")
+    change = asyncio.create_task(put(site.shelf, 1))
+    await reached(change, site.way, "replace")
+    await put(site.other, 2)
+    await site.shelf.read("x")
+    answer.set()
+    await change
+    assert site.shelf.get("x") == 2
+
+
+async def test_a_change_that_lost_decides_again_from_what_the_winner_made(site: Site) -> None:
+    seen: list[int | None] = []
+    answer = site.way.hold("get")
+
+    def decide(known: int | None) -> int:
+        seen.append(known)
+        return (known or 0) + 1
+
+    change = asyncio.create_task(site.shelf.change("x", decide))
+    await reached(change, site.way, "get")
+    await put(site.other, 10)
+    answer.set()
+    assert await change == 11
+    assert seen == [None, 10]
+
+
+async def test_many_who_count_lose_no_step(site: Site) -> None:
+    shelves = [site.shelf, site.other, Shelf(site.way, "n/", int)]
+    await asyncio.gather(*(shelves[n % 3].change("x", lambda known: (known or 0) + 1) for n in range(30)))
+    assert await site.other.read("x") == 30
+
+
+async def test_what_does_not_change_is_not_written(site: Site) -> None:
+    await put(site.shelf, 1)
+    generation = site.shelf.generation
+    await put(site.shelf, 1)
+    assert (site.way.asked.count("replace"), site.shelf.generation) == (1, generation)
+
+
+async def test_other_kinds_of_documents_are_not_touched(site: Site) -> None:
+    await put(site.shelf, 1)
+    site.shelf.take({"n/x": b'{"version":1,"value":1}', "m/x": b"?", "n": b"?", "": b"?"}, set())
+    assert site.shelf.names() == ["x"]
+
+
+async def test_values_stand_in_the_order_of_their_names_whoever_brings_or_takes_them() -> None:
+    """After every single step, since the order is kept between them."""
+    table, generator = MemoryTable(), Random(1)
+    shelf, other = Shelf(table, "n/", int), Shelf(table, "n/", int)
+    known: dict[str, int] = {}
+    for _ in range(300):
+        name, value = generator.choice("abcdef"), generator.choice([None, 1, 2])
+        await generator.choice([shelf, other]).change(name, lambda _, new=value: new)
+        shelf.take(await table.all(), ())
+        known[name] = value or 0
+        known = {name: value for name, value in known.items() if value}
+        assert shelf.names() == sorted(known)
+        assert shelf.all() == [known[name] for name in sorted(known)]
+
+
+async def test_who_asked_for_the_names_may_keep_what_he_was_given(site: Site) -> None:
+    await put(site.shelf, 1)
+    site.shelf.names().append("y")
+    assert site.shelf.names() == ["x"]
+
+
+# ── A store of a schema that this release does not know is refused before anything of it is read ──
+
+
+async def _flushed() -> None:
+    pass
+
+
+def _shelf(table: Table) -> Shelf[Schema]:
+    return Shelf(table, "meta/", Schema)
+
+
+@pytest.fixture(params=["rocksdb", "redis"])
+def configured(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    ports = {"rpc_port": 0, "http_port": 0, "admin_rpc_port": 0, "admin_http_port": 0}
+    if request.param == "rocksdb":
+        return Settings(**ports, data_dir=str(tmp_path))
+    server: Standalone = request.getfixturevalue("redis_standalone")
+    return Settings(**ports, registry_storage_uri=server.uri(f"schema-{secrets.token_hex(8)}"))
+
+
+async def _put(configured: Settings, schema: Schema) -> None:
+    metadata = await open_metadata(configured, SystemClock(), "test")
+    try:
+        await _shelf(metadata.store.table("registry")).change("schema", lambda _known: schema)
+        await metadata.store.flush()
+    finally:
+        await metadata.close()
+
+
+async def test_a_store_says_who_gave_it_its_schema_and_keeps_that() -> None:
+    table = MemoryTable()
+    await check_schema(table)
+    assert await table.all() == {}, "looking writes nothing"
+    await keep_schema(table, _flushed)
+    first = await table.all()
+    assert await _shelf(table).read("schema") == Schema(1, __version__)
+    await keep_schema(table, _flushed)
+    assert await table.all() == first
+
+
+@pytest.mark.parametrize("look", [check_schema, lambda table: keep_schema(table, _flushed)])
+async def test_a_schema_that_is_too_new_names_the_release_to_run(look: object) -> None:
+    table = MemoryTable()
+    await _shelf(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA + 1, "7.1.0"))
+    before = await table.all()
+    with pytest.raises(StorageIOError, match=rf"schema {NEWEST_SCHEMA + 1}, given by release 7\.1\.0.*run 7\.1\.0"):
+        await look(table)  # type: ignore[operator]
+    assert await table.all() == before
+
+
+async def test_a_schema_that_cannot_be_read_is_refused() -> None:
+    table = MemoryTable()
+    await table.replace("meta/schema", None, b"{")
+    with pytest.raises(StorageIOError, match="document is damaged"):
+        await keep_schema(table, _flushed)
+
+
+def test_managers_and_commands_refuse_a_store_of_a_newer_schema(configured: Settings, tmp_path: Path) -> None:
+    """And what is there stays."""
+
+    async def serve() -> None:
+        async with Manager(configured).running():
+            pass
+
+    tools = IndexTools(configured, SystemClock())
+
+    async def export() -> None:
+        with (tmp_path / "export").open("wb") as file:
+            await tools.export(file, "", with_accounts=False)
+
+    asyncio.run(serve())
+    asyncio.run(_put(configured, Schema(NEWEST_SCHEMA + 1, "7.1.0")))
+    for attempt in (serve, export, lambda: tools.verify(Repair())):
+        with pytest.raises((StorageIOError, ConfigError), match="run 7"):
+            asyncio.run(attempt())
+    asyncio.run(_put(configured, Schema(NEWEST_SCHEMA, "7.1.0")))
+    asyncio.run(serve())
+
+
+# ── Managers tell each other how they are through a table ──
+
+
+def vitals(node_id: str, requests: int = 1) -> Vitals:
+    return Vitals(
+        Endpoint(node_id, "h", 1, 2, 3, 4), "1", 1.5, 2.5, "serving", True, {"match": requests}, {"match": 0},
+        (0.1,), (1, 2), {"a": GroupTotals(1, 2, 3, 4)}, 0.25, 3, {"a": {"nfs": 5}},
+    )  # fmt: skip
+
+
+async def test_everybody_reads_what_everybody_tells() -> None:
+    clock, table = FakeClock(), MemoryTable()
+    one, other = VitalsBoard(clock, table), VitalsBoard(clock, table)
+    await one.publish(vitals("m1"))
+    await other.publish(vitals("m2"))
+    await one.publish(vitals("m1", 7))
+    assert await other.all() == await one.all() == {"m1": vitals("m1", 7), "m2": vitals("m2")}
+
+
+async def test_who_falls_silent_is_not_told_of_and_is_removed_by_others() -> None:
+    clock, table = FakeClock(), MemoryTable()
+    await VitalsBoard(clock, table).publish(vitals("dead"))
+    clock.time += 30
+    living = VitalsBoard(clock, table)
+    assert await living.all() == {}
+    await living.publish(vitals("m2"))
+    assert set(await table.all()) == {"m2"}
+
+
+async def test_a_manager_takes_over_what_a_run_before_left_and_what_others_removed() -> None:
+    clock, table = FakeClock(), MemoryTable()
+    await VitalsBoard(clock, table).publish(vitals("m1", 9))
+    board = VitalsBoard(clock, table)
+    await board.publish(vitals("m1", 1))
+    await table.replace("m1", await table.get("m1"), None)
+    await board.publish(vitals("m1", 2))
+    assert await board.all() == {"m1": vitals("m1", 2)}
+
+
+async def test_who_leaves_is_forgotten_at_once() -> None:
+    clock, table = FakeClock(), MemoryTable()
+    board = VitalsBoard(clock, table)
+    await board.withdraw("m1")
+    await board.publish(vitals("m1"))
+    await board.withdraw("m1")
+    assert await table.all() == {}
+
+
+async def test_what_a_later_release_adds_is_passed_over_and_what_nobody_can_read_vanishes() -> None:
+    clock, table = FakeClock(), MemoryTable()
+    board = VitalsBoard(clock, table)
+    await board.publish(vitals("m1"))
+    document = await table.get("m1")
+    assert document is not None
+    newer = document.replace(b'"phase":', b'"mood":"good","phase":')
+    await table.replace("m1", document, newer, due=clock.time + 60)
+    await table.replace("m2", None, b"{", due=clock.time + 60)
+    await table.replace("m3", None, newer.replace(b'{"version":1', b'{"version":9'), due=clock.time - 1)
+    assert await board.all() == {"m1": vitals("m1")}
+    await board.publish(replace(vitals("m4"), version="2"))
+    assert set(await table.all()) == {"m1", "m2", "m4"}
