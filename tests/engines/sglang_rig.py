@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_process import EngineProcess, Generated
 from manager_process import ManagerProcess
+from stored_parts import read_part
 
 from connectors.client import ManagerClient
 from connectors.results import Location, MatchMode
@@ -118,18 +119,4 @@ class Rig:
 
     def stored_digest(self, key: int, part: str = "tp0") -> str:
         """Return the digest of what is stored of a part of a block."""
-        return sha256(read(self.uri(key, part))).hexdigest()
-
-
-def read(uri: LocationUri) -> bytes:
-    """Return the bytes of a part."""
-    return Path(uri.path).read_bytes()[uri.offset : uri.offset + uri.size]
-
-
-def overwrite(uri: LocationUri, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a part where they lie."""
-    changed = change(read(uri))
-    assert len(changed) == uri.size
-    with Path(uri.path).open("r+b") as file:
-        file.seek(uri.offset)
-        file.write(changed)
+        return sha256(read_part(self.uri(key, part))).hexdigest()

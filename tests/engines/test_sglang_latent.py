@@ -10,7 +10,8 @@ import pytest
 from engine_kinds import SGLANG
 from engine_process import StartEngine
 from manager_process import ManagerProcess
-from sglang_rig import Rig, overwrite, storage_config
+from sglang_rig import Rig, storage_config
+from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
 
 
@@ -45,7 +46,7 @@ def test_latent_rows_come_back_in_another_layout(
     assert (answer.tokens, answer.details["storage"]) == (computed.tokens, 192)
     assert {page.key: page.digest for page in other.pages("load")}.items() <= saved.items()
     for key in saved:
-        overwrite(rig.uri(key), lambda stored: stored[len(stored) // 2 :] + stored[: len(stored) // 2])
+        overwrite(rig.uri(key), swapped_halves)
     other.forget()
     assert other.generate(prompt).tokens != computed.tokens  # the loaded rows are what the answer is made of
 

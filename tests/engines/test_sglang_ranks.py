@@ -9,7 +9,8 @@ import pytest
 from engine_kinds import SGLANG
 from engine_process import StartEngine
 from manager_process import ManagerProcess
-from sglang_rig import PAGE_TOKENS, Rig, overwrite, storage_config, until
+from sglang_rig import PAGE_TOKENS, Rig, storage_config, until
+from stored_parts import overwrite
 from tiny_models import prompt_tokens
 
 _PARTS = ("tp0", "tp1")

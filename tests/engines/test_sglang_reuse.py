@@ -14,7 +14,8 @@ import pytest
 from engine_kinds import SGLANG
 from engine_process import StartEngine
 from manager_process import ManagerProcess
-from sglang_rig import PAGE_TOKENS, Rig, overwrite, storage_config, until
+from sglang_rig import PAGE_TOKENS, Rig, storage_config, until
+from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
 
 
@@ -84,7 +85,7 @@ def test_the_answer_depends_on_what_was_loaded(rig: Rig, other_rig: Rig) -> None
     prompt = prompt_tokens(200, seed=4)
     computed = rig.store(prompt)
     for page in rig.pages("save"):
-        overwrite(rig.uri(page.key), lambda stored: stored[len(stored) // 2 :] + stored[: len(stored) // 2])
+        overwrite(rig.uri(page.key), swapped_halves)
     other_rig.forget()
     misled = other_rig.generate(prompt)
     assert misled.details["storage"] == 192

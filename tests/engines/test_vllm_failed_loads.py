@@ -11,8 +11,9 @@ import pytest
 from engine_kinds import VLLM
 from engine_process import EngineProcess, Generated, StartEngine
 from manager_process import ManagerProcess
+from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, overwrite, sessions_open, settle, swapped_halves, until
+from vllm_rig import Rig, connected, sessions_open, settle, until
 
 _WAYS: dict[str, dict[str, Any]] = {
     "recompute-async": {"policy": "recompute", "load_async": True},

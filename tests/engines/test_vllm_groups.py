@@ -12,8 +12,9 @@ import pytest
 from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess
+from stored_parts import overwrite, swapped_halves
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, overwrite, sessions_open, settle, swapped_halves, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, sessions_open, settle, until
 
 from connectors.results import Location
 

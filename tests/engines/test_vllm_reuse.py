@@ -15,8 +15,9 @@ import pytest
 from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess
+from stored_parts import overwrite
 from tiny_models import prompt_tokens
-from vllm_rig import BLOCK_TOKENS, Rig, connected, overwrite, sessions_open, settle, until
+from vllm_rig import BLOCK_TOKENS, Rig, connected, sessions_open, settle, until
 
 _SHAPE = (4, 4, BLOCK_TOKENS, 2, 32)  # of a stored block: layers, heads, tokens, K and V, elements
 

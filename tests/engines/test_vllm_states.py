@@ -14,8 +14,9 @@ import pytest
 from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess
+from stored_parts import overwrite
 from tiny_models import prompt_tokens
-from vllm_rig import Rig, connected, overwrite
+from vllm_rig import Rig, connected
 
 BLOCK = 128  # tokens: vLLM makes blocks of KV as large as a state
 _OPTIONS = {

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from engine_process import EngineProcess, Generated
 from manager_process import ManagerProcess
+from stored_parts import read_part
 
 from connectors.client import ManagerClient
 from connectors.results import Location, MatchMode
@@ -24,11 +25,8 @@ __all__ = [
     "connected",
     "forget",
     "manager_metric",
-    "overwrite",
-    "read",
     "sessions_open",
     "settle",
-    "swapped_halves",
     "until",
 ]
 
@@ -154,7 +152,7 @@ class Rig:
 
     def stored_digests(self, keys: Sequence[int], part: str = PART) -> list[str]:
         """Return the digest of what is stored of a part of each block."""
-        return [sha256(read(uri)).hexdigest() for uri in self.uris(keys, part)]
+        return [sha256(read_part(uri)).hexdigest() for uri in self.uris(keys, part)]
 
     def engine_digests(self, tokens: list[int], folder: Path, group: int = 0) -> list[str]:
         """Return the digest of what the engine has of each full block of a group of layers."""
@@ -175,22 +173,3 @@ class Rig:
     def count(self, name: str) -> int:
         """Return one of them."""
         return self.counts().get(name, 0)
-
-
-def read(uri: LocationUri) -> bytes:
-    """Return the bytes of a part."""
-    return Path(uri.path).read_bytes()[uri.offset : uri.offset + uri.size]
-
-
-def overwrite(uri: LocationUri, change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a part where they lie."""
-    changed = change(read(uri))
-    assert len(changed) == uri.size
-    with Path(uri.path).open("r+b") as file:
-        file.seek(uri.offset)
-        file.write(changed)
-
-
-def swapped_halves(stored: bytes) -> bytes:
-    """Return a block whose later layers have the KV of the earlier ones."""
-    return stored[len(stored) // 2 :] + stored[: len(stored) // 2]
