@@ -794,6 +794,7 @@ class Runner:
     def __init__(self, mutants: Sequence[Mutant], switch: Switch, options: argparse.Namespace) -> None:
         self._mutants, self._switch, self._options = mutants, switch, options
         self._failed = self._skipped = False
+        self._message = ""
         self._log: Path = options.json.with_suffix(".log")
         self._tests: dict[str, Any] = {}
         self.results: dict[int, dict[str, Any]] = {}
@@ -812,6 +813,9 @@ class Runner:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note what became of a test."""
+        if report.failed and not self._failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._message = str(crash.message if crash is not None else report.longrepr).partition("\n")[0][:200]
         self._failed |= report.failed
         self._skipped |= report.skipped
 
@@ -875,13 +879,13 @@ class Runner:
         return not self._failed
 
     def _first_failures(self, names: Sequence[str], number: int | None) -> list[str]:
-        """Return the first test that fails under a mutant, or under none; nothing when all pass."""
+        """Return the first test that fails under a mutant, or under none, and how; nothing when all pass."""
         self._switch.active = number
         for name, following in zip(names, (*names[1:], None), strict=True):
             if not self._passes(name, following):
                 with contextlib.suppress(BaseException):
                     self._tests[name].session._setupstate.teardown_exact(None)
-                return [name]
+                return [name, self._message]
         return []
 
     def _run(self, mutant: Mutant, measured: Mapping[str, Measured]) -> dict[str, Any]:
@@ -897,9 +901,9 @@ class Runner:
                 break
             if not failed:
                 break
-            [name] = failed
+            name, message = failed
             if in_child(partial(self._first_failures, [name], None), self._log, most) == []:
-                row |= {"outcome": "killed", "by": name}
+                row |= {"outcome": "killed", "by": name, "message": message}
                 break
             names = names[names.index(name) + 1 :]  # it fails without the mutant, too: it says nothing
         return row | {"seconds": round(time.monotonic() - begin, 1)}
@@ -1002,6 +1006,7 @@ def run(root: Path, mutants: Sequence[Mutant], chosen: argparse.Namespace) -> li
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     os.chdir(root)
     sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() != HERE.parent)]
+    sys.modules["triton"] = None  # type: ignore[assignment]  # tests/conftest.py imports it where it is installed
     switch = Switch()
     builtins.__kvcm_mutant__ = switch  # type: ignore[attr-defined]
     sys.meta_path.insert(0, Overlay(root, mutants))
