@@ -725,11 +725,28 @@ class Overlay(importlib.abc.MetaPathFinder):
 
 @dataclass
 class Measured:
-    """A test without any mutant: what it cost, whether it passed, which mutated statements it executed."""
+    """A test without any mutant.
+
+    Attributes:
+        cpu_seconds: of this process; servers that it starts do not count.
+        outcome: "passed", "failed" or "skipped".
+        reached: mutated statements that it executed, by number of the mutant.
+    """
 
     cpu_seconds: float
-    passed: bool
+    outcome: str
     reached: list[int]
+
+
+def wait_until_idle() -> None:
+    """Return when this process gets a fair part of a processor: tests that starve fail without any mutant."""
+    while True:
+        begin, enough = time.monotonic(), time.process_time() + 0.05
+        while time.process_time() < enough:
+            pass
+        if time.monotonic() - begin < 0.25:
+            return
+        time.sleep(10.0)
 
 
 def _waited(process: int, cpu_seconds: float) -> bool:
@@ -798,6 +815,7 @@ class Runner:
         self._log: Path = options.json.with_suffix(".log")
         self._tests: dict[str, Any] = {}
         self.results: dict[int, dict[str, Any]] = {}
+        self.failed: list[str] = []
 
     def pytest_configure(self) -> None:
         """Have failing examples reported as they are found: a kill needs no smallest one."""
@@ -830,6 +848,8 @@ class Runner:
         self.results = {row["number"]: row for row in done}
         for mutant in self._mutants:
             if mutant.number not in self.results:
+                if self._options.when_idle:
+                    wait_until_idle()
                 result = {"number": mutant.number, **self._run(mutant, measured)}
                 self.results[mutant.number] = result
                 with progress.open("a") as file:
@@ -848,9 +868,15 @@ class Runner:
                 in_child(partial(self._measure, left), self._log, MEASURE_SECONDS)
                 still = [name for name in left if name not in self._read_measured()]
                 if still:  # it hung or ended the process
-                    self._write_measured(still[0], Measured(0.0, False, []))
+                    self._write_measured(still[0], Measured(0.0, "failed", []))
             print(f"{group}: {len(names)} tests, {time.monotonic() - begin:.1f} s", flush=True)
-        return self._read_measured()
+        failed = [name for name, test in self._read_measured().items() if test.outcome == "failed"]
+        if failed:  # once more, for those that a busy machine failed
+            in_child(partial(self._measure, failed), self._log, MEASURE_SECONDS)
+        measured = self._read_measured()
+        self.failed = sorted(name for name, test in measured.items() if test.outcome == "failed")
+        print(f"{len(self.failed)} tests fail without mutants and are left out", *self.failed, sep="\n  ", flush=True)
+        return measured
 
     def _read_measured(self) -> dict[str, Measured]:
         file = self._options.json.with_suffix(".tests")
@@ -859,17 +885,18 @@ class Runner:
 
     def _write_measured(self, name: str, test: Measured) -> None:
         with self._options.json.with_suffix(".tests").open("a") as file:
-            file.write(json.dumps((name, test.cpu_seconds, test.passed, test.reached)) + "\n")
+            file.write(json.dumps((name, test.cpu_seconds, test.outcome, test.reached)) + "\n")
 
     def _measure(self, names: Sequence[str]) -> None:
-        for name, following in zip(names, (*names[1:], None), strict=True):
+        for number, (name, following) in enumerate(zip(names, (*names[1:], None), strict=True)):
+            if self._options.when_idle and number % 25 == 0:
+                wait_until_idle()
             self._switch.reached.clear()
             begin = time.process_time()
             passed = self._passes(name, following)
             cpu_seconds = round(time.process_time() - begin, 4)
-            self._write_measured(
-                name, Measured(cpu_seconds, passed and not self._skipped, sorted(self._switch.reached))
-            )
+            outcome = "failed" if not passed else "skipped" if self._skipped else "passed"
+            self._write_measured(name, Measured(cpu_seconds, outcome, sorted(self._switch.reached)))
 
     def _passes(self, name: str, following: str | None) -> bool:
         self._failed = self._skipped = False
@@ -917,7 +944,7 @@ class Runner:
         """Return the tests to run: the cheapest of each file in turn, those with Redis last, while the budget lasts."""
         by_file: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
         for name, test in measured.items():
-            if test.passed and mutant.number in test.reached and name in self._tests:
+            if test.outcome == "passed" and mutant.number in test.reached and name in self._tests:
                 by_file[name.partition("::")[0]].append((test.cpu_seconds, name))
         turns = [
             (self._needs_servers(name), turn, seconds, name)
@@ -994,6 +1021,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--tests", type=int, default=60, help="most tests for one mutant")
     parser.add_argument("--seconds", type=float, default=8.0, help="most CPU seconds of tests for one mutant")
+    parser.add_argument("--when-idle", action="store_true", help="pause while other processes leave too little time")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the tree to try")
     return parser.parse_args()
 
