@@ -7,6 +7,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -104,7 +105,7 @@ async def test_stages_are_nested_as_they_ran() -> None:
     with opened_stage("call", "x.py:call") as root:
         assert await outer() == 3
     assert names(root) == {"0 outer {}": {"0 inner {'keys': 1}": {}, "1 inner {'keys': 2}": {}}}
-    assert root.parts[0].place == "test_stages.py:outer"
+    assert root.parts[0].place == f"{Path(__file__).name}:outer"
     assert root.begin_ns <= root.parts[0].begin_ns <= root.parts[0].end_ns <= root.end_ns
 
 
