@@ -1,10 +1,19 @@
-"""Numbers as people read them."""
+"""Numbers, sizes, times and charts, as browsers get them."""
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
+
 import pytest
+from history_documents import history
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from thoroughness import examples
 
 from kvcm.console import formats
+from kvcm.console.charts import chart, sparkline
+from kvcm.console.views.history import History, charts_of_all, charts_of_group
+from kvcm.console.views.overview import tiles
 
 
 @pytest.mark.parametrize(
@@ -46,3 +55,78 @@ def test_when_something_was_or_will_be(at_ms: float | None, shown: str) -> None:
 )
 def test_rates(value: float | None, shown: str) -> None:
     assert formats.rate(value) == shown
+
+
+_HOSTILE = "<script>alert(1)</script>"
+
+
+def paths(document: str, kind: str) -> list[str]:
+    """Return what is drawn of a kind."""
+    found = ET.fromstring(document).iter("path")
+    return [path.attrib["d"] for path in found if path.attrib["class"].startswith(kind)]
+
+
+@example([5e-324, 0.0])
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.none() | st.floats(0, 1e15), min_size=2, max_size=40))
+def test_every_value_is_drawn_inside_the_axes_and_gaps_are_gaps(values: list[float | None]) -> None:
+    document = str(chart("traffic", [("match", values)], 1_000_000, 10, formats.count))
+    points = [point for path in paths(document, "line") for point in path[1:].removesuffix("h0.1").split(" L")]
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        assert "Nothing was measured yet" in document
+        return
+    assert len(points) == len(known)
+    assert len(paths(document, "line")) == sum(
+        value is not None and (place == 0 or values[place - 1] is None) for place, value in enumerate(values)
+    )
+    for point in points:
+        x, y = map(float, point.split())
+        assert 24 <= x <= 632
+        assert 9.9 <= y <= 156.1
+
+
+def test_names_are_escaped() -> None:
+    document = str(chart(_HOSTILE, [(_HOSTILE, [1, 2])], 0, 1, str)) + str(sparkline([1, None, 3], _HOSTILE))
+    assert _HOSTILE not in document
+    assert "&lt;script&gt;" in document
+
+
+def test_figures_stand_behind_the_lines_the_latest_first() -> None:
+    document = str(chart("hits", [("a", [0.5, None, 0.25])], 3_600_000, 60, formats.percent))
+    assert (
+        document.index("01:00:00</th><td>25.0 %") < document.index("00:59:00</th><td>–") < document.index("50.0 %</td>")
+    )
+
+
+def test_a_line_of_which_nothing_is_known_stands_beside_others() -> None:
+    document = str(chart("trouble", [("refused", ()), ("errors", [1.0, None, 2.0])], 3_600_000, 60, formats.count))
+    assert len(paths(document, "line")) == 2
+    (figures,) = list(ET.fromstring(document).iter("tbody"))
+    assert [cell.text for cell in figures.iter("td")] == ["–", "2", "–", "–", "–", "1"]
+
+
+_OF_ALL = [
+    *[("requests_per_second", method) for method in ("match", "start", "finish", "other")],
+    ("errors_per_second",),
+    ("match_p50_seconds",),
+    ("match_p99_seconds",),
+]
+_OF_GROUP = [
+    ("hit_ratio", "chat"),
+    ("lookup_keys_per_second", "chat", "hit"),
+    ("lookup_keys_per_second", "chat", "miss"),
+    ("evicted_bytes_per_second", "chat"),
+    ("refused_writes_per_second", "chat"),
+    ("used_bytes", "chat", "file"),
+    ("quota_bytes", "chat"),
+]
+_EVERYTHING = [*_OF_ALL, *_OF_GROUP]
+
+
+@pytest.mark.parametrize("known", [_OF_ALL, _OF_GROUP, *([each] for each in _EVERYTHING), _EVERYTHING, []])
+def test_whatever_is_known_is_drawn(known: list[tuple[str, ...]]) -> None:
+    found = History(history({series: [1.0, None, 0.5] for series in known}))
+    for each in (*charts_of_all(found), *charts_of_group(found, "chat")):
+        assert chart(each.title, each.lines, found.until_ms, found.interval_seconds, each.shown, each.base)
+    assert tiles(found)

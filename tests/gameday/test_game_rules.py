@@ -1,0 +1,393 @@
+"""The game day: its plan, ledger, figures, processes and end."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from game_checks import EndState, judge_end, judge_prompts
+from game_figures import Sample, Window, availability, hit_rate, merged, recovery_seconds
+from game_ledger import Found, Judgement, blocks_of, gone_of, judged
+from game_lines import Lines, read_lines
+from game_network import HOSTS, Network
+from game_plan import KINDS, LEAST_QUIET, Step, hosts_of, made, parts_of
+from game_processes import GameProcess, waited_for
+from game_prompts import TURNS, prompt
+from game_storages import KEYS_PER_FILE, Spoiled
+from game_watch import Look, whole_since
+from hypothesis import given
+from hypothesis import strategies as st
+
+GAME = Path(__file__).parents[2] / "benchmarks/gameday.py"
+SEEDS = st.integers(0, 2**32)
+SECONDS = st.floats(60.0, 3600.0)
+
+
+def _windows(steps: list[Step]) -> list[Window]:
+    return [Window(each.number, each.kind, each.at, each.at + each.seconds, each.recovery_seconds) for each in steps]
+
+
+@given(SEEDS, SECONDS)
+def test_a_plan_is_a_function_of_its_seed(seed: int, seconds: float) -> None:
+    assert made(seed, seconds) == made(seed, seconds)
+
+
+def test_other_seeds_make_other_plans() -> None:
+    assert len({tuple(made(seed, 120.0)) for seed in range(20)}) == 20
+
+
+@given(SEEDS, SECONDS)
+def test_enough_of_the_time_is_quiet(seed: int, seconds: float) -> None:
+    steps = made(seed, seconds)
+    covered = sum(end - begin for begin, end in merged(_windows(steps)))
+    assert steps
+    assert covered <= (1 - LEAST_QUIET) * seconds
+    assert all(step.at > 0 and step.until < seconds for step in steps)
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert all(before.at <= after.at for before, after in itertools.pairwise(steps))
+
+
+@given(SEEDS, SECONDS)
+def test_faults_that_overlap_are_about_different_things(seed: int, seconds: float) -> None:
+    steps = made(seed, seconds)
+    for one in steps:
+        for other in steps:
+            if one.number < other.number and other.at < one.until:
+                assert not parts_of(one.target) & parts_of(other.target), (one, other)
+
+
+def test_some_faults_overlap() -> None:
+    steps = [made(seed, 600.0) for seed in range(5)]
+    assert any(after.at < before.at + before.seconds for plan in steps for before, after in itertools.pairwise(plan))
+
+
+@given(SEEDS)
+def test_every_kind_comes_before_one_comes_again(seed: int) -> None:
+    steps = made(seed, 3600.0)
+    firsts = {step.kind for step in steps[: len(KINDS) + 3]}  # in a window the second may be drawn, and moved, later
+    assert firsts == {kind.name for kind in KINDS}
+
+
+@given(SEEDS, st.sets(st.sampled_from(["fuse", "loss"])))
+def test_what_a_machine_lacks_does_not_come(seed: int, lacks: set[str]) -> None:
+    needs = {kind.name: kind.needs for kind in KINDS}
+    assert not {needs[step.kind] for step in made(seed, 1200.0, frozenset(lacks))} & lacks
+
+
+@pytest.mark.parametrize("minutes", ["0", "0.5", "nan", "inf", "2000"])
+def test_a_game_that_is_too_short_or_too_long_is_refused(minutes: str) -> None:
+    command = [sys.executable, str(GAME), "--plan", "--minutes", minutes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"argument --minutes: {minutes}, allowed are 1 to 1440" in done.stderr
+
+
+def test_every_target_is_there() -> None:
+    known = {*HOSTS, *KEYS_PER_FILE, "all"}
+    for kind in KINDS:
+        for target in kind.targets:
+            sides = target.replace(">", "=").split("=")
+            assert {part for side in sides for part in hosts_of(side)} <= known, target
+
+
+def test_the_document_states_each_recovery() -> None:
+    text = (Path(__file__).parents[2] / "docs/gameday/index.md").read_text()
+    for kind in KINDS:
+        lasts = f"{kind.seconds[0]:g} to {kind.seconds[1]:g} s"
+        assert f"| {kind.name} | {lasts} | {kind.recovery_seconds:g} s | {kind.why} |" in text
+
+
+EVICTING = frozenset({"churning"})
+PLACE = "/mnt/a/game/steady/tp0/00_4xab.cd"
+
+
+def _uri(slot: int) -> str:
+    return f"file://disk_a{PLACE}?blkid={slot}&size=100"
+
+
+def _line(
+    key: int = 1, slot: int = 0, instance: str = "steady", checksum: int = 77, at: float = 10.0
+) -> dict[str, Any]:
+    return {"instance": instance, "key": key, "parts": {"tp0": [_uri(slot), checksum]}, "at": at}
+
+
+def _event(kind: str, reason: str, at: float = 11.0, instance: str = "steady") -> dict[str, Any]:
+    return {"type": kind, "reason": reason, "source": instance, "keys": [1], "trigger_time_us": int(at * 1e6)}
+
+
+def _judge(
+    *lines: dict[str, Any],
+    found: dict[tuple[str, int], Found] | None = None,
+    events: tuple[dict[str, Any], ...] = (),
+    spoiled: Spoiled | None = None,
+    kills: tuple[float, ...] = (),
+) -> Judgement:
+    damage = spoiled or Spoiled()
+    return judged(
+        blocks_of(lines).values(),
+        found or {},
+        gone_of(events),
+        lambda uri: damage.touches(uri.path, uri.offset, uri.size),
+        EVICTING,
+        kills,
+    )
+
+
+def test_a_block_with_its_bytes_is_served() -> None:
+    judgement = _judge(_line(), found={("steady", 1): Found({"tp0": (_uri(0), 77)})})
+    assert judgement == Judgement(served=1)
+
+
+def test_a_block_that_is_not_there_is_lost() -> None:
+    (text,) = _judge(_line()).lost
+    assert "no manager tells why" in text
+
+
+@pytest.mark.parametrize("reason", ["missing", "corrupt", "RemoveCache"])
+def test_a_block_that_was_taken_away_without_a_good_reason_is_lost(reason: str) -> None:
+    (text,) = _judge(_line(), events=(_event("removed", reason),)).lost
+    assert reason in text
+
+
+def test_a_block_of_an_instance_that_is_never_full_may_not_be_evicted() -> None:
+    assert _judge(_line(), events=(_event("evicted", "group"),)).lost
+
+
+def test_a_block_of_another_instance_may() -> None:
+    event = _event("evicted", "group", instance="churning")
+    assert _judge(_line(instance="churning"), events=(event,)) == Judgement(evicted=1)
+
+
+def test_an_eviction_before_the_block_was_written_explains_nothing() -> None:
+    event = _event("evicted", "group", at=7.0, instance="churning")
+    assert _judge(_line(instance="churning"), events=(event,)).lost
+
+
+def test_a_block_that_was_written_again_after_its_eviction_has_to_be_there() -> None:
+    event = _event("evicted", "group", at=11.0, instance="churning")
+    again = [_line(instance="churning"), _line(slot=1, instance="churning", at=20.0)]
+    assert _judge(*again, events=(event,)).lost
+    assert _judge(*again, events=(event, _event("evicted", "group", at=21.0, instance="churning"))).evicted == 1
+
+
+def test_an_eviction_that_nobody_tells_of_is_a_loss_unless_a_manager_was_killed_since() -> None:
+    line = _line(instance="churning")
+    assert _judge(line).lost
+    assert _judge(line, kills=(7.0,)).lost
+    judgement = _judge(line, kills=(7.0, 30.0))
+    assert len(judgement.untold) == 1
+    assert not judgement.lost
+    assert not judgement.evicted
+
+
+def test_a_kill_explains_nothing_of_a_block_that_is_never_evicted_or_that_was_taken_away() -> None:
+    assert _judge(_line(), kills=(30.0,)).lost
+    event = _event("removed", "missing", instance="churning")
+    assert _judge(_line(instance="churning"), events=(event,), kills=(30.0,)).lost
+
+
+def test_a_block_that_nobody_could_be_asked_for_is_lost_also_where_blocks_are_evicted() -> None:
+    found = {("churning", 1): Found({}, "no manager answers")}
+    (text,) = _judge(_line(instance="churning"), found=found, kills=(30.0,)).lost
+    assert "no manager answers" in text
+
+
+def test_a_session_that_expired_explains_nothing() -> None:
+    event = _event("expired", "session", instance="churning")
+    assert _judge(_line(instance="churning"), events=(event,)).lost
+
+
+def test_other_bytes_are_wrong() -> None:
+    assert _judge(_line(), found={("steady", 1): Found({"tp0": (_uri(0), 78)})}).wrong
+
+
+def test_bytes_that_cannot_be_loaded_are_wrong() -> None:
+    (text,) = _judge(_line(), found={("steady", 1): Found({"tp0": (_uri(0), None)}, "no such file")}).wrong
+    assert "no such file" in text
+
+
+def test_damage_of_the_game_explains_what_lies_there_and_nothing_else() -> None:
+    damage = Spoiled()
+    damage.add(PLACE, 150, 151)  # slot 1
+    there = {("steady", 1): Found({"tp0": (_uri(1), 5)})}
+    assert _judge(_line(slot=1), spoiled=damage) == Judgement(spoiled=1)
+    assert _judge(_line(slot=1), found=there, spoiled=damage) == Judgement(spoiled=1)
+    assert _judge(_line(slot=0), spoiled=damage).lost
+    assert _judge(_line(slot=2), spoiled=damage).lost
+
+
+def test_damage_of_one_part_explains_no_other_bytes_in_another() -> None:
+    damage = Spoiled()
+    damage.add(PLACE, 0, 1)  # slot 0
+    parts = {"tp0": [_uri(0), 77], "tp1": [_uri(1), 88]}
+    found = {"tp0": (_uri(0), 5), "tp1": (_uri(1), 6)}
+    assert _judge(_line() | {"parts": parts}, found={("steady", 1): Found(found)}, spoiled=damage).wrong
+    found["tp1"] = (_uri(1), 88)
+    assert _judge(_line() | {"parts": parts}, found={("steady", 1): Found(found)}, spoiled=damage).spoiled == 1
+
+
+def test_a_block_with_one_copy_that_nobody_damaged_is_lost_when_it_is_gone() -> None:
+    damage = Spoiled()
+    damage.add(PLACE, 0, 1)
+    assert _judge(_line(slot=0), _line(slot=1), spoiled=damage).lost
+    assert _judge(_line(slot=0), _line(slot=0), spoiled=damage) == Judgement(spoiled=1)
+
+
+def test_bytes_at_a_place_that_was_never_acknowledged_are_those_that_were_found() -> None:
+    # Its writer got no answer, and the manager compares them with what it was told.
+    assert _judge(_line(slot=0), found={("steady", 1): Found({"tp0": (_uri(3), 5)})}) == Judgement(served=1)
+
+
+WINDOWS = [Window(1, "store killed", 10.0, 12.0, 3.0), Window(2, "disk full", 14.0, 20.0, 2.0)]
+
+
+def _call(at: float, *, is_good: bool = False, seconds: float = 0.1) -> Sample:
+    return Sample(at, seconds, is_good, "match", "")
+
+
+def test_windows_that_overlap_are_one() -> None:
+    assert merged(WINDOWS) == [(10.0, 22.0)]
+    assert merged([*WINDOWS, Window(3, "x", 30.0, 31.0, 1.0)]) == [(10.0, 22.0), (30.0, 32.0)]
+
+
+def test_a_failure_outside_of_windows_counts() -> None:
+    samples = [_call(1.0, is_good=True), _call(2.0), _call(11.0), _call(21.0, is_good=True), _call(23.0, is_good=True)]
+    outside, inside = availability(samples, WINDOWS)
+    assert (outside.good, outside.bad, inside.good, inside.bad) == (2, 1, 1, 1)
+    assert outside.percent == pytest.approx(200 / 3)
+    assert outside.examples == (samples[1],)
+
+
+def test_a_call_that_a_fault_interrupts_is_inside() -> None:
+    outside, inside = availability([_call(9.5, seconds=1.0)], WINDOWS)
+    assert (outside.bad, inside.bad) == (0, 1)
+
+
+def test_a_recovery_that_takes_longer_than_stated_is_seen() -> None:
+    window = WINDOWS[0]
+    assert recovery_seconds([_call(13.0), _call(11.0)], [window], window) == pytest.approx(1.1)
+    assert recovery_seconds([_call(14.5, seconds=1.0)], [window], window) == pytest.approx(3.5)
+    assert recovery_seconds([_call(14.5, seconds=1.0)], WINDOWS, window) == 0.0  # the other fault's, perhaps
+
+
+def test_managers_are_whole_when_all_are_ready_and_agree() -> None:
+    looks = [
+        Look(1.0, "a", True, "a"),
+        Look(2.0, "b", True, "b"),
+        Look(3.0, "a", True, "b"),
+        Look(4.0, "b", False, "b"),
+    ]
+    assert whole_since(looks, 0.0, ("a", "b")) == 3.0
+    assert whole_since(looks, 2.5, ("a", "b")) is None
+    assert whole_since(looks, 0.0, ("a", "b", "c")) is None
+
+
+def test_hits_are_counted_in_tokens() -> None:
+    assert hit_rate([{"loaded_tokens": 30, "prompt_tokens": 40}, {"raised": "x"}, {"prompt_tokens": 20}]) == 50.0
+
+
+def test_a_turn_begins_with_the_one_before() -> None:
+    turns = [prompt(5, turn) for turn in range(TURNS)]
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(turns))
+    assert prompt(1, 0)[:128] == prompt(5, 0)[:128]
+    assert prompt(1, 0) != prompt(5, 0)
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = Lines(path)
+    lines.add({"a": 1})
+    with path.open("ab") as file:
+        file.write(b'{"a": ')
+    assert list(read_lines(path)) == [{"a": 1}]
+
+
+_WAIT_SECONDS = 30.0
+_WHAT = {
+    "kill": GameProcess.kill,
+    "stop": GameProcess.stop,
+    "freeze": GameProcess.freeze,
+    "thaw": GameProcess.thaw,
+}
+
+
+def _process(folder: Path, script: str) -> GameProcess:
+    process = GameProcess(Network(""), "root", ["sh", "-c", script], folder)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("what", _WHAT.values(), ids=_WHAT)
+def test_nothing_is_done_to_a_process_that_is_not_there(what: Callable[[GameProcess], object], tmp_path: Path) -> None:
+    process = _process(tmp_path, "exit 3")
+    assert waited_for(lambda: not process.is_running, _WAIT_SECONDS)
+    with pytest.raises(ProcessLookupError, match="root is not there, it ended with 3"):
+        what(process)
+
+
+def test_a_process_that_does_not_end_when_it_is_told_to_is_killed(tmp_path: Path) -> None:
+    process = _process(tmp_path, "trap '' TERM; touch ready; while :; do sleep 0.05; done")
+    assert waited_for((tmp_path / "ready").exists, _WAIT_SECONDS)
+    assert process.stop(0.2) == -9
+    assert not process.is_running
+
+
+GOOD = EndState(
+    settled_seconds=1.0,
+    ready=["m1", "m2", "m3"],
+    leaders=["m2"],
+    agreed="m2",
+    usage={"steady": 5},
+    instances={"steady": 5},
+    recounted={"steady": 5},
+)
+
+
+def test_nothing_is_wrong_with_a_good_end() -> None:
+    judged = judge_end(GOOD)
+    assert not any(judged.values())
+    assert len(judged) == 11
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("sessions", {"settled_seconds": None, "unsettled": ["1 sessions are open"]}),
+        ("managers that are not ready", {"ready": ["m1", "m3"]}),
+        ("other than one leader", {"leaders": []}),
+        ("other than one leader", {"leaders": ["m1", "m2"]}),
+        ("other than one leader", {"agreed": "m3"}),
+        ("other than one leader", {"agreed": ""}),
+        ("tasks", {"tasks": ["drain"]}),
+        ("groups", {"usage": {"steady": 6}}),
+        ("groups", {"instances": {"steady": 6}}),
+        ("groups", {"recounted": {}}),
+        ("groups", {"usage": {}}),
+        ("groups", {"usage": {"other": 0}}),
+        ("findings", {"verify": ["usage"]}),
+        ("failures", {"doctor": ["m1: clock"]}),
+        ("bytes without metadata", {"orphans": ["disk_a: 1 objects"]}),
+        ("defects", {"failures": ["Traceback"]}),
+        ("processes", {"stopped": ["e1 ended"]}),
+        ("faults", {"faults": ["step 1"]}),
+    ],
+)
+def test_what_is_wrong_is_told(what: str, changes: dict[str, Any]) -> None:
+    told = {name for name, texts in judge_end(replace(GOOD, **changes)).items() if texts}
+    assert len(told) == 1
+    assert told.pop().startswith(what)
+
+
+def _answer(**changes: Any) -> dict[str, Any]:
+    return {"engine": "e1", "prompt": "0/0", "at": 1.0, "is_right": True, "loaded_tokens": 16, **changes}
+
+
+def test_wrong_tokens_and_exceptions_are_told() -> None:
+    wrong, raised = judge_prompts([_answer(), _answer(is_right=False), _answer(raised="OSError()")]).values()
+    assert (len(wrong), len(raised)) == (1, 1)
