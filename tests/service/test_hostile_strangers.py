@@ -77,13 +77,6 @@ def test_http_refuses_a_stranger_before_the_body(guarded: Guarded, who: str, len
                 assert (answer.status, answer.headers["www-authenticate"]) == (401, 'Bearer realm="kvcm"')
 
 
-def test_http_refuses_a_giant_body_of_a_key_before_it_comes(guarded: Guarded) -> None:
-    for port, path in _HTTP_CALLS:
-        with guarded.http(port) as connection:
-            connection.sendall(http_head(path, _GIANT, *_headers(_bearer(guarded))))
-            assert read_answer(connection).status == 413
-
-
 @pytest.mark.parametrize("who", _STRANGERS)
 def test_grpc_refuses_a_stranger_before_the_body(guarded: Guarded, who: str) -> None:
     with guarded.all_turned_away(3 * len(_GRPC_CALLS)):

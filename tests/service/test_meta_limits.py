@@ -51,15 +51,6 @@ def test_max_key_count_grants_a_prefix_and_then_refuses(site: Site) -> None:
     assert (code, "max_key_count" in message) == ("REACH_MAX_ENTITY_CAPACITY", True)
 
 
-def test_a_changed_key_limit_holds_for_the_next_write(site: Site) -> None:
-    storage = site.storage()
-    group = site.group(storage, max_keys=2)
-    instance = site.instance(group)
-    assert len(site.write(instance, [1, 2, 3])) == 2
-    site.update_group(group, storage, max_keys=3)
-    assert len(site.write(instance, [1, 2, 3, 4])) == 1
-
-
 def test_a_capacity_that_a_storage_is_given_holds_for_the_next_write_of_any_group(site: Site) -> None:
     storage = site.storage()
     first, second = (site.instance(site.group(storage)) for _ in range(2))
@@ -186,15 +177,6 @@ def test_a_pin_says_what_it_holds_and_is_listed(site: Site) -> None:
     assert _pins(site, instance) == []
 
 
-def test_a_prefix_can_be_named_by_its_tokens(site: Site) -> None:
-    instance = _budgeted(site)
-    tokens = list(range(12))
-    started = site.api.ok("StartWriteCache", instance_id=instance, token_ids=tokens)
-    site.finish(instance, started)
-    pin = site.api.ok("PinService.PinPrefix", instance_id=instance, token_ids=tokens, owner="me", ttl_seconds=60)
-    assert pin.pinned_blocks == 3
-
-
 @pytest.mark.parametrize(
     ("retention", "text"),
     [
@@ -279,15 +261,6 @@ def test_the_checksum_of_a_location_with_one_part_is_that_of_the_part(site: Site
     assert _answered(site, instance, [1]) == [{"kv": recorded}]
     answer = site.api.ok("GetCacheLocation", instance_id=instance, block_keys=[1], query_type="QT_BATCH_GET")
     assert [location.checksum for location in answer.locations] == [told]
-
-
-def test_clients_that_send_back_what_they_were_given_tell_nothing(site: Site) -> None:
-    instance = site.instance(**K_V)
-    started = site.start(instance, [1, 2])
-    site.finish(instance, started, locations=list(started.locations))
-    assert _answered(site, instance, [1, 2]) == [{"k": 0, "v": 0}] * 2
-    (found,) = site.metas(instance, [1], detail_level=1)
-    assert [set(spec) for spec in found["locations"][0]["location_specs"]] == [{"name", "uri"}] * 2
 
 
 @pytest.mark.parametrize(

@@ -165,13 +165,6 @@ def test_a_delayed_delete_never_touches_the_block_that_was_written_anew_decision
     assert len(files.site.match(files.instance, [1])) == 1
 
 
-def test_bytes_on_a_disabled_storage_are_still_deleted(files: Files) -> None:
-    (slot,) = files.write([1])
-    files.site.api.ok("AdminService.DisableStorage", storage_unique_name=files.storage)
-    files.remove(1)
-    eventually(lambda: not slot.path.exists())
-
-
 # ── Read leases ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -215,14 +208,6 @@ def test_a_renewed_lease_keeps_the_file_beyond_its_first_end(quick: Files) -> No
     quick.remove(1, 2)
     eventually(lambda: not free.path.exists())
     assert renewed.read() == {1}
-
-
-def test_a_match_without_hits_or_without_the_wish_has_no_lease(quick: Files) -> None:
-    quick.write([1])
-    query = {"instance_id": quick.instance, "query_type": "QT_PREFIX_MATCH"}
-    for more in ({"block_keys": [404], "read_lease_ms": 1000}, {"block_keys": [1]}):
-        answer = quick.site.api.ok("GetCacheLocation", **query, **more)
-        assert (answer.read_lease_id, answer.read_lease_deadline_ms) == ("", 0)
 
 
 BLOCK_BYTES = 64
