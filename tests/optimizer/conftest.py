@@ -1,4 +1,4 @@
-"""Real traces: they lie beside the project, not in it. Tests of them take seconds each, so `.ci/run` runs them."""
+"""Real traces: they lie beside the project, not in it. Tests of them, and of whole pages, run in `.ci/run`."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def real_trace_path() -> Callable[[str], Path]:
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"real_trace", "real_trace_path"} & set(getattr(item, "fixturenames", ())):
+        if {"real_trace", "real_trace_path", "html"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("ci")

@@ -25,10 +25,11 @@ CHAINS = trace_of([[*range(chain * 300, chain * 300 + 300)] for chain in (0, 1, 
 
 def sampled(trace: Trace, spec: PolicySpec, *, points: int = 20, **options: Any) -> SampledCurve:
     """Return estimates at so many points between 10 sampled blocks and all, at equal ratios, or at those named."""
-    rate = options.get("rate", 0.1)
-    sizes = np.geomspace(10, max(10, int(trace.unique_blocks * min(rate, 1))), points)
-    named = {"capacities": np.unique(np.rint(1 + (np.rint(sizes) - 0.5) / rate)).astype(int).tolist(), **options}
-    (curve,) = sampled_curves(trace, [spec], **named)
+    if "capacities" not in options:
+        rate = options.get("rate", 0.1)
+        sizes = np.rint(np.geomspace(10, trace.unique_blocks * rate, points))
+        options["capacities"] = np.rint(1 + (np.unique(sizes) - 0.5) / rate).astype(int).tolist()
+    (curve,) = sampled_curves(trace, [spec], **options)
     return curve
 
 
