@@ -402,6 +402,11 @@ GRACE_SECONDS = 600.0
 
 
 @pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture
 def reusing(tmp_path: Path) -> Iterator[Deployment]:
     with deployed(Disk(tmp_path / "root", keys_per_file=4), instance_ids=("i", "j")) as made:
         hand_out_again(made)
