@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.transfer.file import FileMover
-from connectors.transfer.mover import Failure, TransferItem, TransferResult, not_moved
+import pytest
 
-__all__ = ["LateStorage"]
+from connectors.transfer import MOVERS, Failure, FileMover, TransferItem, TransferResult
+from connectors.transfer.mover import not_moved
+from kvcm.model.storages import StorageConfig
+
+__all__ = ["LateStorage", "use_late_storage"]
 
 
 class LateStorage:
@@ -35,3 +38,22 @@ class LateStorage:
 
     def close(self) -> None:
         self._mover.close()
+
+    def scribble(self) -> None:
+        """Change the memory of the loads that are late."""
+        for buffer in self.late:
+            buffer[:] = b"\x7f" * len(buffer)
+
+
+def use_late_storage(monkeypatch: pytest.MonkeyPatch, blocks: int) -> list[LateStorage]:
+    """Let engines that are made from now on have late file storages; return those."""
+    made: list[LateStorage] = []
+
+    def make(configs: Sequence[StorageConfig]) -> LateStorage:
+        mover = FileMover.for_storages(configs)
+        assert mover is not None
+        made.append(LateStorage(mover, blocks))
+        return made[-1]
+
+    monkeypatch.setitem(MOVERS, "file", make)
+    return made

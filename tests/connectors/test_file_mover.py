@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, TransferResult
 from connectors.transfer.vectored import MAX_PIECES
@@ -60,7 +61,7 @@ lengths_of_pieces = st.lists(st.integers(0, 5000), min_size=1, max_size=30).filt
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_round_trip_of_packed_blocks_with_any_iovecs(data: st.DataObject, mover: FileMover, root: Path) -> None:
     lengths = data.draw(lengths_of_pieces)
     size = sum(lengths)

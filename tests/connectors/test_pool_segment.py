@@ -8,18 +8,24 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pool_parts import CAPACITY, MIB, access_at
+from pool_parts import CAPACITY, DEADLINE, MIB, NODE, access_at, content, mover_at, save_one, uri
+from thoroughness import examples
 
-from connectors.transfer import pool_header, pool_making
+from connectors.transfer import Failure, TransferItem, pool_header, pool_making
+from connectors.transfer.mempool import MemPoolMover
+from connectors.transfer.mover import Direction
+from connectors.transfer.pool_checks import PartChecks
 from connectors.transfer.pool_header import SegmentHeader
 from connectors.transfer.pool_making import make_segment, open_segment, segment_path
-from connectors.transfer.pool_segment import PoolSegment
+from connectors.transfer.pool_runs import Run, runs
+from connectors.transfer.pool_segment import PoolSegment, stamps_of
 from kvcm.model.errors import StorageIOError
 from kvcm.model.memory_pool import PAGE_BYTES, chunk_bytes, extent_bytes, pool_bytes
 
@@ -300,3 +306,307 @@ def test_a_dropped_segment_closes_its_descriptors(pool_directory: Path) -> None:
         claim.lock(0, PAGE_BYTES)
     del segment, claim
     assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+# ---- Parts that are copied together: the same bytes and the same answers as one by one, whatever their memory i ----
+
+STAMP = 9
+LATE = (((0, STAMP), (1, STAMP)), ((0, STAMP), (1, STAMP + 2)))  # pages and stamps
+SMALL_CHUNK = 256 << 10  # of a pool 64 times as large
+Layout = list[tuple[int, int, int, str]]
+"""Of each part: pages left free before it, size, bytes left free before its memory, and what that memory is like."""
+
+
+@pytest.fixture
+def mover(pool_directory: Path) -> MemPoolMover:
+    return mover_at(pool_directory)
+
+
+def rows(memory: memoryview, size: int, stamp: int = STAMP) -> list[TransferItem]:
+    """Return neighbours in the pool whose memory is neighbours, too."""
+    step = extent_bytes(size)
+    return [
+        TransferItem(uri(index * step, size, stamp), [memory[index * size : (index + 1) * size]])
+        for index in range(memory.nbytes // size)
+    ]
+
+
+def cut(items: Sequence[TransferItem], capacity: int = CAPACITY) -> list[Run]:
+    def fail(_: int, error: Exception) -> None:
+        raise error
+
+    return list(runs(items, PartChecks(NODE, capacity, Direction.LOAD), fail))
+
+
+def shape(found: Sequence[Run]) -> list[list[list[int]]]:
+    """Return the positions of each piece of each run."""
+    return [[[part[0] for part in piece.parts] for piece in run.pieces] for run in found]
+
+
+def test_neighbours_on_both_sides_are_one_piece() -> None:
+    memory = bytearray(range(256)) * 64
+    (run,) = cut(rows(memoryview(memory), PAGE_BYTES))
+    assert shape([run]) == [[[0, 1, 2, 3]]]
+    (view,) = run.pieces[0].views
+    assert (view.format, view.nbytes, view.readonly) == ("B", 4 * PAGE_BYTES, False)
+    assert view == memory
+    view[3 * PAGE_BYTES] = 99
+    assert memory[3 * PAGE_BYTES] == 99
+    assert (run.offset, run.end, run.stamps) == (0, 4 * PAGE_BYTES, stamps_of(STAMP, 4 * PAGE_BYTES))
+
+
+def test_what_is_no_neighbour_in_memory_is_a_piece_of_its_own() -> None:
+    whole = memoryview(bytearray(8 * PAGE_BYTES))
+    items = rows(whole, PAGE_BYTES)
+
+    def given(position: int, buffers: list[memoryview], start: int | None = None) -> None:
+        items[position] = TransferItem(items[position].uri, buffers, start)
+
+    assert shape(cut(items)) == [[list(range(8))]]
+    given(1, [whole[: 1 * PAGE_BYTES]])  # the first one's
+    given(3, [whole[2 * PAGE_BYTES + 1 : 3 * PAGE_BYTES + 1]])  # overlaps the one before
+    given(5, [memoryview(bytes(PAGE_BYTES))])  # read-only
+    given(6, [whole[6 * PAGE_BYTES : 6 * PAGE_BYTES + 100], whole[6 * PAGE_BYTES + 100 : 7 * PAGE_BYTES]])
+    assert shape(cut(items)) == [[[0], [1], [2], [3], [4], [5], [6], [7]]]
+
+
+def test_memory_the_other_way_round_is_not_joined() -> None:
+    items = rows(memoryview(bytearray(4 * PAGE_BYTES)), PAGE_BYTES)
+    backwards = [TransferItem(item.uri, other.buffers) for item, other in zip(items, reversed(items), strict=True)]
+    assert shape(cut(backwards)) == [[[0], [1], [2], [3]]]
+
+
+def test_parts_that_do_not_fill_their_pages_are_not_joined() -> None:
+    """Between them lie bytes of the pool that are nobody's."""
+    memory = memoryview(bytearray(4 * 5000))
+    assert shape(cut(rows(memory, 5000))) == [[[0], [1], [2], [3]]]
+
+
+@pytest.mark.parametrize("start", [0, PAGE_BYTES])
+def test_a_part_of_a_part_is_joined_to_nothing_behind_it(start: int) -> None:
+    memory = memoryview(bytearray(6 * PAGE_BYTES))
+    first = TransferItem(uri(0, 2 * PAGE_BYTES, STAMP), [memory[:PAGE_BYTES]], start)
+    for place in (PAGE_BYTES, 2 * PAGE_BYTES):
+        after = TransferItem(uri(2 * PAGE_BYTES, PAGE_BYTES, STAMP), [memory[place : place + PAGE_BYTES]])
+        assert shape(cut([first, after])) == [[[0], [1]]]
+        assert [piece.offset for piece in cut([first, after])[0].pieces] == [start, 2 * PAGE_BYTES]
+
+
+@pytest.mark.parametrize("start", [0, PAGE_BYTES])
+def test_a_part_of_a_part_is_joined_to_nothing_before_it(start: int) -> None:
+    memory = memoryview(bytearray(2 * PAGE_BYTES))
+    first = TransferItem(uri(0, PAGE_BYTES, STAMP), [memory[:PAGE_BYTES]])
+    after = TransferItem(uri(PAGE_BYTES, 2 * PAGE_BYTES, STAMP), [memory[PAGE_BYTES:]], start)
+    (run,) = cut([first, after])
+    assert [piece.offset for piece in run.pieces] == [0, PAGE_BYTES + start]
+
+
+def test_runs_are_bounded_and_never_go_over_a_gap() -> None:
+    items = rows(memoryview(bytearray(20 * MIB)), MIB // 2)
+    found = cut(items)
+    assert shape(found) == [[list(range(start, min(40, start + 16)))] for start in (0, 16, 32)]
+    assert shape(cut([items[0], items[2], items[1]])) == [[[0]], [[1]], [[2]]]
+    assert shape(cut([items[0], items[0]])) == [[[0]], [[1]]]
+    large = rows(memoryview(bytearray(32 * MIB)), 16 * MIB)
+    assert shape(cut(large, 64 * 16 * MIB)) == [[[0]], [[1]]]
+
+
+def test_a_piece_keeps_its_memory() -> None:
+    """A caller that has left may release its views while they are still copied; the memory must not go."""
+    memory = bytearray(2 * PAGE_BYTES)
+    items = rows(memoryview(memory), PAGE_BYTES)
+    (run,) = cut(items)
+    (view,) = run.pieces[0].views
+    for item in items:
+        item.buffers[0].release()
+    del items
+    del run
+    with pytest.raises(BufferError):
+        memory.extend(bytes(MIB))
+    del view
+    memory.extend(bytes(MIB))
+
+
+def test_runs_that_fall_apart_have_a_run_for_each_part() -> None:
+    (run,) = cut(rows(memoryview(bytearray(3 * PAGE_BYTES)), PAGE_BYTES))
+    singles = run.split()
+    assert shape(singles) == [[[0]], [[1]], [[2]]]
+    assert [(single.offset, single.end) for single in singles] == list(pairwise(range(0, 4 * PAGE_BYTES, PAGE_BYTES)))
+    assert not any(single.split() for single in singles)
+
+
+@pytest.mark.parametrize("changed", [0, 2, 4])
+def test_one_part_of_a_run_that_is_gone_is_lost_alone(mover: MemPoolMover, changed: int) -> None:
+    size = 10 * PAGE_BYTES
+    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
+    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
+    assert save_one(mover, changed * size + 3 * PAGE_BYTES, PAGE_BYTES, STAMP + 1).ok
+    memory = bytearray(5 * size)
+    results = mover.load(rows(memoryview(memory), size), DEADLINE)
+    assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
+    for index in set(range(5)) - {changed}:
+        assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
+    assert memory[changed * size : (changed + 1) * size] == bytes(size)  # seen before it was copied
+
+
+@pytest.mark.parametrize("changed", [0, 2, 4])
+def test_one_part_that_is_overtaken_during_the_copy_of_its_run_is_lost_alone(
+    mover: MemPoolMover, pool_directory: Path, monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    size = 10 * PAGE_BYTES
+    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
+    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
+    other = mover_at(pool_directory)
+    segment = mover._access.find()
+    assert segment is not None
+    copy_out, copied = segment.copy_out, []
+
+    def overtaken(offset: int, views: Sequence[memoryview]) -> None:
+        assert save_one(other, changed * size, 1, STAMP + 1).ok
+        copied.append(sum(view.nbytes for view in views))
+        copy_out(offset, views)
+
+    monkeypatch.setattr(segment, "copy_out", overtaken)
+    memory = bytearray(5 * size)
+    results = mover.load(rows(memoryview(memory), size), DEADLINE)
+    assert copied == [5 * size]  # all were one piece
+    assert [result.failure for result in results] == [Failure.LOST if at == changed else None for at in range(5)]
+    for index in set(range(5)) - {changed}:
+        assert memory[index * size : (index + 1) * size] == saved[index * size : (index + 1) * size]
+
+
+def test_one_part_that_cannot_be_filled_is_refused_alone(mover: MemPoolMover) -> None:
+    size = 10 * PAGE_BYTES
+    saved = bytearray(b"".join(content(STAMP, index * size, size) for index in range(5)))
+    assert all(result.ok for result in mover.save(rows(memoryview(saved), size), DEADLINE))
+    memory = bytearray(5 * size)
+    items = rows(memoryview(memory), size)
+    items[2] = TransferItem(items[2].uri, [memoryview(memory).toreadonly()[2 * size : 3 * size]])
+    results = mover.load(items, DEADLINE)
+    assert [result.failure for result in results] == [None, None, Failure.REFUSED, None, None]
+    assert "read-only" in results[2].reason
+    assert memory == saved[: 2 * size] + bytes(size) + saved[3 * size :]
+
+
+def test_a_run_over_several_allocations_is_written_and_read(mover: MemPoolMover) -> None:
+    memory = bytearray(content(STAMP, 0, 4 * PAGE_BYTES))
+    items = [
+        TransferItem(uri(index * PAGE_BYTES, PAGE_BYTES, STAMP + index % 2), [memoryview(memory)[at : at + PAGE_BYTES]])
+        for index, at in enumerate(range(0, 4 * PAGE_BYTES, PAGE_BYTES))
+    ]
+    assert all(result.ok for result in mover.save(items, DEADLINE))
+    segment = mover._access.find()
+    assert segment is not None
+    assert segment.holds(0, b"".join(stamps_of(item.uri.range_id or 0, PAGE_BYTES) for item in items))
+    expected, memory[:] = bytes(memory), bytes(len(memory))
+    assert all(result.ok for result in mover.load(items, DEADLINE))
+    assert memory == expected
+    for first in (0, 1):  # of pages with 9 and 10, in a run with one that may be written
+        late = [TransferItem(uri((first + at) * PAGE_BYTES, 1, stamp), [memoryview(b"x")]) for at, stamp in LATE[first]]
+        failures = [result.failure for result in mover.save(late, DEADLINE)]
+        assert failures == ([None, Failure.REFUSED] if first == 0 else [Failure.REFUSED, None])
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_the_deadline_is_looked_at_between_runs(pool_directory: Path, direction: Direction) -> None:
+    now = [0.0]
+    access = access_at(pool_directory)
+    mover = MemPoolMover("pool", NODE, CAPACITY, access, clock=lambda: now[0])
+    memory = memoryview(bytearray(content(STAMP, 0, 20 * MIB)))
+    items = rows(memory, MIB)
+    assert all(result.ok for result in mover.save(items, DEADLINE))
+    segment = access.find_or_make()
+    slow = _taking_a_second(segment, direction, now)
+    results = (mover.load if direction is Direction.LOAD else mover.save)(items, 1.5)
+    assert slow == [8 * MIB, 8 * MIB]
+    assert [result.failure for result in results] == [None] * 16 + [Failure.CANCELLED] * 4
+
+
+def _taking_a_second(segment: PoolSegment, direction: Direction, now: list[float]) -> list[int]:
+    name = "copy_out" if direction is Direction.LOAD else "copy_in"
+    copy: Callable[[int, Sequence[memoryview]], None] = getattr(segment, name)
+    sizes: list[int] = []
+
+    def slow(offset: int, views: Sequence[memoryview]) -> None:
+        copy(offset, views)
+        sizes.append(sum(view.nbytes for view in views))
+        now[0] += 1.0
+
+    setattr(segment, name, slow)
+    return sizes
+
+
+layouts: st.SearchStrategy[Layout] = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 1]),
+        st.sampled_from([PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES, 50 * PAGE_BYTES, 100, PAGE_BYTES + 1]),
+        st.sampled_from([0, 0, 0, 1, 64]),
+        st.sampled_from(["plain", "plain", "plain", "pieces", "elsewhere", "read-only"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def laid_out(layout: Layout, order: Sequence[int]) -> tuple[bytearray, list[TransferItem], list[slice]]:
+    """Return memory, and items in it, in the pool in the order of the layout and in memory in another one."""
+    memory = bytearray(b"\xee" * sum(size + gap for _, size, gap, _ in layout))
+    places: dict[int, slice] = {}
+    start = 0
+    for index in order:
+        _, size, gap, _ = layout[index]
+        places[index] = slice(start + gap, start + gap + size)
+        start += gap + size
+    items, offset = [], 0
+    for index, (pages, size, _, kind) in enumerate(layout):
+        offset += pages * PAGE_BYTES
+        if offset % SMALL_CHUNK + size > SMALL_CHUNK:
+            offset += SMALL_CHUNK - offset % SMALL_CHUNK
+        items.append(TransferItem(uri(offset, size, STAMP), _memory(memoryview(memory)[places[index]], kind)))
+        offset += extent_bytes(size)
+    return memory, items, [places[index] for index in range(len(layout))]
+
+
+def _memory(view: memoryview, kind: str) -> list[memoryview]:
+    middle = view.nbytes // 3
+    return {
+        "plain": [view],
+        "pieces": [view[:middle], view[middle:]],
+        "elsewhere": [memoryview(bytearray(view.nbytes))],
+        "read-only": [view.toreadonly()],
+    }[kind]
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layout=layouts, data=st.data())
+def test_any_memory_is_saved_and_loaded_as_part_by_part(
+    pool_directory: Path, layout: Layout, data: st.DataObject
+) -> None:
+    (pool_directory / "segment").unlink(missing_ok=True)
+    mover = mover_at(pool_directory, 64 * SMALL_CHUNK)
+    some_order = st.one_of(st.just(list(range(len(layout)))), st.permutations(range(len(layout))))
+    memory, items, places = laid_out(layout, data.draw(some_order))
+    for place, item in zip(places, items, strict=True):
+        memory[place] = content(STAMP, item.uri.offset, item.uri.size)
+        if item.buffers[0].obj is not memory:
+            item.buffers[0][:] = memory[place]
+    assert all(result.ok for result in mover.save(items, DEADLINE))
+    segment = mover._access.find()
+    assert segment is not None
+    filled = 0
+    for item in items:
+        end = item.uri.offset + item.uri.size
+        assert segment.data[item.uri.offset : end].tobytes() == content(STAMP, item.uri.offset, item.uri.size)
+        filled += int((segment.data[item.uri.offset : end] != 0).sum())
+    assert int((segment.data != 0).sum()) == filled  # nothing beside them was written
+
+    memory, items, places = laid_out(layout, data.draw(some_order))
+    results = mover.load(items, DEADLINE)
+    expected = bytearray(b"\xee" * len(memory))
+    for place, item, result, (_, size, _, kind) in zip(places, items, results, layout, strict=True):
+        assert result.failure is (Failure.REFUSED if kind == "read-only" else None)
+        if kind == "elsewhere":
+            assert item.buffers[0] == content(STAMP, item.uri.offset, size)
+        elif kind != "read-only":
+            expected[place] = content(STAMP, item.uri.offset, size)
+    assert memory == expected  # all bytes that are nobody's, too

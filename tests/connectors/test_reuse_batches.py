@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from late_storage import LateStorage
+from late_storage import use_late_storage
 from manager_process import ManagerProcess
 from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, plain, prompt
 from reuse_models import HYBRIDS, WINDOWS
+from thoroughness import is_thorough
 
-from connectors.transfer import MOVERS, FileMover
 from connectors.transformers import GenerationReport, KVReuse
-from kvcm.model.storages import StorageConfig
 
 KINDS: dict[str, Callable[[], Any]] = {"llama": lambda: MODEL} | WINDOWS | HYBRIDS
+REPRESENTATIVES = {"llama", "gemma3", "bamba"}
 
 
 @cache
@@ -28,7 +28,9 @@ def model_of(kind: str) -> Any:
     return KINDS[kind]()
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(
+    params=[kind if kind in REPRESENTATIVES else pytest.param(kind, marks=pytest.mark.ci) for kind in sorted(KINDS)]
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -113,7 +115,9 @@ lengths = st.lists(st.integers(1, 70), min_size=1, max_size=4)
 
 @pytest.mark.feature("transformers", "several requests at once")
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=12 if is_thorough() else 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(lengths=lengths, shared=st.integers(0, 60), seed=st.integers(0, 5), new=st.integers(1, 20))
 def test_any_batch_gives_the_tokens_of_transformers(
     connect: Connect, kind: str, lengths: list[int], shared: int, seed: int, new: int
@@ -205,20 +209,9 @@ def test_memory_that_a_late_load_may_change_is_not_used(
 ) -> None:
     model, batch = model_of(kind), padded([prompt(100), prompt(80, 2)])
     expected, _ = run(connect(model), batch)
-    storages: list[LateStorage] = []
-
-    def make(configs: Sequence[StorageConfig]) -> LateStorage:
-        storages.append(LateStorage(FileMover.for_storages(configs), 8))
-        return storages[-1]
-
-    monkeypatch.setitem(MOVERS, "file", make)
+    storages = use_late_storage(monkeypatch, blocks=8)
     reuse = connect(model, settings=replace(PATIENT, transfer_threads=1))
-
-    def scribble(*_: object) -> None:
-        for buffer in storages[0].late:
-            buffer[:] = b"\x7f" * len(buffer)
-
-    handle = model.register_forward_pre_hook(scribble)
+    handle = model.register_forward_pre_hook(lambda *_: storages[0].scribble())
     try:
         output, report = run(reuse, batch)
     finally:
@@ -258,7 +251,7 @@ def test_a_batch_with_the_manager_away(connect: Connect, closed_port: int, black
         reuse = connect(address=f"127.0.0.1:{port}", settings=patience)
         output, report = run(reuse, batch)
         assert torch.equal(output, expected)
-        assert report.load_seconds < 3.0
+        assert report.load_seconds < 8.0  # less than `PATIENT.load_seconds`
         assert report.reason
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from late_storage import LateStorage
+from late_storage import use_late_storage
 from manager_process import ManagerProcess
 from reuse_cases import BLOCK, MODEL, NEW, PATIENT, Connect, Stored, files_of, make_model, plain, prompt, run
 
-from connectors.transfer import MOVERS, FileMover
 from connectors.transformers import KVReuse
 from connectors.transformers.block_pool import BlockPool
-from kvcm.model.storages import StorageConfig
 
 POOL = replace(PATIENT, pool_blocks=40)
 
@@ -180,20 +177,9 @@ def test_a_call_that_fails_gives_its_blocks_back(connect: Connect) -> None:
 def test_blocks_that_a_late_load_may_change_never_come_back(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(100)
     expected, _ = run(connect(), ids)
-    storages: list[LateStorage] = []
-
-    def make(configs: Sequence[StorageConfig]) -> LateStorage:
-        storages.append(LateStorage(FileMover.for_storages(configs), 3))
-        return storages[-1]
-
-    monkeypatch.setitem(MOVERS, "file", make)
+    storages = use_late_storage(monkeypatch, blocks=3)
     reuse = connect(settings=replace(POOL, transfer_threads=1))
-
-    def scribble(*_: object) -> None:
-        for buffer in storages[0].late:
-            buffer[:] = b"\x7f" * len(buffer)
-
-    handle = MODEL.register_forward_pre_hook(scribble)
+    handle = MODEL.register_forward_pre_hook(lambda *_: storages[0].scribble())
     try:
         output, report = run(reuse, ids)
         assert report.loaded_tokens == 3 * BLOCK

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
+import xxhash
 from manager_process import ManagerProcess
+from pool_parts import CAPACITY, NODE
 from reuse_cases import (
     BLOCK,
     MODEL,
@@ -17,16 +24,20 @@ from reuse_cases import (
     Stored,
     block_bytes,
     files_of,
-    make_model,
     plain,
     prompt,
+    read_block,
     run,
 )
+from reuse_process import batch, model_of
+from script_process import run_script
 from transformers import DynamicCache
 
 from connectors.client import ManagerClient
 from connectors.layout import staging
-from connectors.transformers import ReuseSettings
+from connectors.results import Location
+from connectors.transformers import KVReuse, ReuseSettings
+from kvcm.model.uri import LocationUri
 
 
 def test_known_prefixes_are_loaded_and_tokens_stay_the_same(connect: Connect) -> None:
@@ -43,28 +54,6 @@ def test_known_prefixes_are_loaded_and_tokens_stay_the_same(connect: Connect) ->
     assert report.bytes_loaded == 6 * reuse.parts.block_bytes
     assert (report.blocks_saved, report.bytes_saved) == (0, 0)
     assert 0 < report.load_seconds < report.first_token_seconds < report.total_seconds
-
-
-def test_another_process_of_the_same_model_shares(connect: Connect) -> None:
-    ids = prompt(100)
-    run(connect(), ids)
-    twin = make_model()
-    output, report = run(connect(twin), ids)
-    assert torch.equal(output, plain(ids, twin))
-    assert report.loaded_tokens == 96
-
-
-@pytest.mark.feature("transformers", "conversation of several turns")
-def test_answers_are_reused_by_the_next_turn(connect: Connect) -> None:
-    reuse, ids = connect(), prompt(50)
-    for turn in range(4):
-        expected = plain(ids)
-        output, report = run(reuse, ids)
-        assert torch.equal(output, expected)
-        known = (50 + turn * (NEW + 10)) if turn else 0
-        # everything but the last token of the last answer, and the ten tokens since, was computed before
-        assert report.loaded_tokens == (0 if not turn else (known - 10 - 1) // BLOCK * BLOCK)
-        ids = torch.cat([output, prompt(10, seed=100 + turn)], dim=1)
 
 
 @pytest.mark.feature("transformers", "the same bytes per block")
@@ -117,20 +106,6 @@ def test_generation_inside_inference_mode(connect: Connect) -> None:
     assert torch.equal(second, expected)
 
 
-@pytest.mark.feature("transformers", "changed bytes, when not looked for, change the tokens")
-def test_loaded_kv_is_used(connect: Connect, manager: ManagerProcess, instance_id: str) -> None:
-    """Control of all other tests: wrong bytes change the tokens, so right tokens mean something."""
-    reuse, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
-    expected, _ = run(reuse, ids)
-    for path in files_of(manager, instance_id):
-        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
-        swapped = data.view(-1, 3, 2, 2 * BLOCK * 16).flip(2)  # [block][layer][K, V][...]
-        path.write_bytes(swapped.contiguous().numpy().tobytes())
-    output, report = run(reuse, ids)
-    assert report.loaded_tokens == 96
-    assert not torch.equal(output, expected)
-
-
 def test_permuted_blocks_would_go_unnoticed_by_tokens(
     connect: Connect, manager: ManagerProcess, instance_id: str
 ) -> None:
@@ -144,27 +119,6 @@ def test_permuted_blocks_would_go_unnoticed_by_tokens(
     output, report = run(reuse, ids, max_new_tokens=1)
     assert report.loaded_tokens == 96
     assert torch.equal(output, expected)
-
-
-@pytest.mark.feature("transformers", "partial hit")
-def test_partial_hits(connect: Connect) -> None:
-    reuse, ids = connect(), prompt(100)
-    run(reuse, ids)
-    other = torch.cat([ids[:, :70], prompt(50, seed=9)], dim=1)
-    output, report = run(reuse, other)
-    assert torch.equal(output, plain(other))
-    assert report.loaded_tokens == 64
-    _, report = run(reuse, other)
-    assert report.loaded_tokens == 112
-
-
-@pytest.mark.parametrize(("tokens", "loaded"), [(96, 80), (97, 96), (BLOCK, 0), (BLOCK + 1, BLOCK), (5, 0), (1, 0)])
-def test_one_token_is_always_computed(connect: Connect, tokens: int, loaded: int) -> None:
-    reuse, ids = connect(), prompt(tokens)
-    run(reuse, ids)
-    output, report = run(reuse, ids)
-    assert torch.equal(output, plain(ids))
-    assert report.loaded_tokens == loaded
 
 
 def test_sampling_with_the_same_seed_gives_the_same_tokens(connect: Connect) -> None:
@@ -186,33 +140,6 @@ def test_reading_without_publishing(connect: Connect) -> None:
     _, report = run(reader, ids)
     assert (report.loaded_tokens, report.blocks_saved) == (96, 0)
     assert "start_write" not in reader.counters
-
-
-def test_half_precision(connect: Connect) -> None:
-    model, ids = make_model(dtype=torch.bfloat16), prompt(100)
-    reuse = connect(model)
-    assert reuse.parts.kv[0].layout.dtype == "bfloat16"
-    expected = plain(ids, model)
-    assert torch.equal(run(reuse, ids)[0], expected)
-    output, report = run(reuse, ids)
-    assert report.loaded_tokens == 96
-    assert torch.equal(output, expected)
-
-
-def test_memory_that_must_be_staged(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_MAX_PIECES", 1)  # as if the cache lay in too many pieces
-    ids = prompt(300)
-    reuse = connect(settings=ReuseSettings(staging_blocks=3, call_seconds=20.0))
-    expected = plain(ids)
-    assert torch.equal(run(reuse, ids)[0], expected)
-    monkeypatch.undo()
-    output, report = run(connect(), ids)  # what was staged is stored like everything else
-    assert report.loaded_tokens == 288
-    assert torch.equal(output, expected)
-    monkeypatch.setattr(staging, "_MAX_PIECES", 1)
-    output, report = run(reuse, ids)
-    assert report.loaded_tokens == 288
-    assert torch.equal(output, expected)
 
 
 def test_long_answers_grow_the_cache(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,3 +186,169 @@ def test_long_chains_are_sent_in_batches(connect: Connect) -> None:
     assert report.blocks_saved == 10
     assert reuse.counters["start_write"].ok == 4
     assert run(reuse, ids)[1].loaded_tokens == 144
+
+
+# ---- Bytes that change on the disk: found out when they are loaded, computed anew, forgotten and saved again ----
+
+
+@pytest.fixture(params=["memory of the cache", "staging"])
+def any_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks move from and to the cache itself, or through the staging buffer."""
+    if request.param == "staging":
+        monkeypatch.setattr(staging, "_MAX_PIECES", 1)
+
+
+def locations_of(reuse: KVReuse, manager: ManagerProcess, instance_id: str, ids: torch.Tensor) -> list[Location]:
+    with ManagerClient(manager.address, instance_id) as client:
+        found = client.match(reuse.block_keys(ids[0].tolist()), timeout_seconds=20).locations
+        return [location for location in found if location is not None]
+
+
+def flip(uri: LocationUri, byte: int) -> None:
+    path = Path(uri.path)
+    data = bytearray(path.read_bytes())
+    data[uri.offset + byte] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.usefixtures("any_memory")
+def test_saved_blocks_have_the_checksums_of_their_bytes(
+    connect: Connect, manager: ManagerProcess, instance_id: str
+) -> None:
+    reuse, ids = connect(), prompt(100)
+    run(reuse, ids)
+    locations = locations_of(reuse, manager, instance_id, ids)
+    assert len(locations) == 6
+    assert [location.checksums for location in locations] == [
+        {"tp0": xxhash.xxh3_64_intdigest(read_block(location.uris["tp0"]))} for location in locations
+    ]
+
+
+@pytest.mark.feature("transformers", "changed bytes are found")
+@pytest.mark.usefixtures("any_memory")
+def test_a_flipped_bit_is_a_miss_and_the_block_is_saved_again(
+    connect: Connect, manager: ManagerProcess, instance_id: str
+) -> None:
+    reuse, ids = connect(), prompt(300)
+    expected, report = run(reuse, ids)
+    assert torch.equal(expected, plain(ids))
+    assert report.blocks_saved == 20
+    before = locations_of(reuse, manager, instance_id, ids)
+    flip(before[9].uris["tp0"], reuse.parts.block_bytes - 1)
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.matched_tokens, report.loaded_tokens, report.blocks_corrupt) == (288, 9 * BLOCK, 1)
+    assert report.reason.startswith("block 9: the bytes have checksum ")
+    assert report.blocks_saved == 1  # its location was removed at the manager, and those behind it are right
+    after = locations_of(reuse, manager, instance_id, ids)
+    assert [index for index in range(18) if before[index] != after[index]] == [9]
+    assert after[9].checksums == before[9].checksums
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.blocks_corrupt, report.reason) == (288, 0, "")
+
+
+def test_several_corrupt_blocks_are_reported_at_once(
+    connect: Connect, manager: ManagerProcess, instance_id: str
+) -> None:
+    reuse, ids = connect(), prompt(100)
+    expected, _ = run(reuse, ids)
+    for location in locations_of(reuse, manager, instance_id, ids)[::2]:
+        flip(location.uris["tp0"], 0)
+    output, report = run(reuse, ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.blocks_corrupt, report.blocks_saved) == (0, 3, 3)
+    assert run(reuse, ids)[1].loaded_tokens == 96
+
+
+def test_blocks_that_were_saved_without_checksums_are_loaded_as_they_are(
+    connect: Connect, manager: ManagerProcess, instance_id: str
+) -> None:
+    without, ids = connect(settings=replace(PATIENT, checksums=False)), prompt(100)
+    expected, _ = run(without, ids)
+    assert [each.checksums for each in locations_of(without, manager, instance_id, ids)] == [{}] * 6
+    output, report = run(connect(), ids)
+    assert torch.equal(output, expected)
+    assert (report.loaded_tokens, report.reason) == (96, "")
+
+
+# ---- Reuse through a memory pool: the connector maps it, tells the manager, and is found nothing on other nodes ----
+
+SECONDS = 30.0
+
+
+def connected(manager: ManagerProcess, group: str, instance_id: str) -> KVReuse:
+    return KVReuse.connect(MODEL, manager.address, group, instance_id, block_tokens=16, settings=PATIENT)
+
+
+def test_tokens_are_reused_on_the_node_and_computed_elsewhere(
+    manager: ManagerProcess, instance_id: str, pool_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = f"pool-{uuid4().hex[:8]}"
+    manager.add_pool(pool, NODE, CAPACITY)
+    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
+    monkeypatch.setenv("KVCM_NODE_ID", NODE)
+    ids = prompt(100)
+    expected = plain(ids)
+    with connected(manager, pool, instance_id) as reuse:
+        deadline = time.monotonic() + SECONDS
+        saved = 0
+        while not saved:  # the manager has yet to look at the pool that it was told of
+            assert time.monotonic() < deadline, reuse.last_report
+            output, report = run(reuse, ids)
+            assert torch.equal(output, expected)
+            saved = report.blocks_saved
+    with connected(manager, pool, instance_id) as reuse:
+        output, report = run(reuse, ids)
+        assert torch.equal(output, expected)
+        assert report.loaded_tokens == 96
+        assert report.reason == ""
+    monkeypatch.setenv("KVCM_NODE_ID", "node-b")
+    with connected(manager, pool, instance_id) as reuse:
+        output, report = run(reuse, ids)
+        assert torch.equal(output, expected)
+        assert (report.matched_tokens, report.blocks_saved) == (0, 0)
+
+
+def test_a_manager_that_lost_its_state_is_told_of_the_pool_again(
+    new_manager: Callable[..., ManagerProcess],
+    instance_id: str,
+    pool_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVCM_POOL_DIRECTORY", str(pool_directory))
+    monkeypatch.setenv("KVCM_NODE_ID", NODE)
+    manager = new_manager()
+    manager.add_pool("pool", NODE, CAPACITY)
+    ids = prompt(100)
+    with connected(manager, "pool", instance_id) as reuse:
+
+        def publish() -> None:
+            deadline = time.monotonic() + SECONDS
+            while not run(reuse, ids)[1].blocks_saved:
+                assert time.monotonic() < deadline, reuse.last_report
+
+        publish()
+        manager.kill()
+        shutil.rmtree(manager.data_dir)
+        new_manager(manager.ports).add_pool("pool", NODE, CAPACITY)
+        publish()
+
+
+# ---- One process stores, another one loads: keys, registration and bytes mean the same in both ----
+
+
+def generate(manager: ManagerProcess, instance_id: str, kind: str, pool_blocks: int = 0) -> Any:
+    return run_script("reuse_process.py", manager.address, instance_id, kind, str(pool_blocks), beside="store")
+
+
+@pytest.mark.ci
+@pytest.mark.feature("transformers", "saves, and another process loads")
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "bamba"])
+def test_another_process_goes_on(manager: ManagerProcess, instance_id: str, kind: str) -> None:
+    ids, mask = batch()
+    expected = model_of(kind).generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False).tolist()
+    first = generate(manager, instance_id, kind)
+    assert first == {"tokens": expected, "loaded": [0, 0], "saved": 7 + 4, "reason": ""}
+    second = generate(manager, instance_id, kind, pool_blocks=20 if kind == "llama" else 0)
+    assert second == {"tokens": expected, "loaded": [96, 32], "saved": 0, "reason": ""}

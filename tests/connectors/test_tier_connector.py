@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +13,7 @@ import pytest
 from manager_process import ManagerProcess
 from pool_parts import CAPACITY, NODE
 from prefix_cases import MHA, MLA, PAGE, SIDECAR_BYTES, sidecars_of
+from script_process import run_script
 from tier_cases import PATIENT, TierEngine, dsa_spec, tokens_of
 
 from connectors.client import ManagerClient
@@ -64,8 +62,8 @@ def test_what_one_engine_publishes_another_attaches(
         assert second.host.allocator.in_use == 0
 
 
-@pytest.mark.parametrize("kind", ["mha", "dsa"])
-@pytest.mark.parametrize("layout", [Layout.PAGE_FIRST, Layout.LAYER_FIRST])
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "layout"), [("mha", Layout.LAYER_FIRST), ("dsa", Layout.PAGE_FIRST)])
 def test_another_process_attaches_the_same_bytes(
     manager: ManagerProcess, instance_id: str, kind: str, layout: Layout
 ) -> None:
@@ -76,20 +74,8 @@ def test_another_process_attaches_the_same_bytes(
     assert second["digest"] == first["digest"]
 
 
-def in_a_process(*arguments: str) -> dict[str, Any]:
-    script = Path(__file__).with_name("tier_process.py")
-    paths = ":".join([str(script.parent), str(script.parent.with_name("gpu_tier")), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+def in_a_process(*arguments: str) -> Any:
+    return run_script("tier_process.py", *arguments, beside="gpu_tier")
 
 
 def test_blocks_without_the_sidecar_are_a_miss_until_it_is_added(manager: ManagerProcess, instance_id: str) -> None:
@@ -224,14 +210,14 @@ def empty_pool(engine: TierEngine) -> None:
 
 
 def test_no_call_waits_for_a_manager_that_says_nothing(black_hole: int, instance_id: str) -> None:
-    settings = TierSettings(register_seconds=0.1, call_seconds=3.0, shutdown_seconds=0.5)
+    settings = TierSettings(register_seconds=0.1, call_seconds=30.0, shutdown_seconds=0.5)
     with TierEngine(f"127.0.0.1:{black_hole}", instance_id, settings=settings) as engine:
         begun = time.monotonic()
         attach = engine.store.begin(TOKENS)
         assert engine.store.poll(attach) is None
         engine.store.abort(attach)
         engine.store.step()
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 10.0
         assert engine.host.allocator.in_use == 0
 
 

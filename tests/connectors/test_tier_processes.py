@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from manager_process import ManagerProcess
 from memory_connector import MemoryConnector, MemoryStorage
+from script_process import run_script
 from sharing_rig import SHORT, Rig, continued
 from tier_engine_process import TOKENS
 
 from gpu_tier.connector import KVFormat
 
+pytestmark = pytest.mark.ci
+
 PREFIX = 192  # full blocks that leave a token of the prompt
 LAYERS = 3
 
 
-def answer(*arguments: str) -> dict[str, Any]:
-    script = Path(__file__).with_name("tier_engine_process.py")
-    paths = ":".join([str(script.parent), str(script.parent.with_name("gpu_tier")), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "GPU_TIER_KERNELS": "reference"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def answer(*arguments: str) -> Any:
+    return run_script("tier_engine_process.py", *arguments, beside="gpu_tier", GPU_TIER_KERNELS="reference")
 
 
 @pytest.mark.parametrize(("model", "algorithm"), [("llama", "quest"), ("llama", "snapkv"), ("latent", "dsa")])

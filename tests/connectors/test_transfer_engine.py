@@ -5,18 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from thoroughness import examples
 from transfer_parts import DEADLINE, SCHEME, WAIT, Background, HeldStorage, failures, item
 from waiting import until
 
 from connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
-from connectors.transfer.breaker import BreakerState
+from connectors.transfer.breaker import Breaker, BreakerState, Passage
+from connectors.transfer.budget import ByteBudget
+from connectors.transfer.gate import Gate
+from connectors.transfer.lane import Lane
+from connectors.transfer.mover import Direction
+from connectors.transfer.pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from connectors.transfer.statistics import BUCKETS_SECONDS
+from connectors.transfer.work import Transfer, Visit
+from kvcm.model.errors import InvalidArgumentError
 
 CANCELLED, PENDING, ERROR, UNAVAILABLE = Failure.CANCELLED, Failure.PENDING, Failure.ERROR, Failure.UNAVAILABLE
 
@@ -342,7 +352,7 @@ def test_a_closed_engine_moves_nothing_and_close_does_not_wait_for_callers(make:
         max_size=5,
     ),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_whatever_is_asked_at_once_moves_within_the_budget(
     budget_bytes: int, threads: int, calls: list[tuple[bool, list[tuple[str, int]]]]
 ) -> None:
@@ -364,3 +374,333 @@ def test_whatever_is_asked_at_once_moves_within_the_budget(
         engine.close()
     assert all(len(sizes) == 1 or sum(sizes) <= budget_bytes for sizes in storages["a"].meter.most)
     assert engine.statistics().storages["a"].in_flight_bytes == 0
+
+
+# ---- A storage under pressure: what stands first in its queue, or hangs, holds up nothing that could go ----
+
+
+@pytest.fixture
+def storage() -> Iterator[HeldStorage]:
+    storage = HeldStorage()
+    yield storage
+    storage.let_go()
+
+
+@pytest.mark.parametrize("behind", list(Direction))
+def test_what_waits_behind_a_load_begins_when_the_load_is_taken_back(storage: HeldStorage, behind: Direction) -> None:
+    gate = Gate(ByteBudget(50, ["s"]))
+    lane = Lane("s", storage, 2, gate, time.monotonic)
+
+    def begin(direction: Direction, path: str, size: int) -> Visit:
+        visit = lane.visit(Transfer(direction, 1, time.monotonic() + DEADLINE), [item(path, size)], [0])
+        lane.begin(visit)
+        return visit
+
+    storage.hold("/1")
+    with gate.lock:
+        begin(Direction.LOAD, "/1", 30)
+    until(lambda: storage.begun == ["load /1"])
+    with gate.lock:
+        too_large = begin(Direction.LOAD, "/2", 40)
+        fits = begin(behind, "/3", 8)
+    until(lambda: too_large.batches[0].is_held_back)
+    with gate.lock:  # the other thread sleeps now: it has let go of the lock
+        assert len(lane.withdraw(too_large, "the call was cancelled")) == 1
+    fits.transfer.wait(5.0)
+    with gate.lock:
+        lane.shut()
+    assert storage.begun == ["load /1", f"{behind} /3"]
+    storage.let_go()
+    lane.join(time.monotonic() + WAIT)
+
+
+@pytest.mark.parametrize("budget_bytes", [50, 59])
+def test_a_storage_whose_share_hangs_is_left_alone_by_what_does_not_fit(
+    storage: HeldStorage, budget_bytes: int
+) -> None:
+    """One access that hangs, fewer than threads: calls that cannot begin beside it come back at once."""
+    now = [1000.0]
+    engine = TransferEngine({(SCHEME, "s"): storage}, 2, budget_bytes=budget_bytes, clock=lambda: now[0])
+    storage.hold("/0")
+    assert failures(engine.load([item("/0", 50)], 0.1)) == [Failure.PENDING]
+    now[0] += 1.0
+    for move in (engine.load, engine.save):
+        assert failures(move([item("/1", 10)], 5.0)) == [Failure.UNAVAILABLE]
+    fitting = budget_bytes - 50
+    if fitting:
+        assert failures(engine.load([item("/1", fitting)], DEADLINE)) == [None]
+    storage.let_go()
+    until(lambda: engine.statistics().storages["s"].hung_accesses == 0)
+    assert failures(engine.load([item("/1", 10)], DEADLINE)) == [None]
+    engine.close()
+
+
+# ---- The breaker against a simple model, and its numbers ----
+
+FAILURES_TO_OPEN, FIRST_PAUSE, LONGEST_PAUSE = 3, 1.0, 60.0
+
+
+class BreakerMachine(RuleBasedStateMachine):
+    """Calls come, go on for a while and end in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaker = Breaker(FAILURES_TO_OPEN, FIRST_PAUSE, LONGEST_PAUSE)
+        self.now = 0.0
+        self.under_way: list[Passage] = []
+        # The model: failures in a row, or how long it is open and the next pause.
+        self.failures = 0
+        self.open_until: float | None = None
+        self.pause = FIRST_PAUSE
+
+    @rule(seconds=st.floats(0.0, 100.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def call_comes(self) -> None:
+        passage = self.breaker.enter(self.now)
+        if self.open_until is None:
+            assert passage is Passage.ORDINARY
+        elif Passage.TRIAL in self.under_way or self.now < self.open_until:
+            assert passage is None
+        else:
+            assert passage is Passage.TRIAL
+        if passage is not None:
+            self.under_way.append(passage)
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), succeeded=st.sampled_from([True, False, None]))
+    def call_ends(self, data: st.DataObject, succeeded: bool | None) -> None:
+        passage = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        self.breaker.leave(passage, succeeded, self.now)
+        if passage is Passage.TRIAL:
+            if succeeded:
+                self.open_until, self.failures = None, 0
+            elif succeeded is False:
+                self.pause = min(2 * self.pause, LONGEST_PAUSE)
+                self.open_until = self.now + self.pause
+        elif self.open_until is None and succeeded is not None:
+            self.failures = 0 if succeeded else self.failures + 1
+            if self.failures == FAILURES_TO_OPEN:
+                self.open_until, self.pause = self.now + FIRST_PAUSE, FIRST_PAUSE
+
+    @rule()
+    def sign_of_life(self) -> None:
+        self.breaker.hurry(self.now)
+        if self.open_until is not None:
+            self.open_until = min(self.open_until, self.now)
+
+    @invariant()
+    def shows_its_state(self) -> None:
+        if self.open_until is None:
+            assert self.breaker.state is BreakerState.CLOSED
+        elif Passage.TRIAL in self.under_way:
+            assert self.breaker.state is BreakerState.TRIAL
+        else:
+            assert self.breaker.state is BreakerState.OPEN
+
+
+BreakerMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestBreaker = BreakerMachine.TestCase
+
+
+def test_a_single_failure_between_successes_opens_nothing() -> None:
+    breaker = Breaker()
+    for _ in range(50):
+        for succeeded in (False, False, True):
+            passage = breaker.enter(0.0)
+            assert passage is Passage.ORDINARY
+            breaker.leave(passage, succeeded, 0.0)
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_pauses_double_up_to_a_minute_and_start_anew_after_a_success() -> None:
+    breaker, now = Breaker(), 0.0
+    for _ in range(3):
+        breaker.leave(Passage.ORDINARY, False, now)
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        assert breaker.enter(now + pause - 0.001) is None
+        now += pause
+        assert breaker.enter(now) is Passage.TRIAL
+        assert breaker.enter(now + 1000.0) is None
+        breaker.leave(Passage.TRIAL, False, now)
+    assert breaker.enter(now + 60.0) is Passage.TRIAL
+    breaker.leave(Passage.TRIAL, True, now)
+    assert breaker.enter(now) is Passage.ORDINARY
+    for _ in range(3):
+        breaker.leave(Passage.ORDINARY, False, now)
+    assert breaker.enter(now + 0.999) is None
+    assert breaker.enter(now + 1.0) is Passage.TRIAL
+
+
+# ---- Bytes in flight: never more than the limit, and never one storage at the cost of all others ----
+
+STORAGES = ["a", "b", "c"]
+pieces = st.tuples(st.sampled_from(STORAGES), st.sampled_from(list(Direction)), st.integers(1, 150))
+
+
+@given(limit=st.integers(1, 100), wanted=st.lists(pieces, max_size=60), data=st.data())
+@settings(max_examples=examples(150), deadline=None)
+def test_the_budget_is_never_exceeded_and_everything_gets_in(
+    limit: int, wanted: list[tuple[str, Direction, int]], data: st.DataObject
+) -> None:
+    """Whoever is turned away gets in once there is room; only a piece larger than the budget goes beyond it, alone."""
+    gate = Gate(ByteBudget(limit, STORAGES))
+    condition = threading.Condition(gate.lock)
+    inside: list[tuple[str, int]] = []
+    while wanted or inside:
+        with gate.lock:
+            for piece in list(wanted):
+                if gate.enter(*piece, condition):
+                    wanted.remove(piece)
+                    inside.append((piece[0], piece[2]))
+                    total = sum(size for _, size in inside)
+                    assert total == gate.budget.total_bytes
+                    assert total <= limit or len(inside) == 1
+                    held = [size for storage, size in inside if storage == piece[0]]
+                    assert sum(held) <= max(1, limit // len(STORAGES)) or len(held) == 1
+            assert inside, "something always gets in when nothing is in flight"
+            gate.leave(*inside.pop(data.draw(st.integers(0, len(inside) - 1))))
+    assert gate.budget.total_bytes == 0
+
+
+def test_no_save_begins_while_a_load_waits_for_room() -> None:
+    gate = Gate(ByteBudget(100, ["a", "b"]))
+    condition = threading.Condition(gate.lock)
+    with gate.lock:
+        assert gate.enter("a", Direction.LOAD, 60, condition)
+        assert not gate.enter("b", Direction.LOAD, 50, condition)
+        assert not gate.enter("b", Direction.SAVE, 10, condition)
+        gate.leave("a", 60)
+        assert not gate.enter("a", Direction.SAVE, 10, condition)
+        assert gate.enter("b", Direction.LOAD, 50, condition)
+        assert gate.enter("a", Direction.SAVE, 10, condition)
+
+
+class Bell(threading.Condition):
+    """Counts how often it was rung."""
+
+    rung = 0
+
+    def notify_all(self) -> None:
+        self.rung += 1
+        super().notify_all()
+
+
+def test_a_load_that_waits_for_its_own_share_holds_up_no_save() -> None:
+    gate = Gate(ByteBudget(100, ["a", "b"]))
+    condition = threading.Condition(gate.lock)
+    with gate.lock:
+        assert gate.enter("a", Direction.LOAD, 50, condition)
+        assert gate.enter("b", Direction.LOAD, 50, condition)
+        assert not gate.enter("a", Direction.LOAD, 40, condition)
+        gate.leave("b", 50)
+        assert gate.enter("b", Direction.SAVE, 8, condition)
+
+
+def test_saves_are_woken_when_a_load_that_room_would_help_gives_way_to_one_that_it_would_not() -> None:
+    gate = Gate(ByteBudget(99, ["a", "b", "c"]))
+    condition, bell = threading.Condition(gate.lock), Bell(gate.lock)
+    with gate.lock:
+        assert gate.enter("b", Direction.LOAD, 70, condition)
+        assert gate.enter("a", Direction.LOAD, 20, condition)
+        assert not gate.enter("a", Direction.LOAD, 12, condition)
+        assert not gate.enter("c", Direction.SAVE, 5, bell)
+        assert not gate.enter("a", Direction.LOAD, 20, condition)
+        assert bell.rung == 1
+        assert gate.enter("c", Direction.SAVE, 5, bell)
+
+
+def test_a_storage_that_keeps_its_share_leaves_the_rest_to_the_others() -> None:
+    gate = Gate(ByteBudget(100, ["hung", "well"]))
+    condition = threading.Condition(gate.lock)
+    with gate.lock:
+        assert gate.enter("hung", Direction.LOAD, 50, condition)
+        assert not gate.enter("hung", Direction.LOAD, 10, condition)
+        for _ in range(10):
+            assert gate.enter("well", Direction.LOAD, 50, condition)
+            gate.leave("well", 50)
+            assert gate.enter("well", Direction.SAVE, 50, condition)
+            gate.leave("well", 50)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_budget_of_nothing_is_refused(limit: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="limit_bytes"):
+        ByteBudget(limit, ["a"])
+
+
+# ---- The pool of transfer threads: bounded, loads first, never in the way of the process's end ----
+
+
+def test_loads_overtake_saves_and_equals_keep_their_order() -> None:
+    pool = WorkerPool(1, "test")
+    started, gate, order = threading.Event(), threading.Event(), list[str]()
+
+    def block() -> None:
+        started.set()
+        gate.wait(WAIT)
+
+    futures = [pool.submit(PRIORITY_SAVE, block)]
+    assert started.wait(WAIT)
+    for name, priority in (("save1", PRIORITY_SAVE), ("save2", PRIORITY_SAVE), ("load", PRIORITY_LOAD)):
+        futures.append(pool.submit(priority, lambda name=name: order.append(name)))
+    gate.set()
+    assert not wait(futures, WAIT).not_done
+    assert order == ["load", "save1", "save2"]
+    pool.close()
+
+
+def test_at_most_so_many_tasks_run_at_once() -> None:
+    pool = WorkerPool(3, "test")
+    barrier = threading.Barrier(3, timeout=WAIT)  # passes only when all three threads work at the same time
+    lock, running, most = threading.Lock(), 0, 0
+
+    def task() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        barrier.wait()
+        with lock:
+            running -= 1
+
+    futures = [pool.submit(PRIORITY_LOAD, task) for _ in range(9)]
+    assert not wait(futures, WAIT).not_done
+    assert all(future.exception() is None for future in futures)
+    assert most == 3
+    pool.close()
+
+
+def test_a_failing_task_does_not_end_its_thread() -> None:
+    pool = WorkerPool(1, "test")
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    first, second = pool.submit(PRIORITY_LOAD, fail), pool.submit(PRIORITY_LOAD, lambda: None)
+    with pytest.raises(ValueError, match="no"):
+        first.result(WAIT)
+    assert second.result(WAIT) is None
+    pool.close()
+
+
+def test_close_cancels_what_waits_and_does_not_wait_for_what_hangs() -> None:
+    pool = WorkerPool(1, "test")
+    started, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        started.set()
+        gate.wait(WAIT)
+
+    hanging = pool.submit(PRIORITY_LOAD, hang)
+    assert started.wait(WAIT)
+    waiting = pool.submit(PRIORITY_LOAD, lambda: None)
+    pool.close(timeout_seconds=0.01)
+    assert not hanging.done()
+    late = pool.submit(PRIORITY_LOAD, lambda: None)
+    gate.set()
+    assert not wait([hanging, waiting, late], WAIT).not_done
+    assert waiting.cancelled()
+    assert late.cancelled()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 from transfer_parts import DEADLINE, failures
 
 from connectors.transfer import Failure, FileMover, TransferEngine, TransferItem, paths
@@ -83,7 +84,7 @@ def test_one_damaged_file_among_hundreds_costs_only_its_own_items(engine: Transf
     stored=st.integers(0, 13 * 16),
     misfits=st.sets(st.integers(0, 29), max_size=3),
 )
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_neighbours_that_move_together_end_as_if_each_had_moved_alone(
     engine: TransferEngine, root: Path, slots: list[int], stored: int, misfits: set[int]
 ) -> None:

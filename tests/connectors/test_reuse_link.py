@@ -10,6 +10,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from manager_process import ManagerProcess
 
 from connectors.client import ManagerClient
@@ -21,8 +23,8 @@ from connectors.reuse.loading import LoadReport, PartToLoad, load_parts, report_
 from connectors.reuse.lookups import Found, LookupPlan, Lookups, LookupSettings
 from connectors.reuse.saving import SavedBlocks, save_blocks
 from connectors.reuse.sessions import SessionSettings, WriteSessions
-from connectors.reuse.staging import Bytes, StagingTrays
-from connectors.reuse.statistics import ReuseStatistics
+from connectors.reuse.staging import Bytes, StagingTrays, Tray
+from connectors.reuse.statistics import BUCKETS_SECONDS, ReuseStatistics, Snapshot, merged
 from connectors.transfer import TransferEngine
 from kvcm.model.errors import ErrorCode
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
@@ -398,3 +400,134 @@ def test_an_absent_manager_is_registered_with_when_it_comes(
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
     assert link.engine_now() is not None
+
+
+# ---- Staging memory: bounded, reused, and never lent again while a storage may still write to it ----
+
+
+def test_a_tray_comes_back_and_is_lent_again() -> None:
+    trays = StagingTrays(64, 1)
+    first = trays.take(0)
+    assert first is not None
+    assert trays.take(0) is None
+    trays.give_back(first)
+    assert trays.take(0) is first
+
+
+def test_rows_share_the_memory_and_are_as_many_as_fit() -> None:
+    tray = StagingTrays(64, 1).take(0)
+    assert tray is not None
+    assert tray.rows(16, 10).shape == (4, 16)
+    assert tray.rows(16, 2).shape == (2, 16)
+    tray.rows(16, 4)[3] = 7
+    assert tray.rows(64, 1)[0, 48:].tolist() == [7] * 16
+
+
+class Storage:
+    """Something that may write to memory."""
+
+    def __init__(self) -> None:
+        self.hangs = True
+
+    def may_change(self) -> bool:
+        return self.hangs
+
+
+def _lend(trays: StagingTrays) -> Tray:
+    tray = trays.take(0)
+    assert tray is not None
+    return tray
+
+
+def test_a_lost_tray_is_replaced_until_too_many_are_lost() -> None:
+    trays, storage = StagingTrays(8, 1, most_lost=2), Storage()
+    seen = []
+    for _ in range(3):
+        seen.append(_lend(trays))
+        trays.lose(seen[-1], storage.may_change)
+    assert len(set(map(id, seen))) == 3
+    assert trays.take(0) is None  # three are lost, of which two were replaced
+    assert trays.lost == 3
+    storage.hangs = False
+    _lend(trays)
+    assert trays.lost == 0
+    assert trays.take(0) is None  # as many as at the beginning
+
+
+def test_a_tray_is_not_lent_while_the_storage_that_hangs_on_to_it_does() -> None:
+    trays = StagingTrays(8, 2, most_lost=0)
+    old, new = Storage(), Storage()  # the group's storages were changed while one of them hung
+    kept, freed = _lend(trays), _lend(trays)
+    trays.lose(kept, old.may_change)
+    trays.lose(freed, new.may_change)
+    new.hangs = False
+    assert _lend(trays) is freed
+    assert trays.take(0) is None
+    old.hangs = False
+    assert _lend(trays) is kept
+
+
+def test_after_a_recovery_as_many_may_be_lost_again() -> None:
+    trays = StagingTrays(8, 1, most_lost=1)
+    for _ in range(5):
+        storage = Storage()
+        for _ in range(2):
+            trays.lose(_lend(trays), storage.may_change)
+        assert trays.take(0) is None
+        storage.hangs = False
+
+
+def test_who_waits_gets_the_tray_that_comes_back() -> None:
+    trays = StagingTrays(8, 1)
+    first = trays.take(0)
+    assert first is not None
+    got: list[object] = []
+    waiter = threading.Thread(target=lambda: got.append(trays.take(10)))
+    waiter.start()
+    trays.give_back(first)
+    waiter.join(10)
+    assert got == [first]
+
+
+# ---- Counts of connectors: nothing is lost or counted twice, in whatever intervals and on whatever ranks ----
+
+NAMES = ("lookups", "saved_blocks")
+DEEDS = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from(NAMES), st.integers(0, 9)),
+    st.tuples(st.just("observe"), st.just("load_seconds"), st.sampled_from([0.0001, 0.002, 0.5, 99.0])),
+    st.tuples(st.just("take"), st.none(), st.none()),
+)
+
+
+@given(st.lists(DEEDS, max_size=40))
+def test_the_takings_add_up_to_the_total(deeds: list[tuple[str, str, float]]) -> None:
+    counted, taken = ReuseStatistics(), Snapshot()
+    model: dict[str, float] = dict.fromkeys(NAMES, 0)
+    seconds: list[float] = []
+    for deed, name, value in deeds:
+        if deed == "add":
+            counted.add(**{name: int(value)})
+            model[name] += value
+        elif deed == "observe":
+            counted.observe(name, value)
+            seconds.append(value)
+        else:
+            taken = merged(taken, counted.take())
+    taken = merged(taken, counted.take())
+    total = counted.total()
+    assert {name: total.get(name, 0) for name in NAMES} == model == {name: taken.get(name, 0) for name in NAMES}
+    for snapshot in (total, taken):
+        times = snapshot.get("load_seconds", [0.0] * (len(BUCKETS_SECONDS) + 2))
+        assert isinstance(times, list)
+        assert sum(times[:-1]) == len(seconds)
+        assert abs(times[-1] - sum(seconds)) < 1e-6
+    assert counted.take() == {}
+
+
+def test_a_time_is_counted_in_its_bucket() -> None:
+    counted = ReuseStatistics()
+    counted.observe("load_seconds", BUCKETS_SECONDS[2])
+    counted.observe("load_seconds", BUCKETS_SECONDS[-1] + 1)
+    times = counted.total()["load_seconds"]
+    assert isinstance(times, list)
+    assert [bucket for bucket, count in enumerate(times[:-1]) if count] == [2, len(BUCKETS_SECONDS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 from manager_process import ManagerProcess
 
+from connectors.answers import MalformedAnswerError, read_grant, read_locations
 from connectors.client import AsyncManagerClient, ManagerClient
 from connectors.exchanges import ClientSettings
+from connectors.policy import RetrySettings
 from connectors.results import MatchMode, MatchResult, MissingReport, Outcome, RegistrationState, WriteGrant
+from connectors.storages import read_storage_configs
 from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
+from kvcm.model.storages import MooncakeStorageSpec, NfsStorageSpec
+from kvcm.protocol import meta_service_pb2 as meta
 
 MODEL = ModelDeployment(model_name="model", dtype="float32", tp_size=2, pp_size=1, dp_size=1, extra="x")
 SPECS = [LocationSpecInfo("tp1", 64), LocationSpecInfo("tp0", 64)]
@@ -307,7 +312,264 @@ def test_a_dead_address_is_walked_over(kind: str, manager: ManagerProcess, insta
     close()
 
 
+@pytest.mark.parametrize("client", ["sync", pytest.param("async", marks=pytest.mark.ci)], indirect=True)
 def test_answers_beyond_the_default_limit_of_grpc_pass(client: ManagerClient) -> None:
     keys = list(range(30_000))  # about 5 MB of locations; gRPC's default limit is 4 MiB
     write(client, keys)
     assert found(client.match(keys)) == [True] * len(keys)
+
+
+# ---- Without a manager: misses within the deadline, never an exception ----
+
+# Generous, because other work may hold the processor; the deadlines under test are much shorter.
+SLACK_SECONDS = 10.0
+PATIENT = ClientSettings(timeout_seconds=0.5, retry=RetrySettings(breaker_failures=1000))
+
+CALLS: dict[str, Callable[[ManagerClient], object]] = {
+    "register_instance": lambda c: c.register_instance("default", 16, SPECS, MODEL).state is RegistrationState.OK,
+    "match": lambda c: c.match([1, 2]).locations,
+    "match_batch": lambda c: any(c.match([1, 2], MatchMode.BATCH).locations),
+    "match_length": lambda c: c.match_length([1, 2]),
+    "start_write": lambda c: c.start_write([1, 2]),
+    "finish_write": lambda c: c.finish_write("session", [True]),
+    "abort_write": lambda c: c.abort_write("session"),
+    "renew_write": lambda c: c.renew_write("session", 30),
+    "release_lease": lambda c: c.release_lease("lease"),
+    "remove": lambda c: c.remove([1]),
+    "pin_prefix": lambda c: c.pin_prefix([1, 2], "me", 60),
+    "unpin": lambda c: c.unpin("pin"),
+    "list_pins": lambda c: c.list_pins(),
+    "report_missing": lambda c: c.report_missing([(1, "file://s/p?size=1")]),
+    "cluster_info": lambda c: c.cluster_info(),
+}
+
+
+def elapsed(started: float) -> float:
+    return time.monotonic() - started
+
+
+def test_a_refused_connection_is_a_miss(closed_port: int) -> None:
+    settings = replace(PATIENT, timeout_seconds=0.1)
+    with ManagerClient(f"127.0.0.1:{closed_port}", "i", settings) as client:
+        for name, call in CALLS.items():
+            started = time.monotonic()
+            assert not call(client), name
+            assert elapsed(started) < 0.1 + SLACK_SECONDS, name
+        assert all(counters.ok == 0 for counters in client.counters().values())
+
+
+def test_a_silent_manager_costs_the_deadline(black_hole: int) -> None:
+    settings = replace(PATIENT, timeout_seconds=0.1)
+    for name, call in CALLS.items():
+        with ManagerClient(f"127.0.0.1:{black_hole}", "i", settings) as client:
+            started = time.monotonic()
+            assert not call(client), name
+            assert 0.08 < elapsed(started) < 0.1 + SLACK_SECONDS, name
+            (counters,) = client.counters().values()
+            assert (counters.ok, counters.miss_on_error, counters.timeout) == (0, 0, 1), name
+
+
+def test_results_say_what_happened(closed_port: int, black_hole: int) -> None:
+    with ManagerClient(f"127.0.0.1:{closed_port}", "i", PATIENT) as client:
+        match = client.match([1, 2, 3], MatchMode.BATCH)
+        assert (match.outcome, match.locations) == (Outcome.MISS_ON_ERROR, (None, None, None))
+        assert "UNAVAILABLE" in match.reason
+        registration = client.register_instance("default", 16, SPECS, MODEL)
+        assert registration.state is RegistrationState.UNREACHABLE
+        assert "UNAVAILABLE" in registration.message
+        assert client.counters()["match"].retries > 0
+    with ManagerClient(f"127.0.0.1:{black_hole}", "i", PATIENT) as client:
+        assert client.match([1], timeout_seconds=0.1).outcome is Outcome.TIMEOUT
+
+
+def test_a_dead_manager_is_soon_not_asked_any_more(black_hole: int) -> None:
+    settings = ClientSettings(timeout_seconds=0.1, retry=RetrySettings(breaker_failures=2, breaker_seconds=600))
+    with ManagerClient(f"127.0.0.1:{black_hole}", "i", settings) as client:
+        for _ in range(50):
+            client.match([1])
+        counters = client.counters()["match"]
+        assert (counters.timeout, counters.miss_on_error) == (2, 48)
+
+
+def test_the_log_names_the_reason_once(closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
+    with ManagerClient(f"127.0.0.1:{closed_port}", "i", PATIENT) as client, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            client.match([1])
+    assert len(caplog.records) == 1
+    assert "match failed, treated as a miss" in caplog.text
+    assert "UNAVAILABLE" in caplog.text
+
+
+async def test_the_async_client_behaves_alike(closed_port: int, black_hole: int) -> None:
+    async with AsyncManagerClient([f"127.0.0.1:{black_hole}", f"127.0.0.1:{closed_port}"], "i", PATIENT) as client:
+        started = time.monotonic()
+        results = await asyncio.gather(
+            client.match([1]), client.start_write([1]), client.match_length([1]), client.cluster_info()
+        )
+        assert elapsed(started) < 0.5 + SLACK_SECONDS
+        assert results[0].locations == ()
+        assert results[1:] == [None, 0, None]
+        assert not await client.finish_write("s", [True])
+        assert (await client.register_instance("default", 16, SPECS, MODEL)).state is RegistrationState.UNREACHABLE
+        for call in (
+            client.abort_write("s"),
+            client.renew_write("s", 1),
+            client.release_lease("l"),
+            client.remove([1]),
+            client.pin_prefix([1], "me", 60),
+            client.unpin("p"),
+            client.list_pins(),
+            client.report_missing([(1, "file://s/p?size=1")]),
+        ):
+            assert not await call
+        assert all(counters.ok == 0 for counters in client.counters().values())
+
+
+async def test_closed_clients_miss(closed_port: int) -> None:
+    client = ManagerClient(f"127.0.0.1:{closed_port}", "i")
+    client.close()
+    assert client.match([1]).outcome is Outcome.MISS_ON_ERROR
+    async_client = AsyncManagerClient(f"127.0.0.1:{closed_port}", "i")
+    await async_client.close()
+    assert (await async_client.match([1])).outcome is Outcome.MISS_ON_ERROR
+
+
+@pytest.mark.parametrize(
+    "addresses", ["", "localhost", "localhost:", ":1", "localhost:x", "h:0", "h:65536", [], ["h:1", ""]]
+)
+def test_addresses_are_checked(addresses: str | list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be host:port"):
+        ManagerClient(addresses, "i")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.match([1, 1 << 63]), r"keys\[1\]"),
+        (lambda c: c.match([1], mask=2), "mask is 2"),
+        (lambda c: c.match([1], mask=[True, False]), "mask has 2 flags"),
+        (lambda c: c.match([1], window=3), "window is 3"),
+        (lambda c: c.match([1], MatchMode.SLIDING_WINDOW), "window is 0"),
+        (lambda c: c.match([1], read_lease_ms=-1), "read_lease_ms is -1"),
+        (lambda c: c.start_write([1, 2], spec_groups=["g"]), "spec_groups has 1"),
+        (lambda c: c.start_write([1], parent_block_key=-(1 << 63) - 1), "parent_block_key"),
+        (lambda c: c.start_write([1], session_seconds=1 << 31), "session_seconds"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[ManagerClient], object], message: str, closed_port: int) -> None:
+    with ManagerClient(f"127.0.0.1:{closed_port}", "i") as client, pytest.raises(InvalidArgumentError, match=message):
+        call(client)
+
+
+def test_an_instance_id_is_needed() -> None:
+    with pytest.raises(InvalidArgumentError, match="instance_id is empty"):
+        ManagerClient("localhost:1", "")
+
+
+# ---- Answers that make no sense become misses, never half-believed results ----
+
+URI = "file://nfs_01/nfs/c/i/tp0/1.a?blkid=3&size=64"
+
+
+def location(**uris: str) -> meta.CacheLocation:
+    specs = [meta.LocationSpec(name=name, uri=uri) for name, uri in uris.items()]
+    return meta.CacheLocation(type=meta.ST_NFS, spec_size=len(specs), location_specs=specs)
+
+
+def match(*locations: meta.CacheLocation) -> meta.GetCacheLocationResponse:
+    return meta.GetCacheLocationResponse(locations=locations)
+
+
+def test_uris_are_read() -> None:
+    (found,) = read_locations(match(location(tp0=URI)), MatchMode.PREFIX, 1, ["tp0"])
+    assert found is not None
+    assert str(found.uris["tp0"]) == URI
+    assert (found.uris["tp0"].offset, found.uris["tp0"].size, found.storage_type) == (192, 64, meta.ST_NFS)
+
+
+def test_checksums_are_read_by_part_and_0_is_none() -> None:
+    message = location(tp0=URI, tp1=URI)
+    message.location_specs[1].checksum = 2**64 - 1
+    (found,) = read_locations(match(message), MatchMode.PREFIX, 1, [])
+    assert found is not None
+    assert found.checksums == {"tp1": 2**64 - 1}
+
+
+def test_more_locations_than_keys_are_refused() -> None:
+    with pytest.raises(MalformedAnswerError, match="2 locations for 1 keys"):
+        read_locations(match(location(tp0=URI), location(tp0=URI)), MatchMode.PREFIX, 1, [])
+
+
+def test_batch_answers_have_one_entry_per_key() -> None:
+    both = read_locations(match(location(tp0=""), location(tp0=URI)), MatchMode.BATCH, 2, ["tp0"])
+    assert both[0] is None
+    assert both[1] is not None
+    with pytest.raises(MalformedAnswerError, match="1 locations for 2 keys"):
+        read_locations(match(location(tp0=URI)), MatchMode.BATCH, 2, [])
+
+
+def test_a_prefix_ends_where_a_part_is_missing() -> None:
+    complete, partial = location(tp0=URI, tp1=URI), location(tp0=URI)
+    assert len(read_locations(match(complete, partial, complete), MatchMode.PREFIX, 3, ["tp0", "tp1"])) == 1
+    assert len(read_locations(match(complete, partial, complete), MatchMode.PREFIX, 3, ["tp0"])) == 3
+    assert read_locations(match(location()), MatchMode.PREFIX, 1, []) == ()
+
+
+@pytest.mark.parametrize("uri", ["nonsense", "file://nfs_01/x", "file://nfs_01/x?size=-1", "file:///x?size=1"])
+def test_garbage_uris_are_refused(uri: str) -> None:
+    with pytest.raises(MalformedAnswerError):
+        read_locations(match(location(tp0=uri)), MatchMode.PREFIX, 1, [])
+
+
+def grant(mask: meta.BlockMask, locations: int, session: str = "s") -> meta.StartWriteCacheResponse:
+    return meta.StartWriteCacheResponse(
+        write_session_id=session, block_mask=mask, locations=[location(tp0=URI)] * locations
+    )
+
+
+def flags(*values: bool) -> meta.BlockMask:
+    return meta.BlockMask(bool_masks=meta.BoolMasksType(values=values))
+
+
+def test_masks_of_grants() -> None:
+    assert read_grant(grant(meta.BlockMask(offset=1), 2), 3).mask == (True, False, False)
+    assert read_grant(grant(flags(False, True), 2), 3).mask == (False, True, False)
+    assert read_grant(grant(meta.BlockMask(), 3), 3).mask == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        grant(meta.BlockMask(offset=0), 3, session=""),
+        grant(meta.BlockMask(offset=0), 2),
+        grant(meta.BlockMask(offset=0), 4),
+        grant(meta.BlockMask(offset=4), 0),
+        grant(meta.BlockMask(offset=-1), 0),
+        grant(flags(True, True, True, True), 0),
+        meta.StartWriteCacheResponse(write_session_id="s", block_mask=flags(True, True), locations=[location(tp0="")]),
+    ],
+)
+def test_grants_that_contradict_the_request_are_refused(answer: meta.StartWriteCacheResponse) -> None:
+    with pytest.raises(MalformedAnswerError):
+        read_grant(answer, 3)
+
+
+def test_storage_configs_are_read_and_unknown_kinds_left_out() -> None:
+    text = """[{"type":"file","is_available":false,"global_unique_name":"nfs_01",
+                "storage_spec":{"root_path":"/nfs/","key_count_per_file":8,"later":1}},
+               {"type":"mooncake","global_unique_name":"mc","storage_spec":{"master_server_entry":"10.0.0.1:1"}},
+               {"type":"tape","global_unique_name":"t"}]"""
+    nfs, mooncake = read_storage_configs(text)
+    assert nfs.spec == NfsStorageSpec("/nfs/", 8)
+    assert not nfs.is_available
+    assert mooncake.spec == MooncakeStorageSpec(master_service_entry="10.0.0.1:1")
+    assert read_storage_configs("") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "{}", "[1]", '[{"type":"file","storage_spec":[]}]', '[{"type":"file","storage_spec":{"root_path":1}}]'],
+)
+def test_malformed_storage_configs_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        read_storage_configs(text)

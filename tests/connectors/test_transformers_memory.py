@@ -1,0 +1,329 @@
+"""The cache with memory of its own: the same states as `DynamicLayer`, at addresses that stay."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from reuse_models import HYBRIDS, WINDOWS
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from connectors.layout import BlockLayout
+from connectors.transformers.block_pool import BlockPool
+from connectors.transformers.cache import PreallocatedLayer, WindowLayer
+from connectors.transformers.checksum import _CHUNK_WORDS, _weights, tensor_checksum
+from connectors.transformers.paged import PagedLayer, Table
+from connectors.transformers.parts import KVPart, ModelParts
+from connectors.transformers.probing import inspect_model
+from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.keys import BlockKey
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 5))
+def test_it_behaves_like_the_layer_it_replaces(capacity: int, steps: list[int], cropped: int) -> None:
+    layer, reference = PreallocatedLayer(capacity), DynamicLayer()
+    for step in steps:
+        states = torch.randn(2, 1, 3, step, 4)
+        for mine, theirs in zip(layer.update(*states), reference.update(*states), strict=True):
+            assert torch.equal(mine, theirs)
+        assert layer.get_seq_length() == reference.get_seq_length()
+        assert layer.get_mask_sizes(7) == reference.get_mask_sizes(7)
+    cropped = min(cropped, sum(steps) - 1)
+    layer.crop(-cropped)
+    reference.crop(-cropped)
+    states = torch.randn(2, 1, 3, 2, 4)
+    assert torch.equal(layer.update(*states)[0], reference.update(*states)[0])
+
+
+def test_memory_stays_until_it_must_grow_and_old_memory_keeps_its_contents() -> None:
+    layer = PreallocatedLayer(8)
+    layer.update(*torch.randn(2, 1, 2, 5, 4))
+    before = layer.buffers()
+    layer.update(*torch.randn(2, 1, 2, 3, 4))
+    assert layer.buffers()[0].data_ptr() == before[0].data_ptr()
+    saved = before[0].clone()
+    layer.update(*torch.randn(2, 1, 2, 1, 4))
+    assert layer.buffers()[0].data_ptr() != before[0].data_ptr()
+    assert torch.equal(before[0], saved)
+    assert torch.equal(layer.buffers()[0][:, :, :8], saved)
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(2, 12), st.integers(0, 20), st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_a_window_behaves_like_the_layer_it_replaces(capacity: int, window: int, kept: int, steps: list[int]) -> None:
+    layer, reference = WindowLayer(capacity, window, kept), DynamicSlidingWindowLayer(window)
+    everything = torch.empty(2, 1, 3, 0, 4)
+    for step in steps:
+        states = torch.randn(2, 1, 3, step, 4)
+        everything = torch.cat([everything, states], dim=-2)
+        assert layer.get_mask_sizes(step) == reference.get_mask_sizes(step)
+        for mine, theirs in zip(layer.update(*states), reference.update(*states), strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.equal(layer.keys, reference.keys)
+        assert torch.equal(layer.values, reference.values)
+        assert layer.get_seq_length() == reference.get_seq_length()
+        tokens = everything.shape[-2]
+        start = max(layer.first_token, tokens - max(kept, window - 1))
+        for buffer, expected in zip(layer.buffers(), everything, strict=True):
+            held = buffer[:, :, start - layer.first_token : tokens - layer.first_token]
+            assert torch.equal(held, expected[:, :, start:])
+
+
+def test_a_window_needs_memory_for_the_window_and_not_for_the_answer() -> None:
+    layer = WindowLayer(100, window=8, kept_tokens=15)
+    layer.update(*torch.randn(2, 1, 2, 100, 4))
+    for _ in range(500):
+        layer.update(*torch.randn(2, 1, 2, 1, 4))
+    assert layer.buffers()[0].shape[2] < 32
+
+
+def test_a_layer_over_memory_fills_that_memory() -> None:
+    memory = (torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4))
+    for kind in (PreallocatedLayer(1), WindowLayer(1, 4)):
+        layer = kind.over(memory)
+        layer.set_length(2)
+        keys, _ = layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+        assert keys[0, 0, :, 0].tolist() == [0.0] * 2 + [1.0] * 3
+        assert memory[0][0, 0, :, 0].tolist() == [0.0] * 2 + [1.0] * 3 + [0.0]
+        assert kind.get_seq_length() == 0
+        memory[0].zero_()
+
+
+# ---- The pool of KV blocks, and the cache layer over it ----
+
+BLOCKS = 8
+CPU = torch.device("cpu")
+
+
+def parts(layers: int = 2) -> ModelParts:
+    layout = BlockLayout(layers, 2, 4, 4, "float32")
+    return ModelParts(4, (KVPart("tp0", tuple(range(layers)), layout, torch.float32, (CPU,) * layers),))
+
+
+def keys(first: int, count: int) -> list[BlockKey]:
+    return [BlockKey(number) for number in range(first, first + count)]
+
+
+def test_the_memory_is_there_once_and_never_more() -> None:
+    pool = BlockPool(parts(3), BLOCKS)
+    tensors = [tensor for pair in pool.memory.values() for tensor in pair]
+    assert sum(tensor.nbytes for tensor in tensors) == BLOCKS * parts(3).block_bytes
+    assert pool.take(BLOCKS + 1) is None
+    assert sorted(pool.take(BLOCKS) or []) == list(range(BLOCKS))
+    assert pool.take(1) is None
+
+
+def test_kept_blocks_are_found_until_their_room_is_needed() -> None:
+    pool = BlockPool(parts(), 4)
+    first = pool.take(3)
+    assert first is not None
+    pool.keep(keys(1, 3), first)
+    pool.give_back(first)
+    assert pool.available == 4
+    assert pool.find([*keys(1, 2), BlockKey(9), BlockKey(3)]) == first[:2]
+    assert pool.available == 2
+    assert pool.take(3) is None
+    others = pool.take(2)  # the free one, and the idle one
+    assert others is not None
+    assert pool.find(keys(3, 1)) == []
+    pool.give_back(first[:2])
+    pool.give_back(others)
+    more = pool.take(3)
+    assert more is not None
+    assert pool.find(keys(1, 2)) == first[:1]  # the end of a prefix goes first
+
+
+def test_what_two_calls_computed_is_kept_once() -> None:
+    pool = BlockPool(parts(), 4)
+    one, other = pool.take(1), pool.take(1)
+    assert one is not None
+    assert other is not None
+    pool.keep(keys(1, 1), one)
+    pool.keep(keys(1, 1), other)
+    pool.give_back(other)
+    pool.give_back(one)
+    assert pool.find(keys(1, 1)) == one
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of calls: content is never lost while held, and no block has two owners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(parts(1), BLOCKS)
+        self.taken: list[list[int]] = []
+        self.shared: list[list[int]] = []
+        self.content: dict[int, BlockKey] = {}
+
+    @rule(count=st.integers(0, 5))
+    def take(self, count: int) -> None:
+        taken = self.pool.take(count)
+        if taken is not None:
+            held = {block for blocks in self.taken + self.shared for block in blocks}
+            assert not held & set(taken)
+            assert len(set(taken)) == count
+            for block in taken:
+                self.content.pop(block, None)
+            self.taken.append(taken)
+
+    @rule(first=st.integers(0, 5), number=st.integers(0, 9))
+    def keep(self, first: int, number: int) -> None:
+        if self.taken:
+            blocks = self.taken[number % len(self.taken)]
+            fresh = [block for block in blocks if block not in self.content]
+            names = keys(first, len(fresh))
+            self.pool.keep(names, fresh)
+            for name, block in zip(names, fresh, strict=True):
+                if name not in self.content.values():
+                    self.content[block] = name
+
+    @rule(first=st.integers(0, 8), count=st.integers(0, 4))
+    def find(self, first: int, count: int) -> None:
+        found = self.pool.find(keys(first, count))
+        assert [self.content[block] for block in found] == keys(first, count)[: len(found)]
+        if len(found) < count:
+            assert keys(first, count)[len(found)] not in self.content.values()
+        self.shared.append(found)
+
+    @rule(number=st.integers(0, 9), is_shared=st.booleans())
+    def give_back(self, number: int, is_shared: bool) -> None:
+        owners = self.shared if is_shared else self.taken
+        if owners:
+            self.pool.give_back(owners.pop(number % len(owners)))
+
+    @invariant()
+    def everything_that_nobody_holds_can_be_taken(self) -> None:
+        held = {block for blocks in self.taken + self.shared for block in blocks}
+        assert self.pool.available == BLOCKS - len(held)
+
+
+TestPool = PoolMachine.TestCase
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_a_paged_layer_behaves_like_the_layer_it_replaces(
+    paddings: list[int], steps: list[int], random: object
+) -> None:
+    columns, rows = sum(steps), len(paddings)
+    pool = BlockPool(parts(1), 48)
+    order = list(range(48))
+    random.shuffle(order)
+    tables = [Table(order[row * 16 : row * 16 + -(-columns // 4)], padding) for row, padding in enumerate(paddings)]
+    layer, reference = PagedLayer(pool.memory[0], tables), DynamicLayer()
+    for step in steps:
+        states = torch.randn(2, rows, 2, step, 4)
+        mine, theirs = layer.update(*states), reference.update(*states)
+        assert layer.get_seq_length() == reference.get_seq_length()
+        assert layer.get_mask_sizes(3) == reference.get_mask_sizes(3)
+        for row, padding in enumerate(paddings):
+            for one, other in zip(mine, theirs, strict=True):
+                assert torch.equal(one[row, :, padding:], other[row, :, padding:])
+                assert not one[row, :, :padding].any()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "bamba"])
+def test_models_with_windows_or_states_have_no_pool(kind: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be 0 for a model with windows or states"):
+        BlockPool(inspect_model((WINDOWS | HYBRIDS)[kind](), 16).parts, 4)
+    with pytest.raises(InvalidArgumentError, match="pool_blocks is -1"):
+        BlockPool(parts(), -1)
+
+
+# ---- Checksums of tensors: equal exactly when the elements are, whatever the layout ----
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_layout_in_memory_does_not_matter(dtype: torch.dtype) -> None:
+    tensor = random((37, 41), torch.float32).gt(0).to(dtype) if dtype is torch.bool else random((37, 41), dtype)
+    shifted = torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])[1:].view(37, 41)
+    padded = torch.cat([tensor, tensor], dim=1)[:, :41]
+    for other in (tensor.clone(), tensor.t().contiguous().t(), shifted, padded):
+        assert tensor_checksum(other) == tensor_checksum(tensor)
+    assert tensor_checksum(tensor.t()) != tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("size", [1, 3, 1000, _CHUNK_WORDS * 2 + 3])
+def test_every_element_counts(dtype: torch.dtype, size: int) -> None:
+    tensor = random((size,), dtype)
+    before = tensor_checksum(tensor)
+    for index in {0, size // 2, size - 1}:
+        changed = tensor.clone()
+        changed.view(torch.uint8)[index * tensor.element_size()] ^= 1
+        assert tensor_checksum(changed) != before
+
+
+def test_every_swap_of_two_elements_counts() -> None:
+    """Also of x and -x: only their highest bits differ, which most distances between positions would wrap away."""
+    tensor = torch.ones(64)
+    tensor[::2] = -1
+    seen = {tensor_checksum(tensor)}
+    swaps = [(i, j) for i, j in itertools.combinations(range(64), 2) if tensor[i] != tensor[j]]
+    for i, j in swaps:
+        swapped = tensor.clone()
+        swapped[[i, j]] = swapped[[j, i]]
+        seen.add(tensor_checksum(swapped))
+    assert len(seen) == len(swaps) + 1
+    far = torch.zeros(3 * _CHUNK_WORDS)
+    far[5] = 1
+    swapped = far.clone()
+    swapped[[5, 5 + 2 * _CHUNK_WORDS]] = swapped[[5 + 2 * _CHUNK_WORDS, 5]]
+    assert tensor_checksum(far) != tensor_checksum(swapped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_swap_of_two_rows_counts(dtype: torch.dtype) -> None:
+    """Rows of equal sums, here of a unit matrix, tell weights that only grow from weights that look random."""
+    for matrix in (torch.eye(64, dtype=dtype), random((64, 64), dtype)):
+        seen = {tensor_checksum(matrix)}
+        for i, j in itertools.combinations(range(64), 2):
+            swapped = matrix.clone()
+            swapped[[i, j]] = swapped[[j, i]]
+            seen.add(tensor_checksum(swapped))
+        assert len(seen) == 64 * 63 // 2 + 1
+
+
+def test_lower_halves_of_the_weights_are_all_different() -> None:
+    weights = _weights(torch.device("cpu"))
+    assert (weights & 0xFFFF_FFFF).unique().numel() == _CHUNK_WORDS
+    assert (weights >> 32).unique().numel() == _CHUNK_WORDS
+
+
+def test_the_value_is_fixed() -> None:
+    """Engines of different releases and machines must agree; another value needs another version of the keys."""
+    assert tensor_checksum(torch.arange(5, dtype=torch.int16)).hex() == "0600040000000000865d94e0ef5ac42d"
+    assert tensor_checksum(torch.empty(0, 3)) == b""
+    assert tensor_checksum(torch.tensor(1.0)) == tensor_checksum(torch.ones(1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_devices_agree() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = random((1000, 1003), dtype)
+        assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
+
+
+def test_a_gigabyte_takes_seconds_at_most() -> None:
+    tensor = torch.zeros(1 << 28, dtype=torch.uint8)  # a quarter of it
+    started = time.monotonic()
+    tensor_checksum(tensor)
+    assert time.monotonic() - started < 5.0  # 20 times what it takes, since other work may hold the processor
